@@ -1,0 +1,58 @@
+"""tokenyard: expert parallelism for Mixture-of-Experts models, anywhere PyTorch runs.
+
+    import tokenyard as deep_ep
+
+Importing loads neither numba nor triton, reads no environment and starts nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0.dev0"
+
+_HOMES = {
+    "Buffer": "buffer",
+    "BufferClosed": "errors",
+    "CallMismatch": "errors",
+    "Config": "types",
+    "EventHandle": "events",
+    "EventOverlap": "events",
+    "Handle": "types",
+    "PeerDied": "errors",
+    "PeerError": "errors",
+    "PeerInputError": "errors",
+    "PeerTimeout": "errors",
+    "TokenyardError": "errors",
+    "topk_idx_t": "types",
+}
+
+__all__ = ["__version__", *_HOMES]  # noqa: PLE0604
+
+if TYPE_CHECKING:
+    from tokenyard.buffer import Buffer as Buffer
+    from tokenyard.errors import BufferClosed as BufferClosed
+    from tokenyard.errors import CallMismatch as CallMismatch
+    from tokenyard.errors import PeerDied as PeerDied
+    from tokenyard.errors import PeerError as PeerError
+    from tokenyard.errors import PeerInputError as PeerInputError
+    from tokenyard.errors import PeerTimeout as PeerTimeout
+    from tokenyard.errors import TokenyardError as TokenyardError
+    from tokenyard.events import EventHandle as EventHandle
+    from tokenyard.events import EventOverlap as EventOverlap
+    from tokenyard.types import Config as Config
+    from tokenyard.types import Handle as Handle
+    from tokenyard.types import topk_idx_t as topk_idx_t
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tokenyard' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"tokenyard.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
