@@ -1,0 +1,71 @@
+"""The errors that users see, and how their messages are built.
+
+Every message says what, got, wanted and where: `topk_idx[3, 1] is 64, want -1..63 (num_experts=64),
+on rank 2`. Bad input is a plain ValueError on the rank that gave it and a PeerInputError, which is
+a ValueError too, on all others: whoever catches ValueError catches it on every rank.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+
+class TokenyardError(RuntimeError):
+    """What is not the caller's input: peers that die or stall, a Buffer past its use."""
+
+
+class _Named(Exception):
+    """An exception with keyword arguments, which crosses processes all the same."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), **self.__dict__), self.args
+
+
+class PeerError(_Named, TokenyardError):
+    """The exchange cannot go on because of other ranks. The Buffer is broken afterwards."""
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...], stage: str) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+        self.stage = stage
+
+    @property
+    def rank(self) -> int:
+        """The lowest rank at fault, -1 where it could not be told."""
+        return self.ranks[0] if self.ranks else -1
+
+
+class PeerDied(PeerError):
+    """A rank's process is gone."""
+
+
+class PeerTimeout(PeerError):
+    """A rank lives, or may live, and has not come forward within the time limit."""
+
+
+class BufferClosed(TokenyardError):
+    """The Buffer was closed, or broken by an earlier PeerError."""
+
+
+class PeerInputError(_Named, ValueError):
+    """Another rank rejected its input, so no rank went on. The Buffer stays usable."""
+
+    def __init__(self, message: str, *, rank: int, stage: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.stage = stage
+
+
+class CallMismatch(ValueError):
+    """Ranks called different things, or the same thing with shapes that cannot meet."""
+
+
+def name_ranks(ranks: tuple[int, ...] | list[int]) -> str:
+    """
+    >>> name_ranks([2])
+    'rank 2'
+    >>> name_ranks([0, 3])
+    'ranks 0, 3'
+    """
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"

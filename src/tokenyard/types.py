@@ -1,0 +1,184 @@
+"""What crosses the stages: layout -> notify -> dispatch -> combine.
+
+The legend of shapes, used as suffixes of names everywhere (`topk_idx_TK` is [tokens, top-k]):
+
+    T  tokens of this rank          R  ranks of the group      N  rows (a token on its way to one
+    rank) K  experts chosen for a token   E  experts, all ranks      C  channels (threads that share
+    the tokens) D  hidden size                  L  experts of one rank     B  bytes of a row
+
+A *row* is one token on its way to one rank. A token whose experts live on three ranks is three
+rows. Rows are ordered by (rank, token): by destination where they are sent, by source where they
+arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+topk_idx_t = torch.int64
+
+# What a row can be made of. Their places in this tuple travel between ranks.
+ROW_DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int8,
+    torch.uint8,
+)
+SCALE_DTYPES = (torch.float32, torch.int32)  # int32 holds four UE8M0 exponents
+
+
+@dataclass(frozen=True)
+class Config:
+    """DeepEP's tuning knobs. A channel is two SMs there and one thread here: C = num_sms // 2.
+
+    The chunk sizes are those of the ring transport; other transports ignore them.
+    """
+
+    num_sms: int = 20
+    num_max_nvl_chunked_send_tokens: int = 6
+    num_max_nvl_chunked_recv_tokens: int = 256
+    num_max_rdma_chunked_send_tokens: int = 6
+    num_max_rdma_chunked_recv_tokens: int = 256
+
+    # A ring's slot has room for this many experts a token and scales a row, as in DeepEP.
+    MAX_TOPK = 128
+    MAX_SCALES = 128
+
+    @property
+    def num_channels(self) -> int:
+        return max(1, self.num_sms // 2)
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Bytes for a ring per (channel, source): its slots, and a line each for head and tail."""
+        slot = hidden_bytes + self.MAX_TOPK * (8 + 4) + self.MAX_SCALES * 4 + 4
+        ring = self.num_max_nvl_chunked_recv_tokens * slot + 2 * 64
+        return _round_up(self.num_channels * num_ranks * ring, 128)
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Always 0: between nodes torch.distributed brings its own buffers."""
+        return 0
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return (value + multiple - 1) // multiple * multiple
+
+
+class Layout(NamedTuple):
+    """Who gets each token: counted from topk_idx alone, without communication.
+
+    Not a frozen dataclass like the rest, since making one of those takes as long as a small layout.
+    """
+
+    num_tokens_per_rank: Tensor  # [R] int32, each token once a rank
+    num_tokens_per_node: Tensor | None  # [nodes] int32, each token once a node; None on one node
+    num_tokens_per_expert: Tensor  # [E] int32, counts (token, k) pairs
+    is_token_in_rank: Tensor  # [T, R] bool
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Route:
+    """A layout's rows, listed twice: as they are sent, and as each token finds its copies again.
+
+    Two tokens, three ranks; token 0 goes to ranks 0 and 2, token 1 to rank 2:
+
+        send_token  [0, 0, 1]     rows by (rank, token): rank 0 gets token 0; rank 2 gets 0 and 1
+        send_counts [1, 0, 2]
+        copy_start  [0, 2, 3]     token 0 has copies 0 and 1, token 1 has copy 2
+        copy_rank   [0, 2, 2]     ... which went to these ranks, ascending within a token
+        copy_slot   [0, 0, 1]     ... as this row of those sent to that rank
+    """
+
+    send_token: Tensor  # [N] int32
+    send_counts: tuple[int, ...]  # R
+    copy_start: Tensor  # [T + 1] int32
+    copy_rank: Tensor  # [N] int32
+    copy_slot: Tensor  # [N] int32
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Received:
+    """What dispatch brings to one rank: N rows by (source rank, token)."""
+
+    x: Tensor  # [N, D]
+    scales: Tensor | None  # [N, S], contiguous; FP8 only
+    topk_idx: Tensor | None  # [N, K] int64, local expert ids, -1 where the expert is elsewhere
+    topk_weights: Tensor | None  # [N, K] float32, 0.0 where topk_idx is -1
+    src_idx: Tensor  # [N] int32, the token's index on its source rank
+    num_tokens_per_expert: list[int]  # L, rounded up to expert_alignment
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Handle:
+    """The memory of a dispatch: combine and cached dispatches go the same way again.
+
+    It reads as DeepEP V1's tuple too: `handle[0]` is the rank_prefix_matrix, and the six fields
+    unpack in V1's order. The three prefix matrices are None when the ranks are on several nodes,
+    where V1's handle has another shape and they would cost O(R * R).
+    """
+
+    buffer_id: int  # the Buffer and rank that made it; others refuse it
+    call: int  # the number of the dispatch that made it; all ranks must use the same
+    route: Route
+    recv_counts: tuple[int, ...]  # R, rows from each rank
+    num_recv_rows: int  # rows of recv_x; more than sum(recv_counts) with num_worst_tokens
+    num_channels: int
+    is_token_in_rank: Tensor  # [T, R] bool
+    recv_src_idx: Tensor  # [N] int32, -1 in the tail that num_worst_tokens leaves
+    rank_prefix_matrix: Tensor | None  # [R, R] int32, inclusive over sources i for destination j
+    channel_prefix_matrix: Tensor | None  # [R, C] int32, inclusive, the sending side
+    recv_channel_prefix_matrix: Tensor | None  # [R, C] int32, start offsets, the receiving side
+
+    @property
+    def num_tokens(self) -> int:
+        return self.is_token_in_rank.shape[0]
+
+    @cached_property
+    def send_head(self) -> Tensor:
+        """[T, R] int32: the row's place in its channel's ring, -1 where not sent."""
+        sent = self.is_token_in_rank
+        head = torch.full(sent.shape, -1, dtype=torch.int32, device=sent.device)
+        for begin, end in channel_ranges(self.num_tokens, self.num_channels):
+            part = sent[begin:end]
+            place = part.cumsum(0, dtype=torch.int32) - 1
+            head[begin:end] = torch.where(part, place, -1)
+        return head
+
+    def _v1(self) -> tuple[Tensor | None, ...]:
+        return (
+            self.rank_prefix_matrix,
+            self.channel_prefix_matrix,
+            self.recv_channel_prefix_matrix,
+            self.recv_src_idx,
+            self.is_token_in_rank,
+            self.send_head,
+        )
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[Tensor | None]:
+        return iter(self._v1())
+
+    def __getitem__(self, index: int) -> Tensor | None:
+        return self._v1()[index]
+
+
+def channel_ranges(num_tokens: int, num_channels: int) -> list[tuple[int, int]]:
+    """Each channel takes ceil(T / C) consecutive tokens; the last ones may get none.
+
+    >>> channel_ranges(5, 3)
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    each = -(-num_tokens // num_channels)
+    starts = (min(c * each, num_tokens) for c in range(num_channels))
+    return [(begin, min(begin + each, num_tokens)) for begin in starts]
