@@ -1,0 +1,89 @@
+"""The kernels that every set has, and how a set is found.
+
+A set is a module; its functions have these names and signatures and agree with `spec` bit for bit.
+Launchers allocate and choose the grid. They never validate: that is done before, in `validate`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Sequence
+from functools import cache
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from tokenyard.types import Layout, Route
+
+_log = logging.getLogger("tokenyard")
+_SETS = ("numba", "reference")
+
+
+class Kernels(Protocol):
+    def layout(
+        self,
+        topk_idx_TK: Tensor,
+        rank_of_expert_E: Tensor,
+        num_ranks: int,
+        node_of_rank: Sequence[int] | None,
+    ) -> tuple[Layout, int]:
+        """Count and mark who gets each token. `node_of_rank` is None on one node.
+
+        The number beside the layout is the flat place of the first index outside -1..E-1, or -1.
+        Such an index never reaches an address; the layout is then not to be used.
+        """
+
+    def route(self, is_token_in_rank_TR: Tensor) -> Route:
+        """List the rows by (rank, token), and each token's copies by rank."""
+
+    def channel_prefix(self, route: Route, num_channels: int) -> Tensor:
+        """[R, C] int32: the rows for each rank in this channel and those before it."""
+
+    def pack(self, x_TB: Tensor, index_N: Tensor | None, out_NB: Tensor) -> Tensor:
+        """out[n] = x[index[n]], rows of bytes; without an index out[n] = x[n].
+
+        Rows are contiguous; they may lie apart on both sides.
+        """
+
+    def localise(
+        self, topk_idx_NK: Tensor, topk_weights_NK: Tensor | None, local_of_expert_E: Tensor
+    ) -> None:
+        """In place: global expert ids to local ones; -1 and 0.0 for those not in the table."""
+
+    def reduce(
+        self,
+        rows_by_rank: Sequence[Tensor],
+        route: Route,
+        node_of_rank: Sequence[int],
+        biases_TD: Sequence[Tensor],
+    ) -> Tensor:
+        """Sum each token's rows as `spec.combine` does: [T, D] of the rows' dtype.
+
+        `rows_by_rank[r]` holds the rows that came back from rank r, in the order in which they were
+        sent there. They need not share memory.
+        """
+
+
+def available() -> tuple[str, ...]:
+    return _SETS
+
+
+def load(name: str) -> Kernels:
+    if name not in _SETS:
+        raise ValueError(f"unknown kernel set {name!r}; available: auto, {', '.join(_SETS)}")
+    return cast(Kernels, importlib.import_module(f"tokenyard.kernels.{name}"))
+
+
+@cache
+def choose(device_type: str) -> str:
+    """The fastest set for a device. Cached so that the choice is logged once."""
+    name = "numba" if device_type == "cpu" else "reference"
+    _log.info("kernels: %s, for tensors on %s", name, device_type)
+    return name
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums are kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

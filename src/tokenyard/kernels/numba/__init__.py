@@ -1,0 +1,15 @@
+"""The kernels compiled by Numba: the fast path on CPU.
+
+Kernels release the GIL and are compiled once, into a cache on disk. `NUMBA_DISABLE_JIT=1` does not
+apply to them, since they read raw addresses: to step through a kernel, take the reference set.
+
+    layout  who gets each token, and the lists of rows
+    rows    pack and localise: moving bytes, renaming experts
+    reduce  the sum of combine
+"""
+
+from tokenyard.kernels.numba.layout import channel_prefix, layout, route
+from tokenyard.kernels.numba.reduce import reduce
+from tokenyard.kernels.numba.rows import localise, pack
+
+__all__ = ["channel_prefix", "layout", "localise", "pack", "reduce", "route"]

@@ -1,0 +1,276 @@
+"""Who gets each token, and the lists of rows that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numba import njit
+from torch import Tensor, from_numpy
+
+from tokenyard import memory
+from tokenyard.kernels.numba.intrinsics import pointer, trailing_zeros
+from tokenyard.types import Layout, Route
+
+_COUNT, _MARK = np.dtype(np.int32), np.dtype(np.bool_)
+_UINT8 = np.empty(0, np.uint8)
+_INT32 = np.empty(0, np.int32)
+_UINT64 = np.empty(0, np.uint64)
+
+_UNROUTED = np.uint64(0xFFFFFFFFFFFFFFFF)  # -1
+_ONES = np.uint64(0x0101010101010101)
+_DIAGONAL = np.uint64(0x8040201008040201)
+_CARRY = np.uint64(0x00406070787C7E7F)
+
+
+@njit(nogil=True, cache=True)
+def _layout_words_kernel(
+    topk_idx, table, per_rank, per_expert, in_rank, num_tokens, num_topk, num_experts, num_ranks
+):
+    """For R = 8, 16, ... 64: a token's ranks are the bits of one word, written eight bytes at a
+    time.
+
+    A byte b becomes eight bytes of its bits: b * ONES copies it to all eight, DIAGONAL leaves bit i
+    in byte i, and adding CARRY moves that bit to the top of its byte. The same eight bytes, added
+    up over at most 255 tokens, are the counts of eight ranks.
+    """
+    ids = pointer(topk_idx, _UINT64)
+    ranks = pointer(table, _INT32)
+    rank_counts, expert_counts = pointer(per_rank, _INT32), pointer(per_expert, _INT32)
+    marks = pointer(in_rank, _UINT64)
+    for r in range(num_ranks):
+        rank_counts[r] = 0
+    for e in range(num_experts):
+        expert_counts[e] = 0
+    num_words = num_ranks // 8
+    sums = np.zeros(num_words, np.uint64)
+    counted = sums.view(np.uint8)
+    one, end = np.uint64(1), np.uint64(num_experts)
+    pair, word = np.uint64(0), np.uint64(0)
+    room = 255
+    for t in range(num_tokens):
+        mask = np.uint64(0)
+        for _ in range(num_topk):
+            expert = ids[pair]
+            pair += one
+            if expert >= end:
+                if expert == _UNROUTED:
+                    continue
+                return np.int64(pair) - 1
+            expert_counts[expert] += np.int32(1)
+            mask |= one << np.uint64(ranks[expert])
+        for w in range(num_words):
+            byte = (mask >> np.uint64(8 * w)) & np.uint64(255)
+            spread = (((byte * _ONES) & _DIAGONAL) + _CARRY) >> np.uint64(7)
+            marks[word] = spread & _ONES
+            sums[w] += spread & _ONES
+            word += one
+        room -= 1
+        if room == 0 or t == num_tokens - 1:
+            for r in range(num_ranks):
+                rank_counts[r] += np.int32(counted[r])
+                counted[r] = 0
+            room = 255
+    return -1
+
+
+@njit(nogil=True, cache=True)
+def _layout_kernel(
+    topk_idx,
+    table,
+    nodes,
+    per_rank,
+    per_node,
+    per_expert,
+    in_rank,
+    num_tokens,
+    num_topk,
+    num_experts,
+    num_ranks,
+    num_nodes,
+):
+    """For any R, and for nodes: per_node is 0 where there is one."""
+    ids = pointer(topk_idx, _UINT64)
+    ranks, node_of = pointer(table, _INT32), pointer(nodes, _INT32)
+    rank_counts, expert_counts = pointer(per_rank, _INT32), pointer(per_expert, _INT32)
+    node_counts = pointer(per_node, _INT32)
+    marks = pointer(in_rank, _UINT8)
+    for r in range(num_ranks):
+        rank_counts[r] = 0
+    for e in range(num_experts):
+        expert_counts[e] = 0
+    for n in range(num_nodes):
+        node_counts[n] = 0
+    seen = np.zeros(num_nodes, np.int64)  # the last token that reached the node, plus 1
+    pair = np.uint64(0)
+    for t in range(num_tokens):
+        row = np.int64(t) * num_ranks
+        for r in range(num_ranks):
+            marks[row + r] = 0
+        for _ in range(num_topk):
+            expert = ids[pair]
+            pair += np.uint64(1)
+            if expert >= np.uint64(num_experts):
+                if expert == _UNROUTED:
+                    continue
+                return np.int64(pair) - 1
+            expert_counts[expert] += np.int32(1)
+            rank = np.int64(ranks[expert])
+            rank_counts[rank] += np.int32(1) - np.int32(marks[row + rank])
+            marks[row + rank] = 1
+            if num_nodes > 0:
+                node = np.int64(node_of[rank])
+                if seen[node] != t + 1:
+                    seen[node] = t + 1
+                    node_counts[node] += np.int32(1)
+    return -1
+
+
+def layout(
+    topk_idx_TK: Tensor,
+    rank_of_expert_E: Tensor,
+    num_ranks: int,
+    node_of_rank: Sequence[int] | None,
+) -> tuple[Layout, int]:
+    num_tokens, num_topk = topk_idx_TK.shape
+    num_experts = rank_of_expert_E.numel()  # quicker than len() and shape
+    per_rank = from_numpy(memory.empty_array(num_ranks, _COUNT))
+    per_expert = from_numpy(memory.empty_array(num_experts, _COUNT))
+    in_rank = from_numpy(memory.empty_array((num_tokens, num_ranks), _MARK))
+    per_node = None
+    if node_of_rank is None and num_ranks <= 64 and num_ranks % 8 == 0:
+        first_bad = _layout_words_kernel(
+            topk_idx_TK.data_ptr(),
+            rank_of_expert_E.data_ptr(),
+            per_rank.data_ptr(),
+            per_expert.data_ptr(),
+            in_rank.data_ptr(),
+            num_tokens,
+            num_topk,
+            num_experts,
+            num_ranks,
+        )
+    else:
+        nodes = np.asarray(node_of_rank or [0], np.int32)
+        num_nodes = 0 if node_of_rank is None else max(node_of_rank) + 1
+        if num_nodes:
+            per_node = from_numpy(memory.empty_array(num_nodes, _COUNT))
+        first_bad = _layout_kernel(
+            topk_idx_TK.data_ptr(),
+            rank_of_expert_E.data_ptr(),
+            nodes.ctypes.data,
+            per_rank.data_ptr(),
+            0 if per_node is None else per_node.data_ptr(),
+            per_expert.data_ptr(),
+            in_rank.data_ptr(),
+            num_tokens,
+            num_topk,
+            num_experts,
+            num_ranks,
+            num_nodes,
+        )
+    return Layout(per_rank, per_node, per_expert, in_rank), first_bad
+
+
+@njit(nogil=True, cache=True)
+def _count_kernel(in_rank, num_tokens, counts):
+    """counts[r] = the tokens marked for rank r; returns their sum."""
+    num_ranks = counts.shape[0]
+    marks = pointer(in_rank, _UINT8)
+    for t in range(num_tokens):
+        row = np.int64(t) * num_ranks
+        for r in range(num_ranks):
+            counts[r] += marks[row + r] & np.uint8(1)
+    return counts.sum()
+
+
+@njit(nogil=True, cache=True)
+def _route_kernel(in_rank, num_tokens, counts, send_token, copy_start, copy_rank, copy_slot):
+    num_ranks = counts.shape[0]
+    marks = pointer(in_rank, _UINT8)
+    sent, starts = pointer(send_token, _INT32), pointer(copy_start, _INT32)
+    ranks, slots = pointer(copy_rank, _INT32), pointer(copy_slot, _INT32)
+    first = np.zeros(num_ranks, np.int64)  # where each rank's rows begin
+    for r in range(1, num_ranks):
+        first[r] = first[r - 1] + counts[r - 1]
+    taken = np.zeros(num_ranks, np.int64)
+    copy = np.int64(0)
+    num_words = num_ranks // 8
+    for t in range(num_tokens):
+        starts[t] = copy
+        row = np.int64(t) * num_ranks
+        words = pointer(in_rank + row, _UINT64)
+        for w in range(num_words + 1):
+            # Eight marks at a time; then the ranks after the last whole word, one by one.
+            bits = np.uint64(0)
+            if w < num_words:
+                bits = words[w] & _ONES
+            else:
+                for r in range(num_words * 8, num_ranks):
+                    bits |= np.uint64(marks[row + r] & np.uint8(1)) << np.uint64(8 * (r % 8))
+            while bits != 0:
+                r = w * 8 + np.int64(trailing_zeros(bits) >> np.uint64(3))
+                bits &= bits - np.uint64(1)
+                sent[first[r] + taken[r]] = t
+                ranks[copy] = r
+                slots[copy] = taken[r]
+                taken[r] += 1
+                copy += 1
+    starts[num_tokens] = copy
+
+
+def route(is_token_in_rank_TR: Tensor) -> Route:
+    num_tokens, num_ranks = is_token_in_rank_TR.shape
+    counts = np.zeros(num_ranks, np.int64)
+    num_rows = _count_kernel(is_token_in_rank_TR.data_ptr(), num_tokens, counts)
+    found = Route(
+        send_token=from_numpy(memory.empty_array(num_rows, _COUNT)),
+        send_counts=tuple(counts.tolist()),
+        copy_start=from_numpy(memory.empty_array(num_tokens + 1, _COUNT)),
+        copy_rank=from_numpy(memory.empty_array(num_rows, _COUNT)),
+        copy_slot=from_numpy(memory.empty_array(num_rows, _COUNT)),
+    )
+    _route_kernel(
+        is_token_in_rank_TR.data_ptr(),
+        num_tokens,
+        counts,
+        found.send_token.data_ptr(),
+        found.copy_start.data_ptr(),
+        found.copy_rank.data_ptr(),
+        found.copy_slot.data_ptr(),
+    )
+    return found
+
+
+@njit(nogil=True, cache=True)
+def _channel_prefix_kernel(copy_start, copy_rank, num_tokens, out, num_ranks, num_channels):
+    starts, ranks, prefix = (
+        pointer(copy_start, _INT32),
+        pointer(copy_rank, _INT32),
+        pointer(out, _INT32),
+    )
+    each = (num_tokens + num_channels - 1) // num_channels
+    for i in range(num_ranks * num_channels):
+        prefix[i] = 0
+    for channel in range(num_channels):
+        begin = min(channel * each, num_tokens)
+        end = min(begin + each, num_tokens)
+        for copy in range(starts[begin], starts[end]):
+            prefix[np.int64(ranks[copy]) * num_channels + channel] += np.int32(1)
+    for r in range(num_ranks):
+        for channel in range(1, num_channels):
+            prefix[r * num_channels + channel] += prefix[r * num_channels + channel - 1]
+
+
+def channel_prefix(route: Route, num_channels: int) -> Tensor:
+    num_ranks = len(route.send_counts)
+    prefix_RC = from_numpy(memory.empty_array((num_ranks, num_channels), _COUNT))
+    _channel_prefix_kernel(
+        route.copy_start.data_ptr(),
+        route.copy_rank.data_ptr(),
+        route.copy_start.shape[0] - 1,
+        prefix_RC.data_ptr(),
+        num_ranks,
+        num_channels,
+    )
+    return prefix_RC

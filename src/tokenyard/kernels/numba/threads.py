@@ -1,0 +1,28 @@
+"""Channels are threads: plain ones over kernels that release the GIL.
+
+Numba's own threading layer is not used: it clashes with torch's OpenMP. We take as many threads as
+torch was told to take, and none where the work is small. Results never depend on the number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from tokenyard.types import channel_ranges
+
+# Below this many bytes a thread, starting it costs more than it saves (about 100 us each).
+_BYTES_PER_THREAD = 4 << 20
+
+
+def in_channels(body: Callable[[int, int], object], num_items: int, num_bytes: int) -> None:
+    """Call body(begin, end) over consecutive parts of range(num_items), side by side if it pays."""
+    num_threads = min(torch.get_num_threads(), num_items, num_bytes // _BYTES_PER_THREAD)
+    if num_threads < 2:
+        body(0, num_items)
+        return
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="tokenyard-channel") as pool:
+        for done in [pool.submit(body, *part) for part in channel_ranges(num_items, num_threads)]:
+            done.result()
