@@ -1,0 +1,72 @@
+"""A communicator over a torch.distributed process group (gloo today)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+
+from tokenyard.errors import PeerDied, PeerError, PeerTimeout, name_ranks
+
+_GRACE = 0.5  # seconds that the other ranks get to say that they live, once an exchange has failed
+
+
+class TorchCommunicator:
+    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
+        self._group = group
+        self._timeout = timeout
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.name = str(dist.get_backend(group))
+        self.label = "opening"
+
+    def all_to_all(
+        self,
+        out_NB: Tensor,
+        rows_NB: Tensor,
+        out_counts: Sequence[int],
+        counts: Sequence[int],
+        stage: str,
+    ) -> None:
+        try:
+            work = dist.all_to_all_single(
+                out_NB, rows_NB, list(out_counts), list(counts), group=self._group, async_op=True
+            )
+            work.wait(timedelta(seconds=self._timeout))
+        except RuntimeError as error:
+            raise self._blame(stage, error) from error
+
+    def close(self) -> None:
+        """The group is the user's, and stays."""
+
+    def _blame(self, stage: str, error: RuntimeError) -> PeerError:
+        """Who did not come. Gloo says only that something failed, so every rank that notices leaves
+        word in the group's store, and whoever leaves none is named.
+        """
+        timed_out = "timed out" in str(error).lower()
+        kind = PeerTimeout if timed_out else PeerDied
+        what = f"{self._timeout:g} s passed" if timed_out else "a connection broke"
+        try:
+            silent = self._silent_ranks()
+        except RuntimeError:
+            return kind(
+                f"{stage}: {what}, and the group's store is gone with the process that held it "
+                f"(rank 0 or the launcher), on rank {self.rank}",
+                ranks=(),
+                stage=stage,
+            )
+        who = f"no word from {name_ranks(silent)}" if silent else "every rank still answers"
+        return kind(f"{stage}: {what}; {who}, on rank {self.rank}", ranks=silent, stage=stage)
+
+    def _silent_ranks(self) -> tuple[int, ...]:
+        store = dist.distributed_c10d._get_process_group_store(self._group)
+        key = f"tokenyard/{self.label}/noticed/".__add__
+        store.set(key(str(self.rank)), "1")
+        silent = [rank for rank in range(self.size) if rank != self.rank]
+        deadline = time.monotonic() + _GRACE
+        while silent and time.monotonic() < deadline:
+            silent = [rank for rank in silent if not store.check([key(str(rank))])]
+            time.sleep(0.01)
+        return tuple(silent)
