@@ -1,0 +1,185 @@
+"""All ranks go on together, or all raise: the first step of every call that exchanges rows.
+
+Each rank tells every other what it is about to do (a Call: stage, number, shapes), whether its own
+input was good, and its counts. One rank's bad input, or calls that cannot meet, raise on *all*
+ranks before any row moves, and the group goes on working. Fixed-size integers only, no pickle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+
+from tokenyard.errors import CallMismatch, PeerInputError
+from tokenyard.transports import Transport
+from tokenyard.types import ROW_DTYPES, SCALE_DTYPES
+
+STAGES = ("Buffer", "dispatch", "cached dispatch", "combine")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What must be the same on every rank. -1 where a stage has no such thing."""
+
+    stage: int
+    buffer: int = -1  # which Buffer of the group
+    number: int = -1  # of the calls on this Buffer; a rank that skipped one is found out
+    handle: int = -1  # the number of the dispatch whose handle is used
+    hidden: int = -1
+    dtype: int = -1
+    num_scales: int = -1  # of a row
+    scales_dtype: int = -1
+    num_topk: int = -1
+    num_experts: int = -1
+    num_channels: int = -1
+    options: int = -1  # a digest of what was given to the Buffer
+
+
+# A message: did this rank fail, two sizes of its own, the call, and as much of the payload as fits.
+# Always as long, since whatever its length could depend on may be wrong on one rank.
+_FAILED, _TOKENS, _WORST, _CALL = range(4)
+_BUFFER, _NUMBER = (_CALL + [f.name for f in fields(Call)].index(n) for n in ("buffer", "number"))
+_INLINE = _CALL + len(fields(Call))
+_MESSAGE = 64
+_ROOM = _MESSAGE - _INLINE
+_TEXT = 64  # int64s: 504 bytes of UTF-8 and their length
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What one rank brings to the table."""
+
+    call: Call
+    payload: np.ndarray | None = None  # [R, M] int64, row r for rank r
+    num_tokens: int = 0
+    num_worst_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreed:
+    payload: np.ndarray  # [R, M] int64, row r from rank r
+    num_tokens: np.ndarray  # [R]
+    num_worst_tokens: np.ndarray  # [R]
+
+
+class Agreement:
+    def __init__(self, transport: Transport, buffer_id: int = -1) -> None:
+        self._transport = transport
+        self._rank, self._size = transport.rank, transport.size
+        self._buffer_id = buffer_id
+        self.number = 0  # of calls so far
+
+    def meet(self, stage: str, terms: Terms | Exception) -> Agreed:
+        """Exchange terms. Raises on all ranks if one of them failed or if calls differ."""
+        failure = terms if isinstance(terms, Exception) else None
+        if isinstance(terms, Exception):
+            terms = Terms(call=Call(stage=STAGES.index(stage)))
+        call = replace(terms.call, buffer=self._buffer_id, number=self.number)
+        payload = (
+            terms.payload if terms.payload is not None else np.zeros((self._size, 0), np.int64)
+        )
+
+        message = np.zeros((self._size, _MESSAGE), np.int64)
+        message[:, _FAILED] = failure is not None
+        message[:, _TOKENS] = terms.num_tokens
+        message[:, _WORST] = terms.num_worst_tokens
+        message[:, _CALL:_INLINE] = [getattr(call, f.name) for f in fields(Call)]
+        inline = payload[:, :_ROOM]
+        message[:, _INLINE : _INLINE + inline.shape[1]] = inline
+        answer = self._exchange(message, f"{stage} (notify)")
+
+        # Whatever happens next, the ranks that called this Buffer count on from the same number.
+        if (answer[:, _BUFFER] == self._buffer_id).all():
+            self.number = int(answer[:, _NUMBER].max()) + 1
+        self._raise_failures(stage, answer[:, _FAILED], failure)
+        self._raise_mismatch(stage, call, answer[:, _CALL:_INLINE])
+        told = answer[:, _INLINE : _INLINE + inline.shape[1]]
+        if payload.shape[1] > _ROOM:  # equal calls have payloads of one width
+            rest = self._exchange(np.ascontiguousarray(payload[:, _ROOM:]), f"{stage} (notify)")
+            told = np.concatenate([told, rest], axis=1)
+        return Agreed(
+            payload=told, num_tokens=answer[:, _TOKENS], num_worst_tokens=answer[:, _WORST]
+        )
+
+    def confirm(self, stage: str, failure: Exception | None) -> None:
+        """A second look at what only the counts could show. Raises on all ranks if one failed."""
+        flags = np.full((self._size, 1), failure is not None, np.int64)
+        self._raise_failures(stage, self._exchange(flags, f"{stage} (notify)")[:, 0], failure)
+
+    def _exchange(self, message: np.ndarray, stage: str) -> np.ndarray:
+        return self._transport.exchange(torch.from_numpy(message), stage).numpy()
+
+    def _raise_failures(self, stage: str, failed: np.ndarray, own: Exception | None) -> None:
+        if not failed.any():
+            return
+        words = _encode("" if own is None else str(own))
+        texts = self._exchange(np.tile(words, (self._size, 1)), f"{stage} (failure)")
+        if own is not None:
+            raise own
+        rank = int(failed.argmax())
+        raise PeerInputError(
+            f"rank {rank} rejected its input, so no rank went on: {_decode(texts[rank])}",
+            rank=rank,
+            stage=stage,
+        )
+
+    def _raise_mismatch(self, stage: str, mine: Call, calls: np.ndarray) -> None:
+        for column, field in enumerate(fields(Call)):
+            own = getattr(mine, field.name)
+            for rank, theirs in enumerate(calls[:, column].tolist()):
+                if theirs != own:
+                    raise CallMismatch(
+                        f"{stage}: ranks differ in {_WORDS[field.name]}: "
+                        f"{_show(field.name, own, True)} on rank {self._rank}, "
+                        f"{_show(field.name, theirs, False)} on rank {rank}"
+                    )
+
+
+_WORDS = {
+    "stage": "what they call",
+    "buffer": "the Buffer that they call",
+    "number": "how many calls they made on this Buffer",
+    "handle": "the handle (by the number of the call that made it)",
+    "hidden": "hidden size",
+    "dtype": "dtype of x",
+    "num_scales": "scales a row",
+    "scales_dtype": "dtype of the scales",
+    "num_topk": "top-k",
+    "num_experts": "num_experts",
+    "num_channels": "channels (config.num_sms // 2)",
+    "options": "transport=, ranks_per_node= or placement=",
+}
+
+
+def _show(name: str, value: int, is_own: bool) -> str:
+    if name in ("buffer", "options"):  # numbers that mean nothing to a reader
+        return "one" if is_own else "another"
+    if value == -1:
+        return "none"
+    if name == "stage":
+        return STAGES[value]
+    if name == "dtype":
+        return str(ROW_DTYPES[value]).removeprefix("torch.")
+    if name == "scales_dtype":
+        return str(SCALE_DTYPES[value]).removeprefix("torch.")
+    return str(value)
+
+
+def _encode(text: str) -> np.ndarray:
+    raw = text.encode()[: 8 * (_TEXT - 1)]
+    words = np.zeros(_TEXT, np.int64)
+    words[0] = len(raw)
+    words[1:].view(np.uint8)[: len(raw)] = np.frombuffer(raw, np.uint8)
+    return words
+
+
+def _decode(words: Sequence[int] | np.ndarray) -> str:
+    """
+    >>> _decode(_encode("topk_idx[3, 1] is 64"))
+    'topk_idx[3, 1] is 64'
+    """
+    words = np.asarray(words)
+    return words[1:].view(np.uint8)[: int(words[0])].tobytes().decode(errors="replace")

@@ -1,0 +1,347 @@
+"""Buffer: the object that users hold. DeepEP V1's signatures, on whatever hardware there is.
+
+buffer = Buffer(group)
+received, topk_idx, topk_weights, per_expert, handle, _ = buffer.dispatch(
+    x, topk_idx=topk_idx, topk_weights=topk_weights, num_experts=64)
+combined, _, _ = buffer.combine(experts(received), handle)
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokenyard import kernels as kernel_sets
+from tokenyard import validate
+from tokenyard.agreement import STAGES, Agreement, Call, Terms
+from tokenyard.engine import DispatchRequest, Engine, digest
+from tokenyard.errors import BufferClosed, PeerError
+from tokenyard.events import EventHandle, EventOverlap
+from tokenyard.topology import Placement, Topology
+from tokenyard.transports import CollectiveTransport, connect, open_transport
+from tokenyard.types import Config, Handle
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Rows = Tensor | tuple[Tensor, Tensor]
+
+
+class DispatchLayout(NamedTuple):
+    num_tokens_per_rank: Tensor
+    num_tokens_per_rdma_rank: Tensor | None
+    num_tokens_per_expert: Tensor
+    is_token_in_rank: Tensor
+    event: EventOverlap
+
+
+class Dispatched(NamedTuple):
+    recv_x: Rows
+    recv_topk_idx: Tensor | None
+    recv_topk_weights: Tensor | None
+    num_recv_tokens_per_expert_list: list[int] | None
+    handle: Handle | None
+    event: EventOverlap
+
+
+class Combined(NamedTuple):
+    x: Tensor
+    topk_weights: Tensor | None
+    event: EventOverlap
+
+
+class Buffer:
+    """Moves tokens to the ranks that own their experts, and sums the results back.
+
+    The first parameters are DeepEP's. Those about NVLink, RDMA and queue pairs are accepted and
+    have no use here. Ours are keyword only:
+
+        transport       how rows travel; "auto" takes the best there is
+        kernels         which set of local kernels; "auto" takes the fastest for the device
+        ranks_per_node  pretend that so many consecutive ranks share a node; found out if None
+        timeout         seconds without progress after which a call raises PeerTimeout
+        placement       [E] the rank of each expert; consecutive blocks if None
+
+    Every rank of the group makes the same calls in the same order; dispatch and combine raise on
+    all ranks if one of them is given bad input, and the Buffer goes on working.
+    """
+
+    num_sms: int = 20
+
+    def __init__(
+        self,
+        group: ProcessGroup | Any = None,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Any = None,
+        *,
+        transport: str = "auto",
+        kernels: str = "auto",
+        ranks_per_node: int | None = None,
+        timeout: float = 30.0,
+        placement: Tensor | None = None,
+    ) -> None:
+        if group is None:
+            what = "no group" if comm is None else "comm= (an MPI communicator)"
+            raise ValueError(f"{what} is given, want group=, a torch.distributed process group")
+        self.group = group
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode = low_latency_mode
+        self.explicitly_destroy = explicitly_destroy
+        self.enable_shrink = enable_shrink
+        self._engine: Engine | None = None
+        self._why_closed = "the Buffer is closed"
+        self._engine = _open(group, transport, kernels, ranks_per_node, timeout, placement)
+        self.rank, self.group_size = self._engine.rank, self._engine.num_ranks
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> DispatchLayout:
+        """Who gets each token. Local: no communication, and bad input raises on this rank alone."""
+        layout = self._open_engine().layout(topk_idx, num_experts, previous_event)
+        return DispatchLayout(
+            layout.num_tokens_per_rank,
+            layout.num_tokens_per_node,
+            layout.num_tokens_per_expert,
+            layout.is_token_in_rank,
+            _event(async_finish),
+        )
+
+    def dispatch(
+        self,
+        x: Rows,
+        handle: Handle | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+        *,
+        num_experts: int | None = None,
+    ) -> Dispatched:
+        """Send every token once to each rank that owns one of its experts.
+
+        x is [T, D], or a pair (x [T, D], scales [T, S]) of quantised rows. The layout is the one of
+        get_dispatch_layout; or leave it out and give num_experts. Rows arrive by (source rank,
+        token), with local expert ids, -1 where an expert lives elsewhere.
+
+        With a handle the rows go the way of an earlier dispatch, and only x and the event come
+        back.
+        """
+        engine = self._open_engine()
+        if handle is not None:
+            routing = {
+                "num_tokens_per_rank": num_tokens_per_rank,
+                "is_token_in_rank": is_token_in_rank,
+                "num_tokens_per_expert": num_tokens_per_expert,
+                "topk_idx": topk_idx,
+                "topk_weights": topk_weights,
+                "num_experts": num_experts,
+            }
+            beside = [name for name, value in routing.items() if value is not None]
+            with self._broken_by_peers():
+                again = engine.dispatch_cached(x, handle, beside, previous_event)
+            return Dispatched(_pair(*again), None, None, None, None, _event(async_finish))
+
+        request = DispatchRequest(
+            x=x,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+            num_tokens_per_rank=num_tokens_per_rank,
+            is_token_in_rank=is_token_in_rank,
+            num_tokens_per_expert=num_tokens_per_expert,
+            num_experts=num_experts,
+            expert_alignment=expert_alignment,
+            num_worst_tokens=num_worst_tokens,
+            config=self.get_dispatch_config(self.group_size) if config is None else config,
+            previous_event=previous_event,
+        )
+        with self._broken_by_peers():
+            received, made = engine.dispatch(request)
+        return Dispatched(
+            _pair(received.x, received.scales),
+            received.topk_idx,
+            received.topk_weights,
+            [] if num_worst_tokens else received.num_tokens_per_expert,
+            made,
+            _event(async_finish),
+        )
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: Handle,
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor | None, Tensor | None] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> Combined:
+        """Send every row of x back to its token's rank, which sums a token's rows.
+
+        The sum is unweighted (weigh the rows before), in float32, from the biases, in an order that
+        is always the same. topk_weights, if given, come back as they were sent out.
+        """
+        engine = self._open_engine()
+        with self._broken_by_peers():
+            sums = engine.combine(x, handle, topk_weights, bias, config, previous_event)
+        return Combined(*sums, _event(async_finish))
+
+    def close(self) -> None:
+        """Give back what the Buffer holds. Local, and never waits for others; twice is fine."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def destroy(self) -> None:
+        """DeepEP's name for close."""
+        self.close()
+
+    def __enter__(self) -> Buffer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        where = f"rank {self.rank} of {self.group_size}"
+        if self._engine is None:
+            return f"<tokenyard.Buffer {where}, {self._why_closed}>"
+        nodes = self._engine.topology.num_nodes
+        return (
+            f"<tokenyard.Buffer {where} on {nodes} node{'s' * (nodes > 1)}, "
+            f"{self._engine.transport.name}>"
+        )
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """An event that is over when all work submitted so far is."""
+        return EventOverlap(EventHandle())
+
+    @classmethod
+    def set_num_sms(cls, new_num_sms: int) -> None:
+        """DeepEP's knob for all Buffers of the process: the default of Config.num_sms."""
+        validate.require(
+            new_num_sms >= 2 and new_num_sms % 2 == 0,
+            f"new_num_sms is {new_num_sms}, want an even number of at least 2",
+        )
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """A Config that works for any number of ranks."""
+        return Config(Buffer.num_sms)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        return Config(Buffer.num_sms)
+
+    def get_comm_stream(self) -> torch.cpu.Stream:
+        """The stream that communication runs on: on CPU, the only one."""
+        return torch.cpu.current_stream()
+
+    def _open_engine(self) -> Engine:
+        if self._engine is None:
+            raise BufferClosed(f"{self._why_closed}, on rank {self.rank}")
+        return self._engine
+
+    @contextmanager
+    def _broken_by_peers(self) -> Iterator[None]:
+        """After a PeerError the engine below is in no known state, so nothing may use it again."""
+        try:
+            yield
+        except PeerError as error:
+            self._why_closed = f"the Buffer was broken by an earlier error ({error})"
+            self.close()
+            raise
+
+
+def _open(
+    group: Any,
+    transport: str,
+    kernels: str,
+    ranks_per_node: int | None,
+    timeout: float,
+    placement: Tensor | None,
+) -> Engine:
+    """Connect, and agree on who is where before anything else is built."""
+    sane = isinstance(timeout, (int, float)) and 0 < timeout <= 1e6
+    communicator = connect(group, timeout if sane else 30.0)
+    rank, size = communicator.rank, communicator.size
+    # The first meeting needs no fast kernels, and must take place even if `kernels` is wrong.
+    first = Agreement(CollectiveTransport(communicator, kernel_sets.load("reference")))
+    try:
+        validate.require(sane, f"timeout is {timeout!r}, want seconds above 0, at most 1e6")
+        if ranks_per_node is not None:
+            validate.integer("ranks_per_node", ranks_per_node, at_least=1)
+        kernel_set = kernel_sets.load(kernel_sets.choose("cpu") if kernels == "auto" else kernels)
+        opened = open_transport(transport, communicator, kernel_set)
+        placed = None
+        if placement is not None:
+            placed = Placement(validate.placement(placement, size), size)
+    except Exception as error:
+        named = ValueError(f"Buffer: {error}, on rank {rank}")
+        first.meet("Buffer", named if isinstance(error, ValueError) else error)
+        raise AssertionError("a meeting with a failure raises") from error
+
+    where = None if placed is None else placed.rank_of_expert.tolist()
+    options = digest(repr((transport, ranks_per_node, where)))
+    mine = np.array([[_machine(), secrets.randbits(62)]] * size, np.int64)
+    call = Call(stage=STAGES.index("Buffer"), options=options)
+    told = first.meet("Buffer", Terms(call=call, payload=mine)).payload
+    if ranks_per_node is None:
+        topology = Topology.from_marks(told[:, 0].tolist())
+    else:
+        topology = Topology.even(size, ranks_per_node)
+    shared_id, own_id = int(told[0, 1]), int(told[rank, 1])
+    communicator.label = f"{shared_id:x}"
+    return Engine(opened, kernel_set, Agreement(opened, shared_id), topology, placed, own_id)
+
+
+def _machine() -> int:
+    """The same on ranks of one machine, and on no other: a digest of the kernel's boot id."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return digest(file.read())
+    except OSError:
+        return digest(socket.gethostname())
+
+
+def _pair(x: Tensor, scales: Tensor | None) -> Rows:
+    return x if scales is None else (x, scales)
+
+
+def _event(async_finish: bool) -> EventOverlap:
+    return EventOverlap(EventHandle() if async_finish else None)

@@ -1,0 +1,292 @@
+"""Every check of what users pass in. Raises ValueError: what, got, wanted.
+
+Messages are short; the engine adds the stage and the rank, and tells the other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenyard.events import EventOverlap
+from tokenyard.types import (
+    ROW_DTYPES,
+    SCALE_DTYPES,
+    Config,
+    Handle,
+    Layout,
+    Route,
+    topk_idx_t,
+)
+
+# What combine can sum. FP8 rows have scales, and a sum of them has none.
+SUMMABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+# Rows and counts are int32. Experts and SMs (two a channel) cost every call memory on every rank,
+# so a slip of the keyboard must not reach an allocation.
+_MOST = 2**31 - 1
+_MOST_EXPERTS = 2**20
+_MOST_SMS = 2**12
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _kind(value: Any) -> str:
+    """
+    >>> _kind(None), _kind(3), _kind([])
+    ('None', 'an int', 'a list')
+    """
+    if value is None:
+        return "None"
+    word = type(value).__name__
+    return f"{'an' if word[0] in 'aeiouAEIOU' else 'a'} {word}"
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(map(name, dtypes))
+
+
+def tensor(
+    what: str, value: Any, *, shape: Sequence[int | str], dtypes: Sequence[torch.dtype]
+) -> Tensor:
+    """A dense CPU tensor of this shape, in which a word stands for any length: ["tokens", 8].
+
+    On the path of every call, so messages are built only when they are needed.
+    """
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{what} is {_kind(value)}, want a torch.Tensor")
+    got = value.shape
+    fits = len(got) == len(shape)
+    for length, size in zip(shape, got):
+        fits = fits and (length == size or isinstance(length, str))
+    if not fits:
+        want = "[" + ", ".join(map(str, shape)) + "]"
+        raise ValueError(f"{what} has shape {list(got)}, want {want}")
+    if value.dtype not in dtypes:
+        raise ValueError(f"{what} has dtype {name(value.dtype)}, want {_names(dtypes)}")
+    if not value.is_cpu:
+        raise ValueError(f"{what} is on device {value.device}, want cpu")
+    if value.layout is not torch.strided:
+        raise ValueError(f"{what} has layout {value.layout}, want torch.strided")
+    return value.detach() if value.requires_grad else value
+
+
+def rows(what: str, value: Any, *, num_rows: int | str, dtypes: Sequence[torch.dtype]) -> Tensor:
+    value = tensor(what, value, shape=(num_rows, "hidden"), dtypes=dtypes)
+    if value.shape[1] == 0:
+        raise ValueError(f"{what} has hidden size 0, want at least 1")
+    return value.contiguous()
+
+
+def dispatched(x: Any) -> tuple[Tensor, Tensor | None]:
+    """x, or the pair (x, scales) of quantised rows."""
+    if not isinstance(x, tuple):
+        return rows("x", x, num_rows="tokens", dtypes=ROW_DTYPES), None
+    require(len(x) == 2, f"x is a tuple of {len(x)}, want a tensor or (x, scales)")
+    values = rows("x[0]", x[0], num_rows="tokens", dtypes=ROW_DTYPES)
+    scales = tensor(
+        "x[1] (scales)",
+        x[1],
+        shape=[values.shape[0], "scales"],
+        dtypes=SCALE_DTYPES,
+    )
+    require(scales.shape[1] > 0, "x[1] (scales) has no columns, want at least 1 a row")
+    return values, scales.contiguous()
+
+
+def topk_idx(value: Any, num_tokens: int | str) -> Tensor:
+    # A short way for what is plainly right: the checks below take as long as a small layout.
+    if (
+        type(value) is Tensor
+        and value.dtype is topk_idx_t
+        and value.dim() == 2
+        and value.is_cpu
+        and value.is_contiguous()
+        and value.numel()
+        and (num_tokens == "tokens" or num_tokens == value.shape[0])
+    ):
+        return value
+    value = tensor("topk_idx", value, shape=(num_tokens, "topk"), dtypes=(topk_idx_t,))
+    require(value.shape[1] > 0, "topk_idx has top-k 0, want at least 1")
+    return value.contiguous()
+
+
+def topk_weights(value: Any, shape: Sequence[int | str]) -> Tensor:
+    value = tensor("topk_weights", value, shape=shape, dtypes=(torch.float32,))
+    require(value.shape[1] > 0, "topk_weights has top-k 0, want at least 1")
+    return value.contiguous()
+
+
+def topk(idx: Any, weights: Any, num_tokens: int) -> tuple[Tensor | None, Tensor | None]:
+    require(
+        (idx is None) == (weights is None),
+        f"topk_{'weights' if idx is None else 'idx'} is given alone, want topk_idx and "
+        "topk_weights together or neither",
+    )
+    if idx is None:
+        return None, None
+    idx = topk_idx(idx, num_tokens)
+    return idx, topk_weights(weights, idx.shape)
+
+
+def layout(
+    per_rank: Any, in_rank: Any, per_expert: Any, *, num_tokens: int, num_ranks: int
+) -> Layout | None:
+    """The layout that the user passed in parts, None if there is none."""
+    parts = {
+        "num_tokens_per_rank": per_rank,
+        "is_token_in_rank": in_rank,
+        "num_tokens_per_expert": per_expert,
+    }
+    missing = [what for what, part in parts.items() if part is None]
+    if len(missing) == len(parts):
+        return None
+    require(
+        not missing,
+        f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} None, want "
+        f"{', '.join(parts)} together, or none of them and num_experts",
+    )
+    ints = (torch.int32,)
+    counts = tensor("num_tokens_per_expert", per_expert, shape=["experts"], dtypes=ints)
+    require(counts.shape[0] > 0, "num_tokens_per_expert is empty, want at least one expert")
+    negative = (counts < 0).nonzero()
+    if len(negative):
+        expert = int(negative[0])
+        raise ValueError(f"num_tokens_per_expert[{expert}] is {counts[expert]}, want at least 0")
+    return Layout(
+        num_tokens_per_rank=tensor("num_tokens_per_rank", per_rank, shape=[num_ranks], dtypes=ints),
+        num_tokens_per_node=None,
+        num_tokens_per_expert=counts,
+        is_token_in_rank=tensor(
+            "is_token_in_rank", in_rank, shape=[num_tokens, num_ranks], dtypes=(torch.bool,)
+        ).contiguous(),
+    )
+
+
+def layout_fits(value: Layout, topk_idx_TK: Tensor | None, num_experts: Any) -> None:
+    """The layout against what is passed beside it."""
+    counted = value.num_tokens_per_expert.shape[0]
+    require(
+        num_experts is None or num_experts == counted,
+        f"num_experts is {num_experts}, want {counted}, the length of num_tokens_per_expert",
+    )
+    if topk_idx_TK is not None and topk_idx_TK.numel():
+        low, high = torch.aminmax(topk_idx_TK)
+        if low < -1 or high >= counted:
+            outside = (topk_idx_TK < -1) | (topk_idx_TK >= counted)
+            raise bad_expert(topk_idx_TK, int(outside.flatten().nonzero()[0]), counted)
+
+
+def same_counts(value: Layout, route: Route) -> None:
+    told, counted = value.num_tokens_per_rank.tolist(), list(route.send_counts)
+    if told != counted:
+        raise ValueError(
+            f"num_tokens_per_rank is {told}, want {counted}, the columns of is_token_in_rank "
+            "added up"
+        )
+
+
+def bad_expert(topk_idx_TK: Tensor, place: int, num_experts: int) -> ValueError:
+    token, k = divmod(place, topk_idx_TK.shape[1])
+    return ValueError(
+        f"topk_idx[{token}, {k}] is {topk_idx_TK[token, k].item()}, want -1..{num_experts - 1} "
+        f"(num_experts={num_experts})"
+    )
+
+
+def num_experts(value: Any, owned: int | None) -> int:
+    """`owned` is the number of experts in placement=, if one was given."""
+    integer("num_experts", value, at_least=1, at_most=_MOST_EXPERTS)
+    if owned is not None and value != owned:
+        raise ValueError(f"num_experts is {value}, want {owned}, the length of placement=")
+    return value
+
+
+def integer(what: str, value: Any, *, at_least: int, at_most: int = _MOST) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{what} is {value!r}, want an integer")
+    if value < at_least:
+        raise ValueError(f"{what} is {value}, want at least {at_least}")
+    if value > at_most:
+        raise ValueError(f"{what} is {value}, want at most {at_most}")
+    return value
+
+
+def config(value: Any) -> Config:
+    if not isinstance(value, Config):
+        raise ValueError(f"config is {_kind(value)}, want a tokenyard.Config")
+    num_sms = integer("config.num_sms", value.num_sms, at_least=2, at_most=_MOST_SMS)
+    if num_sms % 2:
+        raise ValueError(f"config.num_sms is {num_sms}, want an even number")
+    for kind, send, recv in (
+        ("nvl", value.num_max_nvl_chunked_send_tokens, value.num_max_nvl_chunked_recv_tokens),
+        ("rdma", value.num_max_rdma_chunked_send_tokens, value.num_max_rdma_chunked_recv_tokens),
+    ):
+        integer(f"config.num_max_{kind}_chunked_send_tokens", send, at_least=1)
+        integer(f"config.num_max_{kind}_chunked_recv_tokens", recv, at_least=1)
+        if send >= recv:
+            raise ValueError(
+                f"config.num_max_{kind}_chunked_send_tokens is {send}, want less than "
+                f"num_max_{kind}_chunked_recv_tokens ({recv})"
+            )
+    return value
+
+
+def handle(value: Any, buffer_id: int) -> Handle:
+    require(
+        isinstance(value, Handle),
+        f"handle is {_kind(value)}, want the handle that dispatch returned",
+    )
+    require(
+        value.buffer_id == buffer_id,
+        f"handle is of dispatch call {value.call} on another Buffer or rank, want one that this "
+        "Buffer's dispatch returned here",
+    )
+    return value
+
+
+def biases(value: Any, like: Tensor, num_tokens: int) -> list[Tensor]:
+    """None, a tensor, or a pair of them."""
+    if value is None:
+        return []
+    named = {"bias": value}
+    if isinstance(value, tuple):
+        require(len(value) <= 2, f"bias is a tuple of {len(value)}, want at most 2 tensors")
+        named = {f"bias[{i}]": one for i, one in enumerate(value)}
+    return [
+        tensor(what, one, shape=[num_tokens, like.shape[1]], dtypes=(like.dtype,)).contiguous()
+        for what, one in named.items()
+        if one is not None
+    ]
+
+
+def placement(value: Any, num_ranks: int) -> Tensor:
+    value = tensor("placement", value, shape=["experts"], dtypes=(torch.int32, torch.int64))
+    require(value.shape[0] > 0, "placement is empty, want the rank of at least one expert")
+    outside = ((value < 0) | (value >= num_ranks)).nonzero()
+    if len(outside):
+        expert = int(outside[0])
+        raise ValueError(
+            f"placement[{expert}] is {int(value[expert])}, want a rank, 0..{num_ranks - 1}"
+        )
+    return value.to(torch.int32).contiguous()
+
+
+def previous_event(value: Any) -> None:
+    """Wait for what must come first; a synchronous call's event holds nothing to wait for."""
+    if value is None:
+        return
+    if not isinstance(value, EventOverlap):
+        raise ValueError(f"previous_event is {_kind(value)}, want an EventOverlap")
+    if value.event is not None:
+        value.current_stream_wait()
