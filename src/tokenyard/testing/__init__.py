@@ -1,0 +1,41 @@
+"""The test kit, for users too: ranks without a cluster, routings, and a comparison that is exact.
+
+    from tokenyard.testing import run_processes, run_virtual
+
+    def job(group):
+        with tokenyard.Buffer(group) as buffer:
+            ...
+            return result
+
+    results = run_virtual(job, 64)      # threads of this process, no sockets
+    results = run_processes(job, 4)     # real processes over gloo; `job` must be importable
+
+Both call `job(group, *args)` on every rank and return what the ranks returned, in their order.
+"""
+
+from tokenyard.testing.compare import assert_same, poisoned
+from tokenyard.testing.processes import Exited, Processes, RankFailed, run_processes
+from tokenyard.testing.routing import (
+    ROUTINGS,
+    fake_experts,
+    layout_of,
+    numbered_tokens,
+    routing,
+)
+from tokenyard.testing.virtual import VirtualRun, run_virtual
+
+__all__ = [
+    "ROUTINGS",
+    "Exited",
+    "Processes",
+    "RankFailed",
+    "VirtualRun",
+    "assert_same",
+    "fake_experts",
+    "layout_of",
+    "numbered_tokens",
+    "poisoned",
+    "routing",
+    "run_processes",
+    "run_virtual",
+]

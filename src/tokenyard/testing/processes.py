@@ -1,0 +1,178 @@
+"""Real ranks: processes of this machine with a torch.distributed group over gloo."""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from tokenyard.errors import name_ranks
+
+
+class RankFailed(AssertionError):
+    """A rank's job raised; its traceback is in the message."""
+
+
+@dataclass(frozen=True)
+class Exited:
+    """Stands for the result of a rank whose process ended (see Processes.run)."""
+
+    exitcode: int | None
+
+
+class Processes:
+    """R processes that stay: start them once, run many jobs.
+
+        with Processes(4) as ranks:
+            results = ranks.run(job, *args)
+
+    `job(group, *args)` must be importable by name (a function of a module, not a lambda). A job
+    that takes longer than `timeout` seconds ends all processes, and the error shows where each one
+    stood.
+    """
+
+    def __init__(self, num_ranks: int, *, timeout: float = 60.0) -> None:
+        self.num_ranks = num_ranks
+        self.timeout = timeout
+        self._folder = tempfile.TemporaryDirectory(prefix="tokenyard-")
+        method = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
+        context: Any = mp.get_context(method)
+        if method == "forkserver":  # import torch once, not once a rank
+            context.set_forkserver_preload(["tokenyard.buffer", "tokenyard.testing"])
+        pipes = [context.Pipe() for _ in range(num_ranks)]
+        self._pipes = [ours for ours, _ in pipes]
+        self.processes = [
+            context.Process(
+                target=_serve, args=(rank, num_ranks, self._folder.name, theirs), daemon=True
+            )
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process in self.processes:
+            process.start()
+        for _, theirs in pipes:
+            theirs.close()
+
+    def run(
+        self,
+        job: Callable[..., Any],
+        *args: Any,
+        timeout: float | None = None,
+        may_die: bool = False,
+    ) -> list[Any]:
+        """What job(group, *args) returned on each rank; Exited for the dead, if they may be."""
+        message = pickle.dumps((job, args))
+        waiting: dict[Connection, int] = {}
+        answers: list[Any] = [None] * self.num_ranks
+        for rank, pipe in enumerate(self._pipes):
+            waiting[pipe] = rank
+            with suppress(OSError):  # it is dead, and reading from it will say so
+                pipe.send_bytes(message)
+        limit = self.timeout if timeout is None else timeout
+        deadline = time.monotonic() + limit
+        failed: list[str] = []
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                late = sorted(waiting.values())
+                where = self._stacks(late)
+                self.close()
+                raise TimeoutError(f"{name_ranks(late)} did not end within {limit:g} s\n{where}")
+            for pipe in (pipe for pipe in ready if isinstance(pipe, Connection)):
+                rank = waiting.pop(pipe)
+                try:
+                    ok, answer = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
+                except (EOFError, OSError):
+                    self.processes[rank].join(5)
+                    ok, answer = may_die, Exited(self.processes[rank].exitcode)
+                    if not ok:
+                        answer = f"the process ended with exit code {answer.exitcode}"
+                answers[rank] = answer
+                if not ok:
+                    failed.append(f"rank {rank} of {self.num_ranks}: {answer}")
+        if failed:
+            raise RankFailed("\n".join(failed))
+        return answers
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()  # a rank that is idle sees the end of its pipe, and leaves
+        deadline = time.monotonic() + 2.0
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _stacks(self, ranks: list[int]) -> str:
+        """Where these ranks stand now."""
+        texts = []
+        for rank in ranks:
+            path = Path(self._folder.name, f"stack-{rank}")
+            pid = self.processes[rank].pid
+            if pid is not None and self.processes[rank].is_alive() and path.exists():
+                os.kill(pid, signal.SIGUSR1)
+                time.sleep(0.2)
+                texts.append(f"rank {rank}:\n{path.read_text()}")
+        return "\n".join(texts)
+
+
+def run_processes(
+    job: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 60.0
+) -> list[Any]:
+    """Start processes, call job(group, *args) on each rank, end them."""
+    with Processes(num_ranks, timeout=timeout) as ranks:
+        return ranks.run(job, *args)
+
+
+def _serve(rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
+    import torch.distributed as dist
+
+    # This process is ours alone, so its environment and threads are too.
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    torch.set_num_threads(1)
+    with open(Path(folder, f"stack-{rank}"), "w") as stack:
+        if hasattr(faulthandler, "register"):
+            faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
+        store = dist.FileStore(str(Path(folder, "store")), num_ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+        while True:
+            try:
+                message = pipe.recv_bytes()
+            except (EOFError, OSError):
+                os._exit(0)  # a group whose peers died may hang in its destructor
+            try:
+                job, args = pickle.loads(message)
+                answer = (True, job(dist.group.WORLD, *args))
+            except BaseException:
+                answer = (False, traceback.format_exc())
+            file = io.BytesIO()
+            torch.save(answer, file)
+            pipe.send_bytes(file.getvalue())

@@ -1,0 +1,63 @@
+"""Virtual ranks: threads of this process, over the loopback communicator."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from tokenyard.errors import PeerError, name_ranks
+from tokenyard.transports.loopback import LoopbackGroup, LoopbackWorld
+
+
+@dataclass(frozen=True)
+class VirtualRun:
+    results: list[Any]
+    bytes_sent: dict[str, Tensor]  # by stage: [R, R] int64, from rank i to rank j
+
+
+def run_virtual(
+    job: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 60.0
+) -> VirtualRun:
+    """Call job(group, *args) on num_ranks virtual ranks. `Buffer(group)` takes the group as it is.
+
+    If ranks fail, the error of the lowest one that was not merely told of another's death is
+    raised. A rank that does not end in time cannot be stopped; its name is raised, and its thread
+    left behind.
+    """
+    world = LoopbackWorld(num_ranks)
+    results: list[Any] = [None] * num_ranks
+    errors: dict[int, BaseException] = {}
+
+    def body(group: LoopbackGroup) -> None:
+        rank = group.rank()
+        try:
+            results[rank] = job(group, *args)
+        except BaseException as error:
+            errors[rank] = error
+        finally:
+            world.leave(rank)
+
+    threads = [
+        threading.Thread(target=body, args=(world.group(rank),), daemon=True, name=f"rank-{rank}")
+        for rank in range(num_ranks)
+    ]
+    deadline = time.monotonic() + timeout
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if errors:
+        first = min(errors, key=lambda rank: (isinstance(errors[rank], PeerError), rank))
+        error = errors[first]
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"(virtual rank {first} of {num_ranks})")
+        raise error
+    late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    if late:
+        raise TimeoutError(f"virtual {name_ranks(late)} did not end within {timeout:g} s")
+    return VirtualRun(results, world.bytes_sent)
