@@ -1,0 +1,190 @@
+"""Bad input on one rank raises on all of them, with its text, at once; and the group works on."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.faults.bad_input_cases import (
+    CASES,
+    CULPRIT,
+    NUM_EXPERTS,
+    NUM_RANKS,
+    WORLD,
+    Case,
+    Scene,
+    Step,
+    good_input,
+    new_buffer,
+)
+from tokenyard import Buffer, BufferClosed, PeerInputError, PeerTimeout, spec
+from tokenyard.testing import Processes, assert_same, fake_experts, run_virtual
+
+LIMIT = 2.0  # seconds
+
+Run = Callable[..., list[Any]]  # run(job, *args): what each rank returned
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    with Processes(NUM_RANKS) as ranks:
+        yield ranks
+
+
+@pytest.fixture(params=["virtual", pytest.param("processes", marks=pytest.mark.processes)])
+def run(request: pytest.FixtureRequest) -> Run:
+    if request.param == "processes":
+        return request.getfixturevalue("processes").run
+    return lambda job, *args: run_virtual(job, NUM_RANKS, *args).results
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank saw of a case. Errors cross processes in parts."""
+
+    kind: type[Exception] | None
+    text: str
+    blamed: int | None  # the rank that a PeerInputError names
+    seconds: float
+    afterwards: list[Any]  # a round trip on the same Buffer, and one on a new Buffer
+
+
+def job(group: Any, name: str) -> Outcome:
+    case = CASES[name]
+    scene = Scene(group, **case.options)
+    case.before(scene)
+    return attempt(scene, case.wrong if scene.rank == CULPRIT else case.right)
+
+
+def attempt(scene: Scene, step: Step) -> Outcome:
+    begin = time.monotonic()
+    error = caught(step, scene)
+    seconds = time.monotonic() - begin
+    afterwards = [round_trip(scene.buffer), round_trip(new_buffer(scene.group))]
+    scene.buffer.close()
+    kind = None if error is None else type(error)
+    return Outcome(kind, str(error), getattr(error, "rank", None), seconds, afterwards)
+
+
+def caught(step: Step, scene: Scene) -> Exception | None:
+    try:
+        step(scene)
+    except Exception as error:
+        return error
+    return None
+
+
+def round_trip(buffer: Buffer) -> list[Any]:
+    got = buffer.dispatch(**good_input(buffer.rank), num_experts=NUM_EXPERTS)
+    y = fake_experts(*got[:3], WORLD.experts_of(buffer.rank))
+    return [*got[:4], buffer.combine(y, got.handle).x]
+
+
+@cache
+def expected() -> list[list[Any]]:
+    """What `spec` says that round_trip returns on each rank."""
+    xs, topk_idxs, weights = zip(*(good_input(rank).values() for rank in range(NUM_RANKS)))
+    layouts = [spec.layout(topk_idx, WORLD) for topk_idx in topk_idxs]
+    received = spec.dispatch(xs, layouts, WORLD, topk_idxs=topk_idxs, topk_weights=weights)
+    rows = [[got.x, got.topk_idx, got.topk_weights] for got in received]
+    ys = [fake_experts(*row, WORLD.experts_of(rank)) for rank, row in enumerate(rows)]
+    sums = spec.combine(ys, layouts, WORLD)
+    return [
+        [*row, got.num_tokens_per_expert, total] for row, got, total in zip(rows, received, sums)
+    ]
+
+
+def check_works_on(outcomes: list[Outcome]) -> None:
+    for rank, (outcome, want) in enumerate(zip(outcomes, expected(), strict=True)):
+        assert outcome.seconds < LIMIT, f"rank {rank} took {outcome.seconds:.1f} s"
+        assert_same(outcome.afterwards, [want, want], f"rank {rank}: afterwards")
+
+
+def check_told(case: Case, rank: int, outcome: Outcome) -> None:
+    told = None if outcome.kind is None else (outcome.kind, outcome.text)
+    assert told == case.told(rank), f"on rank {rank}"
+    if outcome.kind is PeerInputError:
+        assert outcome.blamed == CULPRIT
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_ranks_are_told_and_go_on(run: Run, name: str) -> None:
+    outcomes = run(job, name)
+    for rank, outcome in enumerate(outcomes):
+        check_told(CASES[name], rank, outcome)
+    check_works_on(outcomes)
+
+
+def two_culprits(group: Any) -> Outcome:
+    scene = Scene(group)
+    wrong = {0: {}, 1: {"expert_alignment": 0}, 2: {"topk_idx": None}}[scene.rank]
+    return attempt(scene, lambda s: s.dispatch(**wrong))
+
+
+def test_each_culprit_sees_its_own_mistake_and_the_others_that_of_the_lowest(run: Run) -> None:
+    outcomes = run(two_culprits)
+    own = "dispatch: expert_alignment is 0, want at least 1, on rank 1"
+    assert [outcome.text for outcome in outcomes] == [
+        f"rank 1 rejected its input, so no rank went on: {own}",
+        own,
+        "dispatch: topk_weights is given alone, want topk_idx and topk_weights together or "
+        "neither, on rank 2",
+    ]
+    assert [outcome.kind for outcome in outcomes] == [PeerInputError, ValueError, ValueError]
+    check_works_on(outcomes)
+
+
+def long_story(group: Any) -> Outcome:
+    scene = Scene(group)
+    wrong = {"transport": "é" * 1000} if scene.rank == CULPRIT else {}
+    return attempt(scene, lambda s: s.open(**wrong))
+
+
+def test_the_others_are_told_the_beginning_of_a_long_text(run: Run) -> None:
+    outcomes = run(long_story)
+    own = outcomes[CULPRIT].text
+    assert len(own) > 1000
+    begin = own.encode()[:504].decode(errors="replace")
+    for rank in {*range(NUM_RANKS)} - {CULPRIT}:
+        told = f"rank {CULPRIT} rejected its input, so no rank went on: {begin}"
+        assert outcomes[rank].text == told
+    check_works_on(outcomes)
+
+
+CLOSED_CALLS: dict[str, Step] = {
+    "dispatch": Scene.dispatch,
+    "cached-dispatch": Scene.cached,
+    "combine": Scene.combine,
+    "layout": lambda s: s.buffer.get_dispatch_layout(s.topk_idx, NUM_EXPERTS),
+}
+
+
+def call_closed(group: Any, name: str) -> tuple[type, str, list[Any]]:
+    scene = Scene(group)
+    scene.buffer.close()
+    scene.buffer.close()  # twice is fine
+    error = caught(CLOSED_CALLS[name], scene)
+    return type(error), str(error), round_trip(new_buffer(group))
+
+
+@pytest.mark.parametrize("name", CLOSED_CALLS)
+def test_a_closed_buffer_says_so_and_the_group_works_on(run: Run, name: str) -> None:
+    for rank, (kind, text, afterwards) in enumerate(run(call_closed, name)):
+        assert (kind, text) == (BufferClosed, f"the Buffer is closed, on rank {rank}")
+        assert_same(afterwards, expected()[rank], f"rank {rank}: afterwards")
+
+
+def test_errors_cross_processes() -> None:
+    for error in (
+        PeerInputError("rank 2 rejected its input", rank=2, stage="dispatch"),
+        PeerTimeout("no word from rank 1", ranks=(1, 3), stage="combine"),
+    ):
+        copy = pickle.loads(pickle.dumps(error))
+        assert type(copy) is type(error)
+        assert (str(copy), copy.rank, copy.stage) == (str(error), error.rank, error.stage)

@@ -1,0 +1,162 @@
+"""Peers that die or stall: every survivor is told who, in time, and nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import tokenyard
+from tokenyard.testing import Exited, Processes, RankFailed, run_virtual
+
+pytestmark = pytest.mark.faults
+
+TIMEOUT = 1.0
+
+
+def exchange(buffer: tokenyard.Buffer) -> tokenyard.Handle:
+    topk_idx = torch.arange(6).reshape(6, 1)
+    got = buffer.dispatch(
+        torch.ones(6, 8), topk_idx=topk_idx, topk_weights=torch.ones(6, 1), num_experts=6
+    )
+    buffer.combine(got.recv_x, got.handle)
+    return got.handle
+
+
+def told(buffer: tokenyard.Buffer) -> dict[str, Any]:
+    """What a rank sees of an exchange that cannot end well, and of the Buffer afterwards."""
+    start = time.monotonic()
+    with pytest.raises(tokenyard.PeerError) as caught:
+        exchange(buffer)
+    seconds = time.monotonic() - start
+    with pytest.raises(tokenyard.BufferClosed) as closed:
+        exchange(buffer)
+    return {
+        "kind": type(caught.value).__name__,
+        "ranks": caught.value.ranks,
+        "rank": caught.value.rank,
+        "text": str(caught.value),
+        "seconds": seconds,
+        "afterwards": str(closed.value),
+    }
+
+
+def one_dies(group: Any) -> dict[str, Any]:
+    buffer = tokenyard.Buffer(group, timeout=20)
+    exchange(buffer)
+    if group.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return told(buffer)
+
+
+@pytest.mark.processes
+def test_killed_peer() -> None:
+    with Processes(4, timeout=30) as ranks:
+        answers = ranks.run(one_dies, may_die=True)
+    assert answers.pop(1) == Exited(-signal.SIGKILL)
+    for answer in answers:
+        assert answer["kind"] == "PeerDied"
+        assert (answer["ranks"], answer["rank"]) == ((1,), 1)
+        assert "no word from rank 1" in answer["text"]
+        assert "the Buffer was broken by an earlier error" in answer["afterwards"]
+        assert answer["seconds"] < 1.0
+
+
+def one_stops(group: Any) -> dict[str, Any]:
+    buffer = tokenyard.Buffer(group, timeout=TIMEOUT)
+    exchange(buffer)
+    if group.rank() == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return told(buffer)
+
+
+@pytest.mark.processes
+def test_stopped_peer() -> None:
+    with Processes(3, timeout=30) as ranks:
+        stuck = ranks.processes[2]
+        waker = threading.Timer(TIMEOUT + 3, os.kill, (stuck.pid, signal.SIGKILL))
+        waker.start()
+        answers = ranks.run(one_stops, may_die=True)
+        waker.cancel()
+    assert answers.pop(2) == Exited(-signal.SIGKILL)
+    for answer in answers:
+        assert answer["kind"] == "PeerTimeout"
+        assert answer["ranks"] == (2,)
+        assert f"{TIMEOUT:g} s passed; no word from rank 2" in answer["text"]
+        assert TIMEOUT <= answer["seconds"] < TIMEOUT + 1.5
+
+
+def only_some_come(group: Any) -> dict[str, Any] | None:
+    buffer = tokenyard.Buffer(group, timeout=0.3)
+    if group.rank() == 0:
+        time.sleep(1)
+        return None
+    return told(buffer)
+
+
+def test_silent_virtual_rank() -> None:
+    for answer in run_virtual(only_some_come, 3).results[1:]:
+        assert answer["kind"] == "PeerTimeout"
+        assert 0 in answer["ranks"]
+        assert answer["seconds"] < 1.0
+
+
+def one_raises(group: Any) -> dict[str, Any]:
+    buffer = tokenyard.Buffer(group)
+    if group.rank() == 1:
+        raise ZeroDivisionError("an expert of rank 1")
+    return told(buffer)
+
+
+def test_a_virtual_rank_that_raises_is_the_one_named() -> None:
+    with pytest.raises(ZeroDivisionError, match="an expert of rank 1"):
+        run_virtual(one_raises, 3)
+
+
+def only_rank_one_raises(group: Any) -> int:
+    if group.rank() == 1:
+        raise ZeroDivisionError("an expert of rank 1")
+    return group.rank()
+
+
+@pytest.mark.processes
+def test_kit_shows_the_traceback_of_a_rank() -> None:
+    with Processes(2) as ranks:
+        with pytest.raises(RankFailed, match=r"(?s)rank 1 of 2: .*an expert of rank 1"):
+            ranks.run(only_rank_one_raises)
+        assert ranks.run(os_rank) == [0, 1]
+
+
+def os_rank(group: Any) -> int:
+    return group.rank()
+
+
+def never_ends(group: Any) -> None:
+    while group.rank() == 0:
+        time.sleep(0.1)
+
+
+@pytest.mark.processes
+def test_kit_shows_where_a_late_rank_stands() -> None:
+    with Processes(2) as ranks:
+        ranks.run(os_rank)  # started, and this module imported
+        with pytest.raises(TimeoutError, match=r"(?s)rank 0 did not end within 0.5 s.*never_ends"):
+            ranks.run(never_ends, timeout=0.5)
+        assert not any(process.is_alive() for process in ranks.processes)
+
+
+def test_kit_names_late_virtual_ranks() -> None:
+    over = threading.Event()
+
+    def wait(group: Any) -> None:
+        if group.rank() == 1:
+            over.wait(10)
+
+    with pytest.raises(TimeoutError, match=r"virtual rank 1 did not end within 0.2 s"):
+        run_virtual(wait, 2, timeout=0.2)
+    over.set()

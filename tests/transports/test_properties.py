@@ -1,0 +1,66 @@
+"""Random cases on virtual ranks against `spec`: 500 in CI, 20,000 by hand (pytest -m slow)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.transports.exchange_case import FP8, Case, job
+from tests.transports.test_conformance import check
+from tokenyard.testing import ROUTINGS, poisoned, run_virtual
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    num_ranks = draw(st.integers(1, 9))
+    num_experts = draw(st.integers(1, 40))
+    placement = None
+    if draw(st.booleans()):
+        ranks = st.integers(0, num_ranks - 1)
+        placement = tuple(draw(st.lists(ranks, min_size=num_experts, max_size=num_experts)))
+    return Case(
+        num_ranks=num_ranks,
+        tokens=tuple(draw(st.lists(st.integers(0, 20), min_size=1, max_size=num_ranks))),
+        hidden=draw(st.integers(1, 70)),
+        num_topk=draw(st.integers(1, min(16, num_experts))),
+        num_experts=num_experts,
+        dtype=draw(
+            st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16, FP8])
+        ),
+        kind=draw(st.sampled_from(ROUTINGS)),
+        placement=placement,
+        ranks_per_node=draw(st.none() | st.integers(1, num_ranks)),
+        kernels=draw(st.sampled_from(["numba", "reference"])),
+        num_biases=draw(st.integers(0, 2)),
+        expert_alignment=draw(st.integers(1, 130)),
+        worst=draw(st.booleans()),
+        strided=draw(st.booleans()),
+        num_sms=draw(st.sampled_from([2, 4, 20, 48])),
+        seed=draw(st.integers(0, 10_000)),
+    )
+
+
+def check_on_virtual_ranks(case: Case) -> None:
+    with poisoned():
+        outs = run_virtual(job, case.num_ranks, case).results
+    check(case, outs)
+
+
+ALWAYS = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "database": None}
+
+
+@pytest.mark.timeout(400)
+@settings(max_examples=500, derandomize=True, **ALWAYS)
+@given(cases())
+def test_random_cases(case: Case) -> None:
+    check_on_virtual_ranks(case)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(14_400)
+@settings(max_examples=20_000, **ALWAYS)
+@given(cases())
+def test_very_many_random_cases(case: Case) -> None:
+    check_on_virtual_ranks(case)

@@ -1,0 +1,78 @@
+"""Many ranks, and the bytes that they send: no more than the layout says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenyard
+from tests.transports.exchange_case import Case, expected, inputs, job
+from tests.transports.test_conformance import check
+from tokenyard import spec
+from tokenyard.testing import run_virtual
+
+
+@pytest.mark.timeout(300)
+def test_256_ranks_on_32_nodes() -> None:
+    case = Case(
+        num_ranks=256, ranks_per_node=8, tokens=(5, 0, 9), num_experts=512, num_topk=8, hidden=24
+    )
+    run = run_virtual(job, 256, case, timeout=250)
+    check(case, run.results)
+
+    # x, expert ids, weights and the token's index go out; x and weights come back.
+    out, back = 24 * 2 + 8 * 8 + 8 * 4 + 4, 24 * 2 + 8 * 4
+    rows = [rows_between_ranks(case, turn) for turn in range(2)]
+    assert torch.equal(run.bytes_sent["dispatch"], (rows[0] + rows[1]) * out)
+    assert torch.equal(run.bytes_sent["combine"], (rows[0] + rows[1]).t() * back)
+    assert torch.equal(run.bytes_sent["cached dispatch"], rows[0] * 24 * 2)
+
+
+def rows_between_ranks(case: Case, turn: int) -> Tensor:
+    """[R, R]: the rows that rank i sends to rank j."""
+    given = [inputs(case, rank, turn).topk_idx for rank in range(case.num_ranks)]
+    return torch.stack([spec.layout(one, case.world).num_tokens_per_rank for one in given]).long()
+
+
+def one_expert_a_rank(group: Any, num_topk: int) -> Any:
+    """Every token chooses num_topk experts of rank 0, and sends a row of 100 bytes."""
+    topk_idx = torch.arange(num_topk).repeat(10, 1)
+    with tokenyard.Buffer(group) as buffer:
+        layout = buffer.get_dispatch_layout(topk_idx, num_experts=16 * group.size())
+        got = buffer.dispatch(
+            torch.ones(10, 100, dtype=torch.uint8),
+            num_tokens_per_rank=layout.num_tokens_per_rank,
+            is_token_in_rank=layout.is_token_in_rank,
+            num_tokens_per_expert=layout.num_tokens_per_expert,
+        )
+        return got.num_recv_tokens_per_expert_list
+
+
+@pytest.mark.parametrize("num_topk", [1, 8, 16])
+def test_a_token_goes_once_to_a_rank_however_many_of_its_experts_it_chose(num_topk: int) -> None:
+    run = run_virtual(one_expert_a_rank, 3, num_topk)
+    assert run.results[0] == [30] * num_topk + [0] * (16 - num_topk)
+    want = torch.zeros(3, 3, dtype=torch.int64)
+    want[:, 0] = 10 * (100 + 4)  # and 4 bytes for the token's index
+    assert torch.equal(run.bytes_sent["dispatch"], want)
+
+
+def test_counts_cost_what_the_design_says() -> None:
+    """A rank tells each other rank a fixed message, and what of its counts does not fit in it."""
+    few, many = (Case(num_ranks=4, num_experts=e, num_sms=2) for e in (8, 400))
+    for case, wide in ((few, False), (many, True)):
+        sent = run_virtual(job, 4, case).bytes_sent["dispatch (notify)"]
+        counts = 1 + case.num_experts // 4 + 1 + 4  # rows, experts, one channel, ranks
+        room = 64 - 3 - 12
+        assert (counts > room) is wide
+        assert bool((sent == 2 * 8 * (64 + max(0, counts - room))).all())
+
+
+def test_expected_is_not_trivial() -> None:
+    """The conformance cases move rows that differ, and sums that are not zero."""
+    outs = expected(Case(num_ranks=4))
+    assert len({tuple(row) for out in outs for row in out["0 x"].tolist()}) > 10
+    assert all(bool(out["0 combined"].any()) for out in outs if len(out["0 combined"]))

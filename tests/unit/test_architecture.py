@@ -1,0 +1,95 @@
+"""Imports point down: the floors of docs/design.md, read from the code."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "tokenyard"
+
+# A room may import rooms of lower floors, and itself. Rooms of one floor do not know each other.
+FLOORS = {
+    "types": 0,
+    "errors": 0,
+    "events": 0,
+    "memory": 0,
+    "topology": 0,
+    "spec": 1,
+    "kernels": 1,
+    "transports": 1,
+    "validate": 1,
+    "notify": 1,
+    "agreement": 2,
+    "engine": 3,
+    "buffer": 4,
+    "testing": 5,
+    "__init__": 6,
+}
+
+# Packages that only one room may know.
+OWNERS = {
+    "numba": "kernels/numba",
+    "llvmlite": "kernels/numba",
+    "triton": "kernels/triton",
+    "pickle": "testing",
+    "multiprocessing": "testing",
+}
+
+
+def room(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imported(path: Path) -> list[str]:
+    """Full dotted names; those that only a type checker reads are left out."""
+    names: list[str] = []
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            return
+        if isinstance(node, ast.Import):
+            names.extend(alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute here"
+            names.extend(f"{node.module}.{alias.name}" for alias in node.names)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
+    return names
+
+
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def test_every_room_has_a_floor() -> None:
+    assert {room(path) for path in FILES} == set(FLOORS)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_point_down(path: Path) -> None:
+    here = room(path)
+    for name in imported(path):
+        parts = name.split(".")
+        if parts[0] != "tokenyard" or here == "__init__":
+            continue
+        there = parts[1]
+        assert there == here or FLOORS[there] < FLOORS[here], f"{here} imports {name}"
+        assert there != "spec" or here in ("spec", "testing"), f"{here} imports the specification"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_packages_stay_in_their_rooms(path: Path) -> None:
+    where = path.relative_to(SOURCE).as_posix()
+    for name in imported(path):
+        owner = OWNERS.get(name.split(".")[0])
+        assert owner is None or where.startswith(owner), f"{where} imports {name}"
+
+
+def test_no_pickled_collectives() -> None:
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = getattr(node, "attr", "")
+            assert not called.endswith(("_object", "_object_list")), f"{path} calls {called}"

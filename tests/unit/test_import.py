@@ -1,0 +1,68 @@
+"""Importing does nothing, and quickly."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tokenyard
+
+HEAVY = ("numba", "llvmlite", "triton", "transformers", "matplotlib", "rich", "hypothesis")
+
+
+def run(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *flags, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+
+
+@pytest.mark.parametrize(
+    "code", ["import tokenyard", "from tokenyard import Buffer", "import tokenyard.testing"]
+)
+def test_importing_loads_nothing_heavy(code: str) -> None:
+    loaded = run(f"{code}; import sys; print(*sys.modules)").stdout.split()
+    assert "tokenyard" in loaded
+    assert not set(HEAVY) & set(loaded)
+
+
+def test_importing_starts_nothing() -> None:
+    code = (
+        "import os; before = dict(os.environ)\n"
+        "import torch, threading; threads = threading.active_count()\n"
+        "from tokenyard import Buffer\n"
+        "assert threading.active_count() == threads and dict(os.environ) == before\n"
+        "assert not torch.distributed.is_initialized()"
+    )
+    run(code)
+
+
+def test_import_costs_at_most_a_tenth_of_a_second() -> None:
+    """On top of torch: the best of three, on a machine that others use too."""
+
+    def microseconds() -> int:
+        lines = run("import torch, tokenyard", "-X", "importtime").stderr.splitlines()
+        (line,) = [line for line in lines if re.search(r"\| tokenyard$", line)]
+        return int(line.split("|")[1])
+
+    assert min(microseconds() for _ in range(3)) < 100_000
+
+
+def test_public_names_are_there() -> None:
+    for name in tokenyard.__all__:
+        assert getattr(tokenyard, name) is not None
+    assert set(tokenyard.__all__) <= set(dir(tokenyard))
+    with pytest.raises(AttributeError, match="module 'tokenyard' has no attribute 'Bufer'"):
+        _ = tokenyard.Bufer
+
+
+def test_one_version_number() -> None:
+    root = Path(__file__).parents[2]
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+)?", tokenyard.__version__)
+    texts = [path for path in root.rglob("*.toml") if ".ci" not in path.parts]
+    assert texts
+    for path in texts:
+        assert tokenyard.__version__ not in path.read_text(), f"{path} repeats the version"
