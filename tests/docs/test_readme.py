@@ -1,0 +1,96 @@
+"""README and examples, run as a new user would."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+pytestmark = pytest.mark.docs
+
+
+@pytest.fixture(scope="module")
+def installed() -> dict[str, str]:
+    """An environment in which tokenyard is what `pip install .` makes, not this checkout."""
+    with tempfile.TemporaryDirectory() as site:
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--target",
+            site,
+            str(ROOT),
+        ]
+        subprocess.run(pip, check=True, timeout=100, stdout=subprocess.DEVNULL)
+        yield {**os.environ, "PYTHONPATH": site, "OMP_NUM_THREADS": "1"}
+
+
+def run(command: list[str], env: dict[str, str]) -> str:
+    with tempfile.TemporaryDirectory() as elsewhere:
+        done = subprocess.run(
+            command,
+            env=env,
+            cwd=elsewhere,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def torchrun(num_ranks: int, script: Path, env: dict[str, str]) -> str:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return run([*launch, "--nproc-per-node", str(num_ranks), str(script)], env)
+
+
+def test_first_snippet_is_the_quickstart() -> None:
+    assert SNIPPETS[0] == (ROOT / "examples" / "quickstart.py").read_text()
+    assert len(SNIPPETS[0].splitlines()) <= 15
+
+
+def test_the_package_is_the_installed_one(installed: dict[str, str]) -> None:
+    code = "import tokenyard, pathlib; print(pathlib.Path(tokenyard.__file__).parent)"
+    home = Path(run([sys.executable, "-c", code], installed).strip())
+    assert str(home).startswith(installed["PYTHONPATH"])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_quickstart(installed: dict[str, str], num_ranks: int) -> None:
+    out = torchrun(num_ranks, ROOT / "examples" / "quickstart.py", installed)
+    got = re.findall(r"rank (\d) got (\d+) rows, \[(.*)\] for its experts", out)
+    assert sorted(rank for rank, _, _ in got) == [str(r) for r in range(num_ranks)]
+    pairs = sum(int(count) for _, _, counts in got for count in counts.split(","))
+    assert pairs == num_ranks * 4 * 2  # 4 tokens a rank chose 2 experts each
+    assert out.count("combine gave back the right sums: True") == num_ranks
+
+
+def test_deepep_style(installed: dict[str, str]) -> None:
+    out = torchrun(4, ROOT / "examples" / "deepep_style.py", installed)
+    assert len(re.findall(r"rank \d: \d+ rows, largest error of combine", out)) == 4
+
+
+def test_other_snippets(installed: dict[str, str]) -> None:
+    assert len(SNIPPETS) > 1
+    for snippet in SNIPPETS[1:]:
+        assert run([sys.executable, "-c", snippet], installed)
+
+
+def test_links_lead_somewhere() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
