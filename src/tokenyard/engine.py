@@ -6,7 +6,6 @@ prepare (local, may fail), agree (all ranks go on together or all raise), move.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -340,8 +339,3 @@ def _call(stage: str, x: Tensor, scales: Tensor | None, **more: int) -> Call:
         scales_dtype=-1 if scales is None else SCALE_DTYPES.index(scales.dtype),
         **more,
     )
-
-
-def digest(text: str) -> int:
-    """A non-negative int64 that tells texts apart."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -23,9 +23,10 @@ FLOORS = {
     "notify": 1,
     "agreement": 2,
     "engine": 3,
-    "buffer": 4,
-    "testing": 5,
-    "__init__": 6,
+    "opening": 4,
+    "buffer": 5,
+    "testing": 6,
+    "__init__": 7,
 }
 
 # Packages that only one room may know.

@@ -1,4 +1,4 @@
-"""What a transport does, what it may stand on, and how one is found.
+"""What a transport does, and what it may stand on.
 
 A *communicator* is the little that every engine of this field can do: an all-to-all of byte rows. A
 *transport* makes the two row exchanges of expert parallelism out of whatever it has: a
@@ -8,19 +8,12 @@ imports them.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from tokenyard.types import Route
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-_log = logging.getLogger("tokenyard")
-_TRANSPORTS = ("collective",)
 
 
 class PackKernel(Protocol):
@@ -86,26 +79,3 @@ class Transport(Protocol):
         """
 
     def close(self) -> None: ...
-
-
-def available() -> tuple[str, ...]:
-    return _TRANSPORTS
-
-
-def connect(group: ProcessGroup | Any, timeout: float) -> Communicator:
-    """The communicator of a torch.distributed group, or of a virtual one (tokenyard.testing)."""
-    if hasattr(group, "communicator"):
-        return group.communicator(timeout)
-    from tokenyard.transports.torch_group import TorchCommunicator
-
-    return TorchCommunicator(group, timeout)
-
-
-def open_transport(name: str, communicator: Communicator, kernels: PackKernel) -> Transport:
-    if name not in ("auto", *_TRANSPORTS):
-        raise ValueError(f"unknown transport {name!r}; available: auto, {', '.join(_TRANSPORTS)}")
-    from tokenyard.transports.collective import CollectiveTransport
-
-    if name == "auto":
-        _log.info("transport: collective over %s, the only one there is yet", communicator.name)
-    return CollectiveTransport(communicator, kernels)

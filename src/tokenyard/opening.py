@@ -1,0 +1,75 @@
+"""How a Buffer begins: ranks connect, and agree on who is where before anything else is built."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import socket
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from tokenyard import kernels as kernel_sets
+from tokenyard import validate
+from tokenyard.agreement import STAGES, Agreement, Call, Terms
+from tokenyard.engine import Engine
+from tokenyard.topology import Placement, Topology
+from tokenyard.transports import CollectiveTransport, connect, open_transport
+
+
+def open_engine(
+    group: Any,
+    *,
+    transport: str,
+    kernels: str,
+    ranks_per_node: int | None,
+    timeout: float,
+    placement: Tensor | None,
+) -> Engine:
+    """The engine of a new Buffer. Bad options on one rank raise on all of them."""
+    sane = isinstance(timeout, (int, float)) and 0 < timeout <= 1e6
+    communicator = connect(group, timeout if sane else 30.0)
+    rank, size = communicator.rank, communicator.size
+    # The first meeting needs no fast kernels, and must take place even if `kernels` is wrong.
+    first = Agreement(CollectiveTransport(communicator, kernel_sets.load("reference")))
+    try:
+        validate.require(sane, f"timeout is {timeout!r}, want seconds above 0, at most 1e6")
+        if ranks_per_node is not None:
+            validate.integer("ranks_per_node", ranks_per_node, at_least=1)
+        kernel_set = kernel_sets.load(kernel_sets.choose("cpu") if kernels == "auto" else kernels)
+        opened = open_transport(transport, communicator, kernel_set)
+        placed = None
+        if placement is not None:
+            placed = Placement(validate.placement(placement, size), size)
+    except Exception as error:
+        named = ValueError(f"Buffer: {error}, on rank {rank}")
+        first.meet("Buffer", named if isinstance(error, ValueError) else error)
+        raise AssertionError("a meeting with a failure raises") from error
+
+    where = None if placed is None else placed.rank_of_expert.tolist()
+    options = _digest(repr((transport, ranks_per_node, where)))
+    mine = np.array([[_machine(), secrets.randbits(62)]] * size, np.int64)
+    call = Call(stage=STAGES.index("Buffer"), options=options)
+    told = first.meet("Buffer", Terms(call=call, payload=mine)).payload
+    if ranks_per_node is None:
+        topology = Topology.from_marks(told[:, 0].tolist())
+    else:
+        topology = Topology.even(size, ranks_per_node)
+    shared_id, own_id = int(told[0, 1]), int(told[rank, 1])
+    communicator.label = f"{shared_id:x}"
+    return Engine(opened, kernel_set, Agreement(opened, shared_id), topology, placed, own_id)
+
+
+def _machine() -> int:
+    """The same on ranks of one machine, and on no other: a digest of the kernel's boot id."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return _digest(file.read())
+    except OSError:
+        return _digest(socket.gethostname())
+
+
+def _digest(text: str) -> int:
+    """A non-negative int64 that tells texts apart."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
