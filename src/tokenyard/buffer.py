@@ -8,6 +8,7 @@ combined, _, _ = buffer.combine(experts(received), handle)
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -92,7 +93,8 @@ class Buffer:
         if group is None:
             what = "no group" if comm is None else "comm= (an MPI communicator)"
             raise ValueError(f"{what} is given, want group=, a torch.distributed process group")
-        self.group = group
+        # Weakly, since a group that outlives its destruction aborts the process at exit.
+        self._group = weakref.ref(group)
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
@@ -108,6 +110,11 @@ class Buffer:
             placement=placement,
         )
         self.rank, self.group_size = self._engine.rank, self._engine.num_ranks
+
+    @property
+    def group(self) -> ProcessGroup | Any:
+        """The group it was made for; None once that was destroyed."""
+        return self._group()
 
     def get_dispatch_layout(
         self,

@@ -160,3 +160,24 @@ def test_kit_names_late_virtual_ranks() -> None:
     with pytest.raises(TimeoutError, match=r"virtual rank 1 did not end within 0.2 s"):
         run_virtual(wait, 2, timeout=0.2)
     over.set()
+
+
+def group_destroyed(group: Any) -> tuple[str, Any]:
+    """In a group of its own, since the kit needs the first one."""
+    import torch.distributed as dist
+
+    second = dist.new_group()
+    buffer = tokenyard.Buffer(second)
+    exchange(buffer)
+    dist.destroy_process_group(second)
+    del second
+    with pytest.raises(tokenyard.BufferClosed) as caught:
+        exchange(buffer)
+    return str(caught.value), buffer.group
+
+
+@pytest.mark.processes
+def test_destroyed_group_says_so_and_is_not_kept_alive() -> None:
+    with Processes(2) as ranks:
+        for rank, answer in enumerate(ranks.run(group_destroyed)):
+            assert answer == (f"the process group was destroyed, on rank {rank}", None)

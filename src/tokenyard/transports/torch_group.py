@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
 
-from tokenyard.errors import PeerDied, PeerError, PeerTimeout, name_ranks
+from tokenyard.errors import BufferClosed, PeerDied, PeerError, PeerTimeout, name_ranks
 
 _GRACE = 0.5  # seconds that the other ranks get to say that they live, once an exchange has failed
 
 
 class TorchCommunicator:
+    """Refers to the group weakly: torch itself keeps a group until it is destroyed, and may abort
+    the process at exit if anybody else keeps it longer.
+    """
+
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
-        self._group = group
+        self._group_ref = weakref.ref(group)
         self._timeout = timeout
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.name = str(dist.get_backend(group))
@@ -30,9 +35,10 @@ class TorchCommunicator:
         counts: Sequence[int],
         stage: str,
     ) -> None:
+        group = self._group()
         try:
             work = dist.all_to_all_single(
-                out_NB, rows_NB, list(out_counts), list(counts), group=self._group, async_op=True
+                out_NB, rows_NB, list(out_counts), list(counts), group=group, async_op=True
             )
             work.wait(timedelta(seconds=self._timeout))
         except RuntimeError as error:
@@ -40,6 +46,12 @@ class TorchCommunicator:
 
     def close(self) -> None:
         """The group is the user's, and stays."""
+
+    def _group(self) -> dist.ProcessGroup:
+        group = self._group_ref()
+        if group is None:
+            raise BufferClosed(f"the process group was destroyed, on rank {self.rank}")
+        return group
 
     def _blame(self, stage: str, error: RuntimeError) -> PeerError:
         """Who did not come. Gloo says only that something failed, so every rank that notices leaves
@@ -61,7 +73,7 @@ class TorchCommunicator:
         return kind(f"{stage}: {what}; {who}, on rank {self.rank}", ranks=silent, stage=stage)
 
     def _silent_ranks(self) -> tuple[int, ...]:
-        store = dist.distributed_c10d._get_process_group_store(self._group)
+        store = dist.distributed_c10d._get_process_group_store(self._group())
         key = f"tokenyard/{self.label}/noticed/".__add__
         store.set(key(str(self.rank)), "1")
         silent = [rank for rank in range(self.size) if rank != self.rank]
