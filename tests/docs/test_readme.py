@@ -71,7 +71,7 @@ def test_the_package_is_the_installed_one(installed: dict[str, str]) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_quickstart(installed: dict[str, str], num_ranks: int) -> None:
     out = torchrun(num_ranks, ROOT / "examples" / "quickstart.py", installed)
-    got = re.findall(r"rank (\d) got (\d+) rows: \[(.*)\] by expert", out)
+    got = re.findall(r"rank (\d): (\d+) rows, \[([\d, ]+)\] by expert", out)
     assert sorted(rank for rank, _, _ in got) == [str(r) for r in range(num_ranks)]
     pairs = sum(int(count) for _, _, counts in got for count in counts.split(","))
     assert pairs == num_ranks * 4 * 2  # 4 tokens a rank chose 2 experts each
