@@ -159,6 +159,9 @@ class Buffer:
         get_dispatch_layout; or leave it out and give num_experts. Rows arrive by (source rank,
         token), with local expert ids, -1 where an expert lives elsewhere.
 
+        With num_worst_tokens so many rows come back, whatever arrives: zeros, with expert ids -1,
+        follow what was sent, and the list of counts is empty.
+
         With a handle the rows go the way of an earlier dispatch, and only x and the event come
         back.
         """

@@ -307,10 +307,13 @@ class Engine:
         num_rows: int,
         stage: str,
     ) -> list[Tensor | None]:
-        """Rows of the columns that are there, as bytes and back."""
+        """Rows of the columns that are there, as bytes and back; zeros after those that arrive."""
         present = [as_bytes(column) for column in columns if column is not None]
-        arrived = iter(self.transport.send(present, route, recv_counts, num_rows, stage))
-        return [None if column is None else next(arrived).view(column.dtype) for column in columns]
+        arrived = self.transport.send(present, route, recv_counts, num_rows, stage)
+        for column in arrived:
+            column[sum(recv_counts) :] = 0
+        each = iter(arrived)
+        return [None if column is None else next(each).view(column.dtype) for column in columns]
 
     def _agree(
         self, stage: str, prepare: Callable[[], _Made], terms: Callable[[_Made], Terms]
