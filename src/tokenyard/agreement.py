@@ -8,7 +8,8 @@ ranks before any row moves, and the group goes on working. Fixed-size integers o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +21,7 @@ from tokenyard.types import ROW_DTYPES, SCALE_DTYPES
 STAGES = ("Buffer", "dispatch", "cached dispatch", "combine")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call:
+class Call(NamedTuple):
     """What must be the same on every rank. -1 where a stage has no such thing."""
 
     stage: int
@@ -41,8 +41,8 @@ class Call:
 # A message: did this rank fail, two sizes of its own, the call, and as much of the payload as fits.
 # Always as long, since whatever its length could depend on may be wrong on one rank.
 _FAILED, _TOKENS, _WORST, _CALL = range(4)
-_BUFFER, _NUMBER = (_CALL + [f.name for f in fields(Call)].index(n) for n in ("buffer", "number"))
-_INLINE = _CALL + len(fields(Call))
+_BUFFER, _NUMBER = (_CALL + Call._fields.index(name) for name in ("buffer", "number"))
+_INLINE = _CALL + len(Call._fields)
 _MESSAGE = 64
 _ROOM = _MESSAGE - _INLINE
 _TEXT = 64  # int64s: 504 bytes of UTF-8 and their length
@@ -77,29 +77,29 @@ class Agreement:
         failure = terms if isinstance(terms, Exception) else None
         if isinstance(terms, Exception):
             terms = Terms(call=Call(stage=STAGES.index(stage)))
-        call = replace(terms.call, buffer=self._buffer_id, number=self.number)
-        payload = (
-            terms.payload if terms.payload is not None else np.zeros((self._size, 0), np.int64)
+        call = terms.call._replace(buffer=self._buffer_id, number=self.number)
+        head = np.array(
+            [failure is not None, terms.num_tokens, terms.num_worst_tokens, *call], np.int64
         )
-
         message = np.zeros((self._size, _MESSAGE), np.int64)
-        message[:, _FAILED] = failure is not None
-        message[:, _TOKENS] = terms.num_tokens
-        message[:, _WORST] = terms.num_worst_tokens
-        message[:, _CALL:_INLINE] = [getattr(call, f.name) for f in fields(Call)]
-        inline = payload[:, :_ROOM]
-        message[:, _INLINE : _INLINE + inline.shape[1]] = inline
+        message[:, :_INLINE] = head
+        width = 0 if terms.payload is None else terms.payload.shape[1]
+        room = min(width, _ROOM)
+        if terms.payload is not None:
+            message[:, _INLINE : _INLINE + room] = terms.payload[:, :room]
         answer = self._exchange(message, f"{stage} (notify)")
 
-        # Whatever happens next, the ranks that called this Buffer count on from the same number.
-        if (answer[:, _BUFFER] == self._buffer_id).all():
-            self.number = int(answer[:, _NUMBER].max()) + 1
-        self._raise_failures(stage, answer[:, _FAILED], failure)
-        self._raise_mismatch(stage, call, answer[:, _CALL:_INLINE])
-        told = answer[:, _INLINE : _INLINE + inline.shape[1]]
-        if payload.shape[1] > _ROOM:  # equal calls have payloads of one width
-            rest = self._exchange(np.ascontiguousarray(payload[:, _ROOM:]), f"{stage} (notify)")
-            told = np.concatenate([told, rest], axis=1)
+        if answer[:, _FAILED].any() or (answer[:, _CALL:_INLINE] != head[_CALL:]).any():
+            # The ranks that called this Buffer count on from the same number.
+            if (answer[:, _BUFFER] == self._buffer_id).all():
+                self.number = int(answer[:, _NUMBER].max()) + 1
+            self._raise_failures(stage, answer[:, _FAILED], failure)
+            self._raise_mismatch(stage, call, answer[:, _CALL:_INLINE])
+        self.number += 1
+        told = answer[:, _INLINE : _INLINE + room]
+        if terms.payload is not None and width > room:  # equal calls have payloads of one width
+            rest = np.ascontiguousarray(terms.payload[:, room:])
+            told = np.concatenate([told, self._exchange(rest, f"{stage} (notify)")], axis=1)
         return Agreed(
             payload=told, num_tokens=answer[:, _TOKENS], num_worst_tokens=answer[:, _WORST]
         )
@@ -127,14 +127,13 @@ class Agreement:
         )
 
     def _raise_mismatch(self, stage: str, mine: Call, calls: np.ndarray) -> None:
-        for column, field in enumerate(fields(Call)):
-            own = getattr(mine, field.name)
-            for rank, theirs in enumerate(calls[:, column].tolist()):
+        for name, own, column in zip(Call._fields, mine, calls.T.tolist()):
+            for rank, theirs in enumerate(column):
                 if theirs != own:
                     raise CallMismatch(
-                        f"{stage}: ranks differ in {_WORDS[field.name]}: "
-                        f"{_show(field.name, own, True)} on rank {self._rank}, "
-                        f"{_show(field.name, theirs, False)} on rank {rank}"
+                        f"{stage}: ranks differ in {_WORDS[name]}: "
+                        f"{_show(name, own, True)} on rank {self._rank}, "
+                        f"{_show(name, theirs, False)} on rank {rank}"
                     )
 
 

@@ -68,6 +68,7 @@ class Placement:
     num_ranks: int
     local_of_expert: Tensor = field(init=False)  # [E] int32, the id on the owner
     experts_of_rank: list[list[int]] = field(init=False)  # global ids, ascending
+    _local_tables: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         local, owned = [], [[] for _ in range(self.num_ranks)]  # type: list[int], list[list[int]]
@@ -102,5 +103,7 @@ class Placement:
 
     def local_table(self, rank: int) -> Tensor:
         """[E] int64: an expert's id on `rank`, -1 where it lives elsewhere."""
-        here = self.rank_of_expert == rank
-        return torch.where(here, self.local_of_expert, -1).to(torch.int64)
+        if rank not in self._local_tables:
+            here = self.rank_of_expert == rank
+            self._local_tables[rank] = torch.where(here, self.local_of_expert, -1).to(torch.int64)
+        return self._local_tables[rank]
