@@ -138,7 +138,8 @@ def reduce_and_spec(
     layouts = [Layout(torch.zeros(1), None, torch.zeros(1), sent)] + [silent] * (num_ranks - 1)
     by_rank = list(rows.split(list(route.send_counts)))
     want = spec.combine(by_rank, layouts, world, biases=[biases] + [[]] * (num_ranks - 1))
-    return kernel_set.reduce(by_rank, route, nodes, biases), want[0]
+    out = torch.empty_like(want[0])
+    return kernel_set.reduce(by_rank, route, nodes, biases, out), want[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -200,7 +201,8 @@ def test_threads_do_not_change_bits(num_threads: int) -> None:
 
     def both() -> tuple[Tensor, Tensor]:
         packed = numba.pack(as_rows, index, torch.empty_like(as_rows))
-        return numba.reduce(by_rank, route, (0, 0, 0), []), packed
+        out = torch.empty(1501, 4097, dtype=torch.bfloat16)
+        return numba.reduce(by_rank, route, (0, 0, 0), [], out), packed
 
     before = torch.get_num_threads()
     try:

@@ -58,8 +58,9 @@ class Kernels(Protocol):
         route: Route,
         node_of_rank: Sequence[int],
         biases_TD: Sequence[Tensor],
+        out_TD: Tensor,
     ) -> Tensor:
-        """Sum each token's rows as `spec.combine` does: [T, D] of the rows' dtype.
+        """Sum each token's rows as `spec.combine` does, into `out`, which has the rows' dtype.
 
         `rows_by_rank[r]` holds the rows that came back from rank r, in the order in which they were
         sent there. They need not share memory.

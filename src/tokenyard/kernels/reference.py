@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenyard import memory
 from tokenyard.kernels.base import wide_dtype
 from tokenyard.types import Layout, Route, channel_ranges
 
@@ -124,18 +123,16 @@ def reduce(
     route: Route,
     node_of_rank: Sequence[int],
     biases_TD: Sequence[Tensor],
+    out_TD: Tensor,
 ) -> Tensor:
     """
     >>> rows = [torch.tensor([[1.0]]), torch.tensor([[10.0], [20.0]])]
     >>> both = globals()["route"](torch.tensor([[True, True], [False, True]]))
-    >>> reduce(rows, both, (0, 0), [torch.tensor([[0.5], [0.5]])]).tolist()
+    >>> reduce(rows, both, (0, 0), [torch.tensor([[0.5], [0.5]])], torch.empty(2, 1)).tolist()
     [[11.5], [20.5]]
     """
-    dtype = rows_by_rank[0].dtype
-    num_tokens, hidden = route.copy_start.shape[0] - 1, rows_by_rank[0].shape[1]
-    total_TD = torch.zeros(
-        num_tokens, hidden, dtype=wide_dtype(dtype), device=rows_by_rank[0].device
-    )
+    dtype = out_TD.dtype
+    total_TD = torch.zeros_like(out_TD, dtype=wide_dtype(dtype))
     for bias_TD in biases_TD:
         total_TD += bias_TD
     sent = route.send_token.split(list(route.send_counts))
@@ -148,4 +145,4 @@ def reduce(
                 partial_TD[sent[rank].long()] += rows_ND.to(total_TD.dtype)
         if num_nodes > 1:
             total_TD += partial_TD.to(dtype)
-    return memory.empty(num_tokens, hidden, dtype=dtype, device=total_TD.device).copy_(total_TD)
+    return out_TD.copy_(total_TD)

@@ -4,12 +4,24 @@ Kernels release the GIL and are compiled once, into a cache on disk. `NUMBA_DISA
 apply to them, since they read raw addresses: to step through a kernel, take the reference set.
 
     layout  who gets each token, and the lists of rows
-    rows    pack and localise: moving bytes, renaming experts
+    rows    pack, scatter and localise: moving bytes, renaming experts
     reduce  the sum of combine
+    signals for ranks that share memory
 """
 
 from tokenyard.kernels.numba.layout import channel_prefix, layout, route
 from tokenyard.kernels.numba.reduce import reduce
-from tokenyard.kernels.numba.rows import localise, pack
+from tokenyard.kernels.numba.rows import localise, pack, scatter
+from tokenyard.kernels.numba.signals import await_signals, raise_signals
 
-__all__ = ["channel_prefix", "layout", "localise", "pack", "reduce", "route"]
+__all__ = [
+    "await_signals",
+    "channel_prefix",
+    "layout",
+    "localise",
+    "pack",
+    "raise_signals",
+    "reduce",
+    "route",
+    "scatter",
+]

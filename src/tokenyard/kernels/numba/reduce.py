@@ -8,7 +8,6 @@ import numpy as np
 from numba import njit
 from torch import Tensor
 
-from tokenyard import memory
 from tokenyard.kernels.numba.intrinsics import (
     LANES,
     LIKE,
@@ -109,11 +108,10 @@ def reduce(
     route: Route,
     node_of_rank: Sequence[int],
     biases_TD: Sequence[Tensor],
+    out_TD: Tensor,
 ) -> Tensor:
-    dtype, hidden = rows_by_rank[0].dtype, rows_by_rank[0].shape[1]
-    num_tokens = route.copy_start.shape[0] - 1
-    out_TD = memory.empty(num_tokens, hidden, dtype=dtype)
-    like = LIKE[dtype]
+    num_tokens, hidden = out_TD.shape
+    like = LIKE[out_TD.dtype]
     wide = np.float64 if like.dtype == np.float64 else np.float32
     bases = np.array([rows.data_ptr() for rows in rows_by_rank], np.int64)
     nodes = np.array(node_of_rank, np.int32)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numba import njit
 from torch import Tensor
 
+from tokenyard.kernels.numba.atomics import LINE, stream_line
 from tokenyard.kernels.numba.intrinsics import copy_bytes, pointer
 from tokenyard.kernels.numba.threads import in_channels
+from tokenyard.types import Route
+
+# Bytes of a row from which streaming stores pay; a short row is likely to be read again at once.
+_STREAMING = 1024
 
 _INT32 = np.empty(0, np.int32)
 _INT64 = np.empty(0, np.int64)
@@ -38,6 +45,48 @@ def pack(x_TB: Tensor, index_N: Tensor | None, out_NB: Tensor) -> Tensor:
     if num_rows:
         in_channels(part, num_rows, num_rows * num_bytes)
     return out_NB
+
+
+@njit(nogil=True, cache=True)
+def _copy_row(target, source, num_bytes):
+    """Whole lines by streaming stores, the ends the ordinary way."""
+    head = min((-target) % LINE, num_bytes)
+    if head > 0:
+        copy_bytes(target, source, head)
+    lines = (num_bytes - head) // LINE
+    for i in range(lines):
+        stream_line(target + head + i * LINE, source + head + i * LINE)
+    done = head + lines * LINE
+    if done < num_bytes:
+        copy_bytes(target + done, source + done, num_bytes - done)
+
+
+@njit(nogil=True, cache=True)
+def _scatter_kernel(x, x_stride, starts, ranks, slots, bases, num_bytes, begin, end):
+    first, to, at = pointer(starts, _INT32), pointer(ranks, _INT32), pointer(slots, _INT32)
+    streaming = num_bytes >= _STREAMING
+    for t in range(begin, end):
+        row = x + np.int64(t) * x_stride
+        for c in range(first[t], first[t + 1]):
+            target = bases[to[c]] + np.int64(at[c]) * num_bytes
+            if streaming:
+                _copy_row(target, row, num_bytes)
+            else:
+                copy_bytes(target, row, num_bytes)
+
+
+def scatter(x_TB: Tensor, route: Route, rows_by_rank: Sequence[Tensor]) -> None:
+    """Each token's row into its slot of each of its ranks' rows: read once, written to all."""
+    num_tokens, num_bytes = x_TB.shape
+    bases = np.array([rows.data_ptr() for rows in rows_by_rank], np.int64)
+    starts, ranks = route.copy_start.data_ptr(), route.copy_rank.data_ptr()
+    slots, x, stride = route.copy_slot.data_ptr(), x_TB.data_ptr(), x_TB.stride(0)
+
+    def part(begin: int, end: int) -> None:
+        _scatter_kernel(x, stride, starts, ranks, slots, bases, num_bytes, begin, end)
+
+    if num_tokens:
+        in_channels(part, num_tokens, route.copy_rank.shape[0] * num_bytes)
 
 
 @njit(nogil=True, cache=True)

@@ -1,0 +1,84 @@
+"""What ranks that share memory need of the machine: signals that order, waits that pause, stores
+that pass the cache by.
+
+A signal is an int64 that only grows. `store_release` makes all earlier writes of this thread
+visible to whoever reads the signal with `load_acquire`. Streaming stores are not among those
+writes: they must be fenced (`fence_stores`) before the signal.
+"""
+
+from __future__ import annotations
+
+import platform
+
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+LINE = 64  # bytes that one streaming store writes
+
+_IS_X86 = platform.machine() in ("x86_64", "AMD64")
+_I64 = ir.IntType(64)
+_VECTOR = ir.VectorType(_I64, LINE // 8)
+
+
+def _instruct(builder, name):
+    void = ir.FunctionType(ir.VoidType(), [])
+    builder.call(builder.module.declare_intrinsic(name, (), void), [])
+
+
+@intrinsic
+def load_acquire(typingctx, address):
+    def codegen(context, builder, signature, args):
+        pointer = builder.inttoptr(args[0], _I64.as_pointer())
+        return builder.load_atomic(pointer, "acquire", 8)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def store_release(typingctx, address, value):
+    def codegen(context, builder, signature, args):
+        pointer = builder.inttoptr(args[0], _I64.as_pointer())
+        builder.store_atomic(args[1], pointer, "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def fence_stores(typingctx):
+    """All stores so far, streaming ones too, come before all stores from here on."""
+
+    def codegen(context, builder, signature, args):
+        if _IS_X86:
+            _instruct(builder, "llvm.x86.sse.sfence")
+        else:
+            builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def pause(typingctx):
+    """Tell the core that this is a loop that waits."""
+
+    def codegen(context, builder, signature, args):
+        if _IS_X86:
+            _instruct(builder, "llvm.x86.sse2.pause")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def stream_line(typingctx, target, source):
+    """Copy a line to a multiple of 64, without reading what it overwrites into the cache."""
+
+    def codegen(context, builder, signature, args):
+        target, source = (builder.inttoptr(arg, _VECTOR.as_pointer()) for arg in args)
+        store = builder.store(builder.load(source, align=1), target, align=LINE)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen

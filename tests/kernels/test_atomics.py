@@ -1,0 +1,85 @@
+"""What the compiler made of signals and streaming stores, read in its output."""
+
+from __future__ import annotations
+
+import platform
+import re
+import threading
+
+import numpy as np
+import pytest
+from numba import njit, types
+
+from tokenyard.kernels.numba import signals
+from tokenyard.kernels.numba.atomics import (
+    LINE,
+    fence_stores,
+    load_acquire,
+    store_release,
+    stream_line,
+)
+from tokenyard.kernels.numba.rows import _scatter_kernel
+
+x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="reads x86-64 code")
+I64 = types.int64
+
+
+def compiled(function, *arguments: object) -> tuple[str, str]:
+    """LLVM's code and the machine's."""
+    kernel = njit(function)
+    kernel.compile(arguments)
+    return kernel.inspect_llvm(arguments), kernel.inspect_asm(arguments)
+
+
+def test_loads_acquire_and_stores_release() -> None:
+    llvm, _ = compiled(lambda a: load_acquire(a), I64)
+    assert re.search(r"load atomic i64, .* acquire, align 8", llvm)
+    llvm, _ = compiled(lambda a, v: store_release(a, v), I64, I64)
+    assert re.search(r"store atomic i64 .* release, align 8", llvm)
+
+
+@x86
+def test_a_streamed_line_is_one_store_that_passes_the_cache_by() -> None:
+    llvm, asm = compiled(lambda t, s: stream_line(t, s), I64, I64)
+    assert re.search(r"store <8 x i64> .*align 64, !nontemporal", llvm)
+    assert re.search(r"\bv?movnt(dq|ps|pd|i)\b", asm)
+
+
+@x86
+def test_signals_come_after_a_fence() -> None:
+    """In raise_signals, which is the only way in which signals are raised."""
+    llvm, asm = compiled(signals._raise_kernel.py_func, types.int64[::1], I64)
+    assert llvm.index("call void @llvm.x86.sse.sfence") < llvm.index("store atomic")
+    assert "sfence" in asm
+    assert "sfence" in compiled(lambda: fence_stores())[1]
+
+
+@x86
+def test_rows_are_scattered_by_streaming_stores() -> None:
+    _, asm = compiled(_scatter_kernel.py_func, *[I64] * 5, types.int64[::1], *[I64] * 3)
+    assert re.search(r"\bv?movnt(dq|ps|pd)\b", asm)
+
+
+@pytest.mark.parametrize("shift", [0, 8, 64])
+def test_a_streamed_line_arrives_whole(shift: int) -> None:
+    source = np.arange(256, dtype=np.uint8)
+    memory = np.zeros(256 + LINE, np.uint8)
+    base = -memory.ctypes.data % LINE
+    stream = njit(lambda t, s: stream_line(t, s))
+    stream(memory.ctypes.data + base, source.ctypes.data + shift)
+    assert memory[base : base + LINE].tolist() == source[shift : shift + LINE].tolist()
+    assert memory[:base].sum() == memory[base + LINE :].sum() == 0
+
+
+def test_waiting_ends_with_a_signal_or_with_patience() -> None:
+    flags = np.zeros(16, np.int64)
+    addresses = flags.ctypes.data + np.array([0, 64], np.int64)
+    assert signals.await_signals(addresses, 1, 0, 10) == 0
+    flags[0] = 3
+    assert signals.await_signals(addresses, 1, 0, 10) == 1  # the first has come, the second not
+    later = threading.Timer(0.05, signals.raise_signals, (addresses, 7))
+    later.start()
+    while (first := signals.await_signals(addresses, 7, 0, 1000)) < 2:
+        assert first in (0, 1)
+    assert flags[[0, 8]].tolist() == [7, 7]
+    later.join()
