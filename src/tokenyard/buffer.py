@@ -225,6 +225,13 @@ class Buffer:
             sums = engine.combine(x, handle, topk_weights, bias, config, previous_event)
         return Combined(*sums, _event(async_finish))
 
+    def get_next_combine_buffer(self, handle: Handle) -> Tensor:
+        """[N, D] for the experts' output: combine does not copy what lies in it.
+
+        In x's dtype, bfloat16 where x was quantised. It stays yours for as long as you hold it.
+        """
+        return self._open_engine().combine_buffer(handle)
+
     def close(self) -> None:
         """Give back what the Buffer holds. Local, and never waits for others; twice is fine."""
         engine, self._engine = self._engine, None

@@ -124,6 +124,8 @@ class Engine:
             route=out.route,
             recv_counts=incoming.rows,
             num_recv_rows=num_rows,
+            hidden=out.x.shape[1],
+            combine_dtype=out.x.dtype if out.x.dtype in validate.SUMMABLE else torch.bfloat16,
             num_channels=out.num_channels,
             is_token_in_rank=out.layout.is_token_in_rank,
             recv_src_idx=received.src_idx,
@@ -188,22 +190,32 @@ class Engine:
         (rows, weights, biases, known), _ = self._agree(stage, prepare, terms)
         num_received = sum(known.recv_counts)
         columns = [rows] if weights is None else [rows, weights]
-        back = self.transport.give_back(
+        given_back = self.transport.give_back(
             [as_bytes(column)[:num_received] for column in columns],
             known.recv_counts,
             known.route.send_counts,
             stage,
         )
-        sums = [
-            self._kernels.reduce(
-                [part.view(column.dtype) for part in parts],
-                known.route,
-                self.topology.node_of_rank,
-                biases if column is rows else [],
-            )
-            for column, parts in zip(columns, back)
-        ]
+        with given_back as back:
+            sums = [
+                self._kernels.reduce(
+                    [part.view(column.dtype) for part in parts],
+                    known.route,
+                    self.topology.node_of_rank,
+                    biases if column is rows else [],
+                    self._empty(known.num_tokens, column.shape[1], column.dtype),
+                )
+                for column, parts in zip(columns, back)
+            ]
         return sums[0], sums[1] if weights is not None else None
+
+    def combine_buffer(self, handle: Any) -> Tensor:
+        """Rows for the experts' output, where combine finds them without copying."""
+        try:
+            known = validate.handle(handle, self.buffer_id)
+        except ValueError as error:
+            raise self._named("get_next_combine_buffer", error) from None
+        return self._empty(known.num_recv_rows, known.hidden, known.combine_dtype)
 
     def close(self) -> None:
         self.transport.close()
@@ -218,6 +230,9 @@ class Engine:
         if first_bad >= 0:
             raise validate.bad_expert(topk_idx, first_bad, placement.num_experts)
         return layout
+
+    def _empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        return self.transport.empty(num_rows, width * dtype.itemsize).view(dtype)
 
     def _placement(self, num_experts: Any) -> Placement:
         given = self._given_placement

@@ -44,6 +44,10 @@ class PeerTimeout(PeerError):
     """A rank lives, or may live, and has not come forward within the time limit."""
 
 
+class SharedMemoryError(TokenyardError):
+    """Memory that ranks would share could not be had, with the bytes needed and available."""
+
+
 class BufferClosed(TokenyardError):
     """The Buffer was closed, or broken by an earlier PeerError."""
 

@@ -15,7 +15,13 @@ from tokenyard import validate
 from tokenyard.agreement import STAGES, Agreement, Call, Terms
 from tokenyard.engine import Engine
 from tokenyard.topology import Placement, Topology
-from tokenyard.transports import CollectiveTransport, connect, open_transport
+from tokenyard.transports import (
+    CollectiveTransport,
+    check_name,
+    connect,
+    open_transport,
+    why_not_shared,
+)
 
 
 def open_engine(
@@ -38,7 +44,7 @@ def open_engine(
         if ranks_per_node is not None:
             validate.integer("ranks_per_node", ranks_per_node, at_least=1)
         kernel_set = kernel_sets.load(kernel_sets.choose("cpu") if kernels == "auto" else kernels)
-        opened = open_transport(transport, communicator, kernel_set)
+        check_name(transport)
         placed = None
         if placement is not None:
             placed = Placement(validate.placement(placement, size), size)
@@ -49,7 +55,8 @@ def open_engine(
 
     where = None if placed is None else placed.rank_of_expert.tolist()
     options = _digest(repr((transport, ranks_per_node, where)))
-    mine = np.array([[_machine(), secrets.randbits(62)]] * size, np.int64)
+    alone = why_not_shared(kernel_set)
+    mine = np.array([[_machine(), secrets.randbits(62), alone is not None]] * size, np.int64)
     call = Call(stage=STAGES.index("Buffer"), options=options)
     told = first.meet("Buffer", Terms(call=call, payload=mine)).payload
     if ranks_per_node is None:
@@ -58,6 +65,13 @@ def open_engine(
         topology = Topology.even(size, ranks_per_node)
     shared_id, own_id = int(told[0, 1]), int(told[rank, 1])
     communicator.label = f"{shared_id:x}"
+    apart = None
+    if len(set(told[:, 0].tolist())) > 1:
+        apart = "ranks are on several machines"
+    elif told[:, 2].any():
+        culprit = int(told[:, 2].argmax())
+        apart = alone if culprit == rank else f"rank {culprit} cannot share memory"
+    opened = open_transport(transport, communicator, kernel_set, apart, timeout)
     return Engine(opened, kernel_set, Agreement(opened, shared_id), topology, placed, own_id)
 
 

@@ -131,6 +131,8 @@ class Handle:
     route: Route
     recv_counts: tuple[int, ...]  # R, rows from each rank
     num_recv_rows: int  # rows of recv_x; more than sum(recv_counts) with num_worst_tokens
+    hidden: int
+    combine_dtype: torch.dtype  # x's, or bfloat16 where x was quantised
     num_channels: int
     is_token_in_rank: Tensor  # [T, R] bool
     recv_src_idx: Tensor  # [N] int32, -1 in the tail that num_worst_tokens leaves

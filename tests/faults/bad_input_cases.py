@@ -79,7 +79,7 @@ class Scene:
         new_buffer(self.group, **changes).close()
 
     def open_second(self) -> None:
-        self.second = new_buffer(self.group)
+        self.second = new_buffer(self.group, transport="collective")
 
     def layout(self, **changes: Any) -> dict[str, Any]:
         """The arguments of dispatch that make up a layout."""
@@ -535,6 +535,8 @@ DIFFER: Cases = {
         right=Scene.dispatch,
         told=mismatch("the Buffer that they call", UNSHOWN, ("dispatch", "dispatch")),
         before=Scene.open_second,
+        # Direct Buffers have no memory in common: there this is a PeerTimeout.
+        options={"transport": "collective"},
     ),
     "channels": differ(
         "dispatch", "channels (config.num_sms // 2)", (2, 10), lambda s: {"config": Config(4)}

@@ -46,8 +46,8 @@ def told(buffer: tokenyard.Buffer) -> dict[str, Any]:
     }
 
 
-def one_dies(group: Any) -> dict[str, Any]:
-    buffer = tokenyard.Buffer(group, timeout=20)
+def one_dies(group: Any, transport: str) -> dict[str, Any]:
+    buffer = tokenyard.Buffer(group, timeout=20, transport=transport)
     exchange(buffer)
     if group.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -55,20 +55,23 @@ def one_dies(group: Any) -> dict[str, Any]:
 
 
 @pytest.mark.processes
-def test_killed_peer() -> None:
+@pytest.mark.parametrize(
+    "transport, text", [("direct", "rank 1 died"), ("collective", "no word from rank 1")]
+)
+def test_killed_peer(transport: str, text: str) -> None:
     with Processes(4, timeout=30) as ranks:
-        answers = ranks.run(one_dies, may_die=True)
+        answers = ranks.run(one_dies, transport, may_die=True)
     assert answers.pop(1) == Exited(-signal.SIGKILL)
     for answer in answers:
         assert answer["kind"] == "PeerDied"
         assert (answer["ranks"], answer["rank"]) == ((1,), 1)
-        assert "no word from rank 1" in answer["text"]
+        assert text in answer["text"]
         assert "the Buffer was broken by an earlier error" in answer["afterwards"]
         assert answer["seconds"] < 1.0
 
 
-def one_stops(group: Any) -> dict[str, Any]:
-    buffer = tokenyard.Buffer(group, timeout=TIMEOUT)
+def one_stops(group: Any, transport: str) -> dict[str, Any]:
+    buffer = tokenyard.Buffer(group, timeout=TIMEOUT, transport=transport)
     exchange(buffer)
     if group.rank() == 2:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -76,12 +79,13 @@ def one_stops(group: Any) -> dict[str, Any]:
 
 
 @pytest.mark.processes
-def test_stopped_peer() -> None:
+@pytest.mark.parametrize("transport", ["direct", "collective"])
+def test_stopped_peer(transport: str) -> None:
     with Processes(3, timeout=30) as ranks:
         stuck = ranks.processes[2]
         waker = threading.Timer(TIMEOUT + 3, os.kill, (stuck.pid, signal.SIGKILL))
         waker.start()
-        answers = ranks.run(one_stops, may_die=True)
+        answers = ranks.run(one_stops, transport, may_die=True)
         waker.cancel()
     assert answers.pop(2) == Exited(-signal.SIGKILL)
     for answer in answers:
@@ -167,7 +171,7 @@ def group_destroyed(group: Any) -> tuple[str, Any]:
     import torch.distributed as dist
 
     second = dist.new_group()
-    buffer = tokenyard.Buffer(second)
+    buffer = tokenyard.Buffer(second, transport="collective")
     exchange(buffer)
     dist.destroy_process_group(second)
     del second

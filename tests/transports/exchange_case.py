@@ -30,6 +30,7 @@ class Case:
     placement: tuple[int, ...] | None = None
     ranks_per_node: int | None = None
     kernels: str = "numba"
+    transport: str = "auto"
     num_biases: int = 0
     expert_alignment: int = 1
     worst: bool = False  # num_worst_tokens
@@ -87,7 +88,11 @@ def job(group: Any, case: Case) -> dict[str, Any]:
     rank = group.rank()
     placement = None if case.placement is None else torch.tensor(case.placement)
     with tokenyard.Buffer(
-        group, kernels=case.kernels, ranks_per_node=case.ranks_per_node, placement=placement
+        group,
+        transport=case.transport,
+        kernels=case.kernels,
+        ranks_per_node=case.ranks_per_node,
+        placement=placement,
     ) as buffer:
         out: dict[str, Any] = {}
         handles = []

@@ -75,6 +75,13 @@ def test_virtual_ranks(name: str, num_ranks: int) -> None:
     check(case, outs)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 5, 17])
+@pytest.mark.parametrize("name", CASES)
+def test_virtual_ranks_that_share_memory(name: str, num_ranks: int) -> None:
+    case = replace(case_of(name, num_ranks), transport="direct", kernels="numba")
+    check(case, run_virtual(job, num_ranks, case).results)
+
+
 @pytest.mark.parametrize(
     "placement",
     [(0, 0, 0, 0), (3, 2, 1, 0, 0, 1, 2, 3), (2, 0, 2, 2, 0, 2)],
@@ -97,7 +104,10 @@ def processes(request: pytest.FixtureRequest):
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("transport", ["direct", "collective"])
 @pytest.mark.parametrize("name", CASES)
-def test_processes(name: str, processes: Processes) -> None:
-    case = case_of(name, processes.num_ranks)
+def test_processes(name: str, transport: str, processes: Processes) -> None:
+    case = replace(case_of(name, processes.num_ranks), transport=transport)
+    if transport == "direct":
+        case = replace(case, kernels="numba")  # the reference set has no signals
     check(case, processes.run(job, case))

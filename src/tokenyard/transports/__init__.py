@@ -1,7 +1,13 @@
 """Transports: how rows get from rank to rank. They know bytes and counts, not tokens or experts."""
 
 from tokenyard.transports.base import Communicator, Transport
-from tokenyard.transports.choose import available, connect, open_transport
+from tokenyard.transports.choose import (
+    available,
+    check_name,
+    connect,
+    open_transport,
+    why_not_shared,
+)
 from tokenyard.transports.collective import CollectiveTransport
 
 __all__ = [
@@ -9,6 +15,8 @@ __all__ = [
     "Communicator",
     "Transport",
     "available",
+    "check_name",
     "connect",
     "open_transport",
+    "why_not_shared",
 ]

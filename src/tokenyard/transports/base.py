@@ -9,6 +9,7 @@ imports them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
@@ -71,11 +72,15 @@ class Transport(Protocol):
         recv_counts: Sequence[int],
         send_counts: Sequence[int],
         stage: str,
-    ) -> list[list[Tensor]]:
+    ) -> AbstractContextManager[list[list[Tensor]]]:
         """Combine's exchange: rows go back along the same counts.
 
         Each column [N, B] lies by source rank, as `send` delivered it. The answer has, for each
-        column and rank, the rows that this rank once sent there, in that order.
+        column and rank, the rows that this rank once sent there, in that order. They are there
+        inside the block, and may be other ranks' memory.
         """
+
+    def empty(self, num_rows: int, num_bytes: int) -> Tensor:
+        """Rows of bytes for a result: memory that `give_back` need not copy, if there is such."""
 
     def close(self) -> None: ...

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tokenyard.transports.base import Communicator, PackKernel, Transport
 from tokenyard.transports.collective import CollectiveTransport
+from tokenyard.transports.direct import DirectKernels, DirectTransport
+from tokenyard.transports.symmetric import why_not
+from tokenyard.transports.team import Team
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _log = logging.getLogger("tokenyard")
-_TRANSPORTS = ("collective",)
+_TRANSPORTS = ("direct", "collective")
 
 
 def available() -> tuple[str, ...]:
     return _TRANSPORTS
+
+
+def check_name(name: str) -> None:
+    if name not in ("auto", *_TRANSPORTS):
+        raise ValueError(f"unknown transport {name!r}; available: auto, {', '.join(_TRANSPORTS)}")
 
 
 def connect(group: ProcessGroup | Any, timeout: float) -> Communicator:
@@ -29,9 +37,33 @@ def connect(group: ProcessGroup | Any, timeout: float) -> Communicator:
     return TorchCommunicator(group, timeout)
 
 
-def open_transport(name: str, communicator: Communicator, kernels: PackKernel) -> Transport:
-    if name not in ("auto", *_TRANSPORTS):
-        raise ValueError(f"unknown transport {name!r}; available: auto, {', '.join(_TRANSPORTS)}")
+def why_not_shared(kernels: PackKernel) -> str | None:
+    """Why this rank cannot share memory with others of its machine; None if it can."""
+    if not hasattr(kernels, "raise_signals"):
+        return "the kernel set has no signals (take numba)"
+    return why_not()
+
+
+def open_transport(
+    name: str, communicator: Communicator, kernels: PackKernel, apart: str | None, timeout: float
+) -> Transport:
+    """All ranks together, with the same name. `apart` says why they cannot share memory."""
+    if name == "direct" and apart is not None:
+        raise ValueError(f"transport 'direct' cannot be used: {apart}")
+    if name == "auto" and communicator.name == "loopback":
+        apart = "virtual ranks are threads, whose bytes are counted"
+    if name == "collective" or apart is not None:
+        if name == "auto":
+            _log.info("transport: collective over %s, since %s", communicator.name, apart)
+        return CollectiveTransport(communicator, kernels)
+    direct = cast(DirectKernels, kernels)
+    try:
+        team = Team(communicator, direct, timeout)
+    except OSError as error:
+        if name == "direct":
+            raise ValueError(f"transport 'direct' cannot be used: {error}") from error
+        _log.warning("transport: collective over %s, since %s", communicator.name, error)
+        return CollectiveTransport(communicator, kernels)
     if name == "auto":
-        _log.info("transport: collective over %s, the only one there is yet", communicator.name)
-    return CollectiveTransport(communicator, kernels)
+        _log.info("transport: direct, since all ranks share a machine")
+    return DirectTransport(team, direct)

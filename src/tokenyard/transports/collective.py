@@ -7,7 +7,8 @@ out of the records) besides what the engine itself does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -46,18 +47,22 @@ class CollectiveTransport:
         self._communicator.all_to_all(arrived, sent, recv_counts, route.send_counts, stage)
         return self._unpack(arrived, columns, num_rows)
 
+    @contextmanager
     def give_back(
         self,
         columns: Sequence[Tensor],
         recv_counts: Sequence[int],
         send_counts: Sequence[int],
         stage: str,
-    ) -> list[list[Tensor]]:
+    ) -> Iterator[list[list[Tensor]]]:
         sent = columns[0] if len(columns) == 1 else self._pack(columns, None)
         arrived = memory.empty(sum(send_counts), sent.shape[1])
         self._communicator.all_to_all(arrived, sent, send_counts, recv_counts, stage)
         back = self._unpack(arrived, columns, len(arrived))
-        return [list(column.split(list(send_counts))) for column in back]
+        yield [list(column.split(list(send_counts))) for column in back]
+
+    def empty(self, num_rows: int, num_bytes: int) -> Tensor:
+        return memory.empty(num_rows, num_bytes)
 
     def close(self) -> None:
         self._communicator.close()

@@ -1,0 +1,130 @@
+"""Memory that ranks of one machine share.
+
+A segment is anonymous (memfd), reserved when it is made, so that a full machine is an error and
+not a SIGBUS later, and sealed, so that nobody can shrink it under a reader. Peers open it through
+/proc/<pid>/fd: nothing has a name, so nothing is left behind, whoever dies. Linux only.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+
+import numpy as np
+
+from tokenyard.errors import SharedMemoryError
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system
+    fcntl = None  # type: ignore[assignment]
+
+
+def why_not() -> str | None:
+    """Why this system has no such memory; None if it has."""
+    if not hasattr(os, "memfd_create") or not os.path.isdir("/proc/self/fd"):
+        return "this system has no memfd or no /proc"
+    return None
+
+
+class Segment:
+    """Memory of this process that others may map. It lives as long as an array of it does."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.size = num_bytes
+        self.fd = os.memfd_create("tokenyard", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(self.fd, 0, num_bytes)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
+            self._map = mmap.mmap(self.fd, num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except (OSError, ValueError) as error:
+            os.close(self.fd)
+            raise SharedMemoryError(
+                f"{num_bytes} bytes of shared memory are needed, {_available()} are available "
+                f"({error})"
+            ) from error
+        self.address = int(self.array().ctypes.data)
+
+    def array(self) -> np.ndarray:
+        """All of it as bytes. Tensors made of its slices keep this very array alive."""
+        return np.frombuffer(self._map, np.uint8)
+
+    def close(self) -> None:
+        """Others can no longer map it. Who has, and arrays of this process, keep the memory."""
+        os.close(self.fd)
+
+
+def attach(pid: int, fd: int, num_bytes: int) -> np.ndarray:
+    """A peer's segment, as bytes of this process."""
+    mine = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        shared = mmap.mmap(mine, num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        return np.frombuffer(shared, np.uint8)
+    finally:
+        os.close(mine)
+
+
+class Pool:
+    """Segments for results, used again once the tensors that were given to the user have died."""
+
+    def __init__(self) -> None:
+        self._segments: list[Segment] = []
+        self._free: list[Segment] = []
+        self._lock = threading.Lock()  # a tensor may die on any thread
+
+    def take(self, num_bytes: int) -> tuple[Segment, np.ndarray]:
+        """A segment with room, and its array: when that has died, the segment is free again."""
+        wanted = _size_class(num_bytes)
+        with self._lock:
+            fitting = [one for one in self._free if wanted <= one.size <= 2 * wanted]
+            segment = min(fitting, key=lambda one: one.size, default=None)
+            if segment is not None:
+                self._free.remove(segment)
+        if segment is None:
+            segment = Segment(wanted)
+            self._segments.append(segment)
+        array = segment.array()
+        weakref.finalize(array, self._give_back, segment).atexit = False
+        return segment, array
+
+    def find(self, address: int, num_bytes: int) -> Segment | None:
+        """The segment that these bytes lie in, if they lie in one."""
+        for segment in self._segments:
+            if segment.address <= address and address + num_bytes <= segment.address + segment.size:
+                return segment
+        return None
+
+    def close(self) -> None:
+        for segment in self._segments:
+            segment.close()
+        self._segments.clear()
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(self._segments)
+
+    def _give_back(self, segment: Segment) -> None:
+        with self._lock:
+            self._free.append(segment)
+
+
+def _size_class(num_bytes: int) -> int:
+    """Rounded up by an eighth at most, so that results of nearly one size use one segment.
+
+    >>> _size_class(1), _size_class(65_537), _size_class(1_000_000)
+    (65536, 73728, 1048576)
+    """
+    step = 1 << max(12, num_bytes.bit_length() - 4)  # whole pages
+    return max(1 << 16, -(-num_bytes // step) * step)
+
+
+def _available() -> int:
+    """Bytes that the kernel thinks could be had."""
+    with open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 0
