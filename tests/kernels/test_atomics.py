@@ -56,7 +56,9 @@ def test_signals_come_after_a_fence() -> None:
 
 @x86
 def test_rows_are_scattered_by_streaming_stores() -> None:
-    _, asm = compiled(_scatter_kernel.py_func, *[I64] * 5, types.int64[::1], *[I64] * 3)
+    _, asm = compiled(
+        _scatter_kernel.py_func, *[I64] * 5, types.int64[::1], *[I64] * 3, types.boolean
+    )
     assert re.search(r"\bv?movnt(dq|ps|pd)\b", asm)
 
 

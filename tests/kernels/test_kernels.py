@@ -158,6 +158,20 @@ def test_reduce(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("offset", [0, 8])
+def test_reduce_of_much(kernel_set: Kernels, dtype: torch.dtype, offset: int) -> None:
+    """Enough for streaming stores, which want lines: on their boundary, and beside it."""
+    sent = marks(300, 3, 0.6)
+    route = kernel_set.route(sent)
+    rows = torch.randn(int(sent.sum()), 1152).to(dtype)
+    biases = [torch.randn(300, 1152).to(dtype)]
+    _, want = reduce_and_spec(kernel_set, rows, route, sent, (0, 0, 0), biases)
+    out = torch.empty(300 * 1152 + 64, dtype=dtype)[offset : offset + 300 * 1152].view(300, 1152)
+    by_rank = list(rows.split(list(route.send_counts)))
+    assert_same(kernel_set.reduce(by_rank, route, (0, 0, 0), biases, out), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("nodes", [(0, 0), (0, 1)], ids=str)
 def test_reduce_of_every_kind_of_number(
     kernel_set: Kernels, dtype: torch.dtype, nodes: tuple[int, ...]

@@ -61,7 +61,7 @@ class DirectTransport:
         targets: list[list[Tensor]] = [[] for _ in columns]
         for rank, (fd, size, start, *at) in enumerate(placed.tolist()):
             count = route.send_counts[rank]
-            memory = self._memory(rank, fd, size, array, count)
+            memory = array if rank == self.rank else self._memory(rank, fd, size, count)
             for column, width in enumerate(widths):
                 begin = at[column] + start * width
                 targets[column].append(_rows(memory, begin, count, width))
@@ -80,21 +80,24 @@ class DirectTransport:
         stage: str,
     ) -> Iterator[list[list[Tensor]]]:
         starts = np.array(list(accumulate(recv_counts, initial=0))[:-1], np.int64)
+        own = slice(int(starts[self.rank]), int(starts[self.rank]) + recv_counts[self.rank])
         message = np.empty((self.size, 3 * len(columns)), np.int64)
         kept = []
         for place, column in enumerate(columns):
-            fd, size, begin, array = self._share(column)
+            fd, size, begin, array = self._share(column, own)
             kept.append(array)
             message[:, 3 * place : 3 * place + 2] = fd, size
             message[:, 3 * place + 2] = begin + starts * column.shape[1]
         placed = self._team.exchange(message, stage).tolist()
-        back: list[list[Tensor]] = []
-        for place, column in enumerate(columns):
-            back.append([])
-            for rank, told in enumerate(placed):
+        back = [[column[own]] * self.size for column in columns]
+        for rank, told in enumerate(placed):
+            if rank == self.rank:
+                continue
+            for place, column in enumerate(columns):
                 fd, size, begin = told[3 * place : 3 * place + 3]
-                memory = self._memory(rank, fd, size, kept[place], send_counts[rank])
-                back[place].append(_rows(memory, begin, send_counts[rank], column.shape[1]))
+                count = send_counts[rank]
+                memory = self._memory(rank, fd, size, count)
+                back[place][rank] = _rows(memory, begin, count, column.shape[1])
         try:
             yield back
         finally:
@@ -109,21 +112,24 @@ class DirectTransport:
     def close(self) -> None:
         self._team.close()
 
-    def _share(self, column: Tensor) -> tuple[int, int, int, np.ndarray]:
-        """fd, size and offset of these rows in shared memory, copied there if need be."""
+    def _share(self, column: Tensor, own: slice) -> tuple[int, int, int, np.ndarray]:
+        """fd, size and offset of these rows in shared memory, and what keeps them there.
+
+        Copied if they lie elsewhere, but for the rows that this rank itself will read.
+        """
         num_bytes = column.numel()
         segment = self._team.pool.find(column.data_ptr(), num_bytes)
         if segment is not None:
             return segment.fd, segment.size, column.data_ptr() - segment.address, segment.array()
         segment, array = self._team.pool.take(num_bytes)
-        self._kernels.pack(column, None, _rows(array, 0, *column.shape))
+        copy = _rows(array, 0, *column.shape)
+        for others in (slice(0, own.start), slice(own.stop, None)):
+            self._kernels.pack(column[others], None, copy[others])
         return segment.fd, segment.size, 0, array
 
-    def _memory(self, rank: int, fd: int, size: int, own: np.ndarray, count: int) -> np.ndarray:
+    def _memory(self, rank: int, fd: int, size: int, count: int) -> np.ndarray:
         """The segment that rank named; nothing where no rows go, so that it is not even mapped."""
-        if count == 0:
-            return np.empty(0, np.uint8)
-        return own if rank == self.rank else self._team.memory(rank, fd, size)
+        return self._team.memory(rank, fd, size) if count else np.empty(0, np.uint8)
 
 
 def _rows(memory: np.ndarray, begin: int, count: int, width: int) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from llvmlite import ir
-from numba.core import types
+from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 # One compiled kernel serves each of these.
@@ -179,3 +179,61 @@ def _make(lanes):
 
 add_lanes, fold_lanes, put_lanes = _make(LANES)
 add_one, fold_one, put_one = _make(1)
+
+
+WIDE_LANES = 8 * LANES  # eight vectors of sums fit the registers, and 128 elements are whole lines
+
+
+def _make_sum(streaming):
+    @intrinsic
+    def sum_rows(typingctx, out, sources, count, at, like):
+        """out[at:] = narrow(0 + sources[0][at:] + sources[1][at:] ...), WIDE_LANES elements.
+
+        `sources` points to `count` addresses of rows, `out` is the address of a row; `at` counts
+        elements. The sums stay in registers. If streaming, out + at must be on a line's boundary.
+        """
+        dtype = like.dtype
+        sig = types.void(types.int64, types.int64, types.int64, types.int64, like)
+
+        def codegen(context, builder, signature, args):
+            out, sources, count, at, _ = args
+            narrow, wide = _element(dtype), _element(_wide(dtype))
+            sums = [
+                cgutils.alloca_once_value(builder, _splat(wide, 0.0, LANES))
+                for _ in range(WIDE_LANES // LANES)
+            ]
+            addresses = builder.inttoptr(sources, at.type.as_pointer())
+            with cgutils.for_range(builder, count) as loop:
+                row = builder.load(builder.gep(addresses, [loop.index]))
+                pointer = builder.inttoptr(row, narrow.as_pointer())
+                for i, total in enumerate(sums):
+                    place = builder.add(at, at.type(i * LANES))
+                    term = _load(builder, pointer, place, narrow, LANES)
+                    term = _widen(builder, term, dtype, LANES)
+                    builder.store(builder.fadd(builder.load(total), term), total)
+            pointer = builder.inttoptr(out, narrow.as_pointer())
+            for i, total in enumerate(sums):
+                value = _narrow(builder, builder.load(total), dtype, LANES)
+                place = builder.gep(pointer, [builder.add(at, at.type(i * LANES))])
+                place = builder.bitcast(place, value.type.as_pointer())
+                if streaming:
+                    store = builder.store(value, place, align=_bytes(narrow) * LANES)
+                    store.set_metadata("nontemporal", builder.module.add_metadata([_I32(1)]))
+                else:
+                    builder.store(value, place, align=1)
+            return context.get_dummy_value()
+
+        return sig, codegen
+
+    return sum_rows
+
+
+def _bytes(kind):
+    return (
+        kind.width // 8
+        if isinstance(kind, ir.IntType)
+        else {"half": 2, "float": 4}.get(str(kind), 8)
+    )
+
+
+sum_rows, sum_rows_streaming = _make_sum(False), _make_sum(True)

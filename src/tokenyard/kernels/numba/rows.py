@@ -13,38 +13,13 @@ from tokenyard.kernels.numba.intrinsics import copy_bytes, pointer
 from tokenyard.kernels.numba.threads import in_channels
 from tokenyard.types import Route
 
-# Bytes of a row from which streaming stores pay; a short row is likely to be read again at once.
-_STREAMING = 1024
+# Streaming stores pay for long rows, if all of them are too much to be read again from the cache.
+_LONG_ROW = 1024
+_MUCH = 1 << 20
 
 _INT32 = np.empty(0, np.int32)
 _INT64 = np.empty(0, np.int64)
 _FLOAT32 = np.empty(0, np.float32)
-
-
-@njit(nogil=True, cache=True)
-def _pack_kernel(x, x_stride, index, out, out_stride, num_bytes, begin, end):
-    if index == 0:
-        for n in range(begin, end):
-            copy_bytes(out + n * out_stride, x + n * x_stride, num_bytes)
-        return
-    tokens = pointer(index, _INT32)
-    for n in range(begin, end):
-        token = np.int64(tokens[n])
-        copy_bytes(out + n * out_stride, x + token * x_stride, num_bytes)
-
-
-def pack(x_TB: Tensor, index_N: Tensor | None, out_NB: Tensor) -> Tensor:
-    num_rows, num_bytes = out_NB.shape
-    index = 0 if index_N is None else index_N.data_ptr()
-    x, x_stride = x_TB.data_ptr(), x_TB.stride(0)
-    out, out_stride = out_NB.data_ptr(), out_NB.stride(0)
-
-    def part(begin: int, end: int) -> None:
-        _pack_kernel(x, x_stride, index, out, out_stride, num_bytes, begin, end)
-
-    if num_rows:
-        in_channels(part, num_rows, num_rows * num_bytes)
-    return out_NB
 
 
 @njit(nogil=True, cache=True)
@@ -62,9 +37,36 @@ def _copy_row(target, source, num_bytes):
 
 
 @njit(nogil=True, cache=True)
-def _scatter_kernel(x, x_stride, starts, ranks, slots, bases, num_bytes, begin, end):
+def _pack_kernel(x, x_stride, index, out, out_stride, num_bytes, begin, end, streaming):
+    tokens = pointer(index, _INT32)
+    for n in range(begin, end):
+        token = np.int64(tokens[n]) if index != 0 else np.int64(n)
+        target, source = out + np.int64(n) * out_stride, x + token * x_stride
+        if streaming:
+            _copy_row(target, source, num_bytes)
+        else:
+            copy_bytes(target, source, num_bytes)
+
+
+def pack(x_TB: Tensor, index_N: Tensor | None, out_NB: Tensor) -> Tensor:
+    num_rows, num_bytes = out_NB.shape
+    index = 0 if index_N is None else index_N.data_ptr()
+    x, x_stride = x_TB.data_ptr(), x_TB.stride(0)
+    out, out_stride = out_NB.data_ptr(), out_NB.stride(0)
+
+    streaming = num_bytes >= _LONG_ROW and num_rows * num_bytes >= _MUCH
+
+    def part(begin: int, end: int) -> None:
+        _pack_kernel(x, x_stride, index, out, out_stride, num_bytes, begin, end, streaming)
+
+    if num_rows:
+        in_channels(part, num_rows, num_rows * num_bytes)
+    return out_NB
+
+
+@njit(nogil=True, cache=True)
+def _scatter_kernel(x, x_stride, starts, ranks, slots, bases, num_bytes, begin, end, streaming):
     first, to, at = pointer(starts, _INT32), pointer(ranks, _INT32), pointer(slots, _INT32)
-    streaming = num_bytes >= _STREAMING
     for t in range(begin, end):
         row = x + np.int64(t) * x_stride
         for c in range(first[t], first[t + 1]):
@@ -82,11 +84,14 @@ def scatter(x_TB: Tensor, route: Route, rows_by_rank: Sequence[Tensor]) -> None:
     starts, ranks = route.copy_start.data_ptr(), route.copy_rank.data_ptr()
     slots, x, stride = route.copy_slot.data_ptr(), x_TB.data_ptr(), x_TB.stride(0)
 
+    moved = route.copy_rank.shape[0] * num_bytes
+    streaming = num_bytes >= _LONG_ROW and moved >= _MUCH
+
     def part(begin: int, end: int) -> None:
-        _scatter_kernel(x, stride, starts, ranks, slots, bases, num_bytes, begin, end)
+        _scatter_kernel(x, stride, starts, ranks, slots, bases, num_bytes, begin, end, streaming)
 
     if num_tokens:
-        in_channels(part, num_tokens, route.copy_rank.shape[0] * num_bytes)
+        in_channels(part, num_tokens, moved)
 
 
 @njit(nogil=True, cache=True)
