@@ -24,6 +24,7 @@ _HOMES = {
     "PeerError": "errors",
     "PeerInputError": "errors",
     "PeerTimeout": "errors",
+    "SharedMemoryError": "errors",
     "TokenyardError": "errors",
     "topk_idx_t": "types",
 }
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from tokenyard.errors import PeerError as PeerError
     from tokenyard.errors import PeerInputError as PeerInputError
     from tokenyard.errors import PeerTimeout as PeerTimeout
+    from tokenyard.errors import SharedMemoryError as SharedMemoryError
     from tokenyard.errors import TokenyardError as TokenyardError
     from tokenyard.events import EventHandle as EventHandle
     from tokenyard.events import EventOverlap as EventOverlap

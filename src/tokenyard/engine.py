@@ -77,6 +77,7 @@ class Engine:
         self._given_placement = placement
         self._even_placements: dict[int, Placement] = {}
         self._one_node = topology.num_nodes == 1
+        self._numbers = torch.empty(0, 1, dtype=torch.int32)
 
     def layout(self, topk_idx: Any, num_experts: Any, previous_event: Any) -> Layout:
         """Who gets each token. Local, so bad input raises on this rank alone."""
@@ -95,7 +96,7 @@ class Engine:
         incoming = notify.hear(agreed.payload, out.placement, num_local, channels)
         num_rows = self._num_rows(stage, agreed, sum(incoming.rows))
 
-        token = torch.arange(out.x.shape[0], dtype=torch.int32)[:, None]
+        token = self._token_numbers(out.x.shape[0])
         x, scales, topk_idx, topk_weights, src_idx = self._send(
             [out.x, out.scales, out.topk_idx, out.topk_weights, token],
             out.route,
@@ -105,9 +106,11 @@ class Engine:
         )
         assert x is not None
         assert src_idx is not None
-        src_idx[sum(incoming.rows) :] = -1
+        if num_rows > sum(incoming.rows):
+            for column in (src_idx, topk_idx):
+                if column is not None:
+                    column[sum(incoming.rows) :] = -1
         if topk_idx is not None:
-            topk_idx[sum(incoming.rows) :] = -1
             self._kernels.localise(topk_idx, topk_weights, out.placement.local_table(self.rank))
         aligned = -(-incoming.per_expert // out.expert_alignment) * out.expert_alignment
         received = Received(
@@ -129,9 +132,8 @@ class Engine:
             num_channels=out.num_channels,
             is_token_in_rank=out.layout.is_token_in_rank,
             recv_src_idx=received.src_idx,
-            rank_prefix_matrix=incoming.rank_prefix,
+            counts=incoming.counts,
             channel_prefix_matrix=out.channel_prefix,
-            recv_channel_prefix_matrix=incoming.channel_prefix,
         )
         return received, handle
 
@@ -231,6 +233,12 @@ class Engine:
             raise validate.bad_expert(topk_idx, first_bad, placement.num_experts)
         return layout
 
+    def _token_numbers(self, num_tokens: int) -> Tensor:
+        """[T, 1] int32: 0, 1, 2, ..., made anew only where there are more tokens than ever."""
+        if num_tokens > self._numbers.shape[0]:
+            self._numbers = torch.arange(num_tokens, dtype=torch.int32)[:, None]
+        return self._numbers[:num_tokens]
+
     def _empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         return self.transport.empty(num_rows, width * dtype.itemsize).view(dtype)
 
@@ -325,8 +333,9 @@ class Engine:
         """Rows of the columns that are there, as bytes and back; zeros after those that arrive."""
         present = [as_bytes(column) for column in columns if column is not None]
         arrived = self.transport.send(present, route, recv_counts, num_rows, stage)
-        for column in arrived:
-            column[sum(recv_counts) :] = 0
+        if num_rows > sum(recv_counts):
+            for column in arrived:
+                column[sum(recv_counts) :] = 0
         each = iter(arrived)
         return [None if column is None else next(each).view(column.dtype) for column in columns]
 

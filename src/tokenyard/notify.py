@@ -10,11 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from tokenyard.topology import Placement
-from tokenyard.types import Layout, Route
+from tokenyard.types import Counts, Layout, Route
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +22,7 @@ class Incoming:
 
     rows: tuple[int, ...]  # R
     per_expert: np.ndarray  # [L], from all ranks
-    rank_prefix: Tensor | None  # [R, R] int32, inclusive
-    channel_prefix: Tensor | None  # [R, C] int32, start offsets
+    counts: Counts | None  # for V1's handle; None on several nodes
 
 
 def tell(
@@ -35,6 +33,7 @@ def tell(
     Rank 0 has one expert and gets 1 row; rank 1 has two experts and gets 2 rows, with 2 and 1
     pairs:
 
+    >>> import torch
     >>> layout = Layout(num_tokens_per_rank=torch.tensor([1, 2]), num_tokens_per_node=None,
     ...     num_tokens_per_expert=torch.tensor([1, 2, 1]), is_token_in_rank=torch.tensor([]))
     >>> route = Route(send_token=torch.tensor([0, 0, 1]), send_counts=(1, 2),
@@ -55,16 +54,15 @@ def hear(
     told_RM: np.ndarray, placement: Placement, num_local: int, num_channels: int | None
 ) -> Incoming:
     """Read what `tell` wrote on the other ranks. num_channels is None on several nodes."""
-    after = 1 + placement.padded_experts_RL.shape[1]
-    rank_prefix = channel_prefix = None
+    counts = None
     if num_channels is not None:
-        inclusive_RC = told_RM[:, after : after + num_channels]
-        channel_prefix = torch.zeros(inclusive_RC.shape, dtype=torch.int32)
-        channel_prefix[:, 1:] = torch.from_numpy(inclusive_RC[:, :-1])
-        rank_prefix = torch.from_numpy(told_RM[:, after + num_channels :].cumsum(0, np.int32))
+        after = 1 + placement.padded_experts_RL.shape[1]
+        counts = Counts(
+            in_channels_RC=told_RM[:, after : after + num_channels],
+            sent_RR=told_RM[:, after + num_channels :],
+        )
     return Incoming(
         rows=tuple(told_RM[:, 0].tolist()),
         per_expert=told_RM[:, 1 : 1 + num_local].sum(0),
-        rank_prefix=rank_prefix,
-        channel_prefix=channel_prefix,
+        counts=counts,
     )

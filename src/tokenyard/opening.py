@@ -64,7 +64,6 @@ def open_engine(
     else:
         topology = Topology.even(size, ranks_per_node)
     shared_id, own_id = int(told[0, 1]), int(told[rank, 1])
-    communicator.label = f"{shared_id:x}"
     apart = None
     if len(set(told[:, 0].tolist())) > 1:
         apart = "ranks are on several machines"

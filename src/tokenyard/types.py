@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -118,6 +119,14 @@ class Received:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Counts:
+    """What ranks of one node told each other, from which V1's handle makes its matrices."""
+
+    in_channels_RC: np.ndarray  # rows for this rank of each source's channels 0..c
+    sent_RR: np.ndarray  # rows from rank i to rank j
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Handle:
     """The memory of a dispatch: combine and cached dispatches go the same way again.
 
@@ -136,13 +145,27 @@ class Handle:
     num_channels: int
     is_token_in_rank: Tensor  # [T, R] bool
     recv_src_idx: Tensor  # [N] int32, -1 in the tail that num_worst_tokens leaves
-    rank_prefix_matrix: Tensor | None  # [R, R] int32, inclusive over sources i for destination j
     channel_prefix_matrix: Tensor | None  # [R, C] int32, inclusive, the sending side
-    recv_channel_prefix_matrix: Tensor | None  # [R, C] int32, start offsets, the receiving side
+    counts: Counts | None
 
     @property
     def num_tokens(self) -> int:
         return self.is_token_in_rank.shape[0]
+
+    @cached_property
+    def rank_prefix_matrix(self) -> Tensor | None:
+        """[R, R] int32: the rows of destination j from sources 0..i."""
+        if self.counts is None:
+            return None
+        return torch.from_numpy(self.counts.sent_RR.cumsum(0, np.int32))
+
+    @cached_property
+    def recv_channel_prefix_matrix(self) -> Tensor | None:
+        """[R, C] int32: where each source's channels begin, the receiving side."""
+        if self.counts is None:
+            return None
+        inclusive_RC = torch.from_numpy(self.counts.in_channels_RC.astype(np.int32))
+        return torch.cat([torch.zeros_like(inclusive_RC[:, :1]), inclusive_RC[:, :-1]], 1)
 
     @cached_property
     def send_head(self) -> Tensor:

@@ -29,7 +29,6 @@ class Communicator(Protocol):
     rank: int
     size: int
     name: str
-    label: str  # tells the Buffers of one group apart where ranks leave word for each other
 
     def all_to_all(
         self,
@@ -40,6 +39,9 @@ class Communicator(Protocol):
         stage: str,
     ) -> None:
         """Send counts[r] rows to each rank r, in order; out_counts[r] rows come from it."""
+
+    def leave_word(self) -> None:
+        """This rank lives, and has noticed that something is wrong: so others need not blame it."""
 
     def close(self) -> None: ...
 

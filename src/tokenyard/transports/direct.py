@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, from_numpy
 
+from tokenyard.errors import SharedMemoryError, name_ranks
 from tokenyard.transports.base import PackKernel
 from tokenyard.transports.team import READ, ROWS, SignalKernels, Team
 from tokenyard.types import Route
@@ -27,7 +29,18 @@ _LINE = 64
 
 
 class DirectKernels(PackKernel, SignalKernels, Protocol):
-    def scatter(self, x_TB: Tensor, route: Route, rows_by_rank: Sequence[Tensor]) -> None: ...
+    def scatter(self, x_TB: Tensor, route: Route, bases: np.ndarray) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Block:
+    """Rows of this rank in shared memory, kept there by `array`; or why there is none for them."""
+
+    array: np.ndarray
+    fd: int = -1
+    size: int = 0
+    begin: int = 0
+    error: SharedMemoryError | None = None
 
 
 class DirectTransport:
@@ -51,25 +64,24 @@ class DirectTransport:
     ) -> list[Tensor]:
         widths = [column.shape[1] for column in columns]
         offsets = list(accumulate((_aligned(num_rows * width) for width in widths), initial=0))
-        segment, array = self._team.pool.take(offsets.pop())
-
+        block = self._take(offsets.pop())
         message = np.empty((self.size, 3 + len(columns)), np.int64)
-        message[:, :2] = segment.fd, segment.size
+        message[:, :2] = block.fd, block.size
         message[:, 2] = list(accumulate(recv_counts, initial=0))[:-1]
         message[:, 3:] = offsets
-        placed = self._team.exchange(message, stage)
-        targets: list[list[Tensor]] = [[] for _ in columns]
-        for rank, (fd, size, start, *at) in enumerate(placed.tolist()):
-            count = route.send_counts[rank]
-            memory = array if rank == self.rank else self._memory(rank, fd, size, count)
-            for column, width in enumerate(widths):
-                begin = at[column] + start * width
-                targets[column].append(_rows(memory, begin, count, width))
-        for values, target in zip(columns, targets):
-            self._kernels.scatter(values, route, target)
+        placed = self._place(message, [block], stage)
+        bases = np.zeros(self.size, np.int64)  # and 0 where no rows go, so that nothing is mapped
+        for rank, (fd, size) in enumerate(placed[:, :2].tolist()):
+            if rank == self.rank:
+                bases[rank] = block.array.__array_interface__["data"][0]
+            elif route.send_counts[rank]:
+                bases[rank] = self._team.memory(rank, fd, size, stage)[1]
+        for place, (values, width) in enumerate(zip(columns, widths)):
+            begins = bases + placed[:, 3 + place] + placed[:, 2] * width
+            self._kernels.scatter(values, route, begins)
         self._team.signal(ROWS)
         self._team.wait(ROWS, stage)
-        return [_rows(array, at, num_rows, width) for at, width in zip(offsets, widths)]
+        return [_rows(block.array, at, num_rows, width) for at, width in zip(offsets, widths)]
 
     @contextmanager
     def give_back(
@@ -82,22 +94,22 @@ class DirectTransport:
         starts = np.array(list(accumulate(recv_counts, initial=0))[:-1], np.int64)
         own = slice(int(starts[self.rank]), int(starts[self.rank]) + recv_counts[self.rank])
         message = np.empty((self.size, 3 * len(columns)), np.int64)
-        kept = []
-        for place, column in enumerate(columns):
-            fd, size, begin, array = self._share(column, own)
-            kept.append(array)
-            message[:, 3 * place : 3 * place + 2] = fd, size
-            message[:, 3 * place + 2] = begin + starts * column.shape[1]
-        placed = self._team.exchange(message, stage).tolist()
+        blocks = [self._share(column, own) for column in columns]
+        for place, (column, block) in enumerate(zip(columns, blocks)):
+            message[:, 3 * place : 3 * place + 2] = block.fd, block.size
+            message[:, 3 * place + 2] = block.begin + starts * column.shape[1]
+        placed = self._place(message, blocks, stage).tolist()
         back = [[column[own]] * self.size for column in columns]
         for rank, told in enumerate(placed):
-            if rank == self.rank:
-                continue
             for place, column in enumerate(columns):
+                if rank == self.rank:
+                    continue
+                if not send_counts[rank]:
+                    back[place][rank] = column[:0]
+                    continue
                 fd, size, begin = told[3 * place : 3 * place + 3]
-                count = send_counts[rank]
-                memory = self._memory(rank, fd, size, count)
-                back[place][rank] = _rows(memory, begin, count, column.shape[1])
+                memory, _ = self._team.memory(rank, fd, size, stage)
+                back[place][rank] = _rows(memory, begin, send_counts[rank], column.shape[1])
         try:
             yield back
         finally:
@@ -112,24 +124,40 @@ class DirectTransport:
     def close(self) -> None:
         self._team.close()
 
-    def _share(self, column: Tensor, own: slice) -> tuple[int, int, int, np.ndarray]:
-        """fd, size and offset of these rows in shared memory, and what keeps them there.
+    def _take(self, num_bytes: int) -> _Block:
+        try:
+            segment, array = self._team.pool.take(num_bytes)
+        except SharedMemoryError as error:
+            return _Block(array=np.empty(0, np.uint8), error=error)
+        return _Block(fd=segment.fd, size=segment.size, array=array)
 
-        Copied if they lie elsewhere, but for the rows that this rank itself will read.
-        """
-        num_bytes = column.numel()
-        segment = self._team.pool.find(column.data_ptr(), num_bytes)
+    def _share(self, column: Tensor, own: slice) -> _Block:
+        """These rows in shared memory: where they lie, or copied, but for those of this rank."""
+        segment = self._team.pool.find(column.data_ptr(), column.numel())
         if segment is not None:
-            return segment.fd, segment.size, column.data_ptr() - segment.address, segment.array()
-        segment, array = self._team.pool.take(num_bytes)
-        copy = _rows(array, 0, *column.shape)
-        for others in (slice(0, own.start), slice(own.stop, None)):
-            self._kernels.pack(column[others], None, copy[others])
-        return segment.fd, segment.size, 0, array
+            begin = column.data_ptr() - segment.address
+            return _Block(fd=segment.fd, size=segment.size, begin=begin, array=segment.array())
+        block = self._take(column.numel())
+        if block.error is None:
+            copy = _rows(block.array, 0, *column.shape)
+            for others in (slice(0, own.start), slice(own.stop, None)):
+                self._kernels.pack(column[others], None, copy[others])
+        return block
 
-    def _memory(self, rank: int, fd: int, size: int, count: int) -> np.ndarray:
-        """The segment that rank named; nothing where no rows go, so that it is not even mapped."""
-        return self._team.memory(rank, fd, size) if count else np.empty(0, np.uint8)
+    def _place(self, message: np.ndarray, blocks: Sequence[_Block], stage: str) -> np.ndarray:
+        """Tell all ranks where rows are or go. If a rank has no memory for them, all raise."""
+        errors = [block.error for block in blocks if block.error is not None]
+        if errors:
+            message[:, 0] = -1
+        placed = self._team.exchange(message, stage)
+        if errors:
+            raise errors[0]
+        without = np.flatnonzero(placed[:, 0] == -1).tolist()
+        if without:
+            raise SharedMemoryError(
+                f"{stage}: {name_ranks(without)} could not get shared memory, on rank {self.rank}"
+            )
+        return placed
 
 
 def _rows(memory: np.ndarray, begin: int, count: int, width: int) -> Tensor:

@@ -98,7 +98,6 @@ class LoopbackGroup:
 
 class LoopbackCommunicator:
     name = "loopback"
-    label = "opening"
 
     def __init__(self, world: LoopbackWorld, rank: int, timeout: float) -> None:
         self._world = world
@@ -121,5 +120,7 @@ class LoopbackCommunicator:
         assert sent == list(out_counts), f"rank {self.rank} expects {out_counts} rows, gets {sent}"
         torch.cat(parcels, out=out_NB)
         world.meet(self.rank, stage, self._timeout)  # nobody's rows are let go before all were read
+
+    def leave_word(self) -> None: ...
 
     def close(self) -> None: ...

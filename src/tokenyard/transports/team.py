@@ -42,6 +42,7 @@ class Team:
         cannot attach the others' memory.
         """
         self.rank, self.size = communicator.rank, communicator.size
+        self._communicator = communicator
         self.pool = Pool()
         self._kernels = kernels
         self._timeout = timeout
@@ -51,7 +52,7 @@ class Team:
         own = self._control.array()
         own[:8].view(np.int64)[0] = nonce
         self._pids, fds, nonces = _tell_all(communicator, [os.getpid(), self._control.fd, nonce])
-        self._attached: dict[tuple[int, int], np.ndarray] = {}
+        self._attached: dict[tuple[int, int], tuple[np.ndarray, int]] = {}
         failure = self._attach_controls(fds, nonces)
         failed = _tell_all(communicator, [int(failure is not None)])[0]
         if any(failed):
@@ -92,10 +93,14 @@ class Team:
         if first < self.size:
             self._wait_long(addresses, epoch, first, stage)
 
-    def memory(self, rank: int, fd: int, num_bytes: int) -> np.ndarray:
-        """A peer's segment, mapped when it is first asked for."""
+    def memory(self, rank: int, fd: int, num_bytes: int, stage: str) -> tuple[np.ndarray, int]:
+        """A peer's segment, mapped when it is first asked for, and its address here."""
         if (rank, fd) not in self._attached:
-            self._attached[rank, fd] = attach(self._pids[rank], fd, num_bytes)
+            try:
+                array = attach(self._pids[rank], fd, num_bytes)
+            except (OSError, ValueError) as error:
+                raise self._lost(rank, stage) from error
+            self._attached[rank, fd] = array, int(array.ctypes.data)
         return self._attached[rank, fd]
 
     def close(self) -> None:
@@ -120,12 +125,9 @@ class Team:
             if dead and dead_since is None:
                 dead_since = now
             if dead_since is not None and now > dead_since + _GRACE:
-                raise PeerDied(
-                    f"{stage}: {name_ranks(dead)} died, on rank {self.rank}",
-                    ranks=dead,
-                    stage=stage,
-                )
+                raise self._died(dead, stage)
             if now > deadline:
+                self._communicator.leave_word()
                 raise PeerTimeout(
                     f"{stage}: {self._timeout:g} s passed; no word from rank {first}, "
                     f"on rank {self.rank}",
@@ -137,6 +139,22 @@ class Team:
                 os.sched_yield()
             else:
                 time.sleep(min(1e-3, 2e-5 * (rounds - 49)))
+
+    def _lost(self, rank: int, stage: str) -> PeerDied:
+        """A peer's memory is gone between its telling us of it and our asking: it has died, or has
+        closed its Buffer, most likely because another rank died.
+        """
+        self._deaths.poll(1000)  # who dies loses its files a moment before it is seen to be dead
+        dead = self._dead_ranks()
+        if dead:
+            return self._died(dead, stage)
+        text = f"{stage}: rank {rank} has closed its Buffer, on rank {self.rank}"
+        return PeerDied(text, ranks=(rank,), stage=stage)
+
+    def _died(self, dead: tuple[int, ...], stage: str) -> PeerDied:
+        self._communicator.leave_word()
+        text = f"{stage}: {name_ranks(dead)} died, on rank {self.rank}"
+        return PeerDied(text, ranks=dead, stage=stage)
 
     def _dead_ranks(self) -> tuple[int, ...]:
         return tuple(sorted(self._pidfds[fd] for fd, _ in self._deaths.poll(0)))

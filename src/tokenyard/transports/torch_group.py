@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -12,7 +13,9 @@ from torch import Tensor
 
 from tokenyard.errors import BufferClosed, PeerDied, PeerError, PeerTimeout, name_ranks
 
+_NOTICED = "tokenyard/noticed"  # in the group's store, by rank: when it noticed a failure
 _GRACE = 0.5  # seconds that the other ranks get to say that they live, once an exchange has failed
+_FRESH = 5.0
 
 
 class TorchCommunicator:
@@ -25,7 +28,6 @@ class TorchCommunicator:
         self._timeout = timeout
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.name = str(dist.get_backend(group))
-        self.label = "opening"
 
     def all_to_all(
         self,
@@ -72,13 +74,24 @@ class TorchCommunicator:
         who = f"no word from {name_ranks(silent)}" if silent else "every rank still answers"
         return kind(f"{stage}: {what}; {who}, on rank {self.rank}", ranks=silent, stage=stage)
 
+    def leave_word(self) -> None:
+        with suppress(RuntimeError, BufferClosed):
+            self._store().set(f"{_NOTICED}/{self.rank}", str(time.time()))
+
     def _silent_ranks(self) -> tuple[int, ...]:
-        store = dist.distributed_c10d._get_process_group_store(self._group())
-        key = f"tokenyard/{self.label}/noticed/".__add__
-        store.set(key(str(self.rank)), "1")
+        self.leave_word()
+        store = self._store()
         silent = [rank for rank in range(self.size) if rank != self.rank]
         deadline = time.monotonic() + _GRACE
         while silent and time.monotonic() < deadline:
-            silent = [rank for rank in silent if not store.check([key(str(rank))])]
+            silent = [rank for rank in silent if not _is_fresh(store, f"{_NOTICED}/{rank}")]
             time.sleep(0.01)
         return tuple(silent)
+
+    def _store(self) -> dist.Store:
+        return dist.distributed_c10d._get_process_group_store(self._group())
+
+
+def _is_fresh(store: dist.Store, key: str) -> bool:
+    """A word of the last seconds, and not of a failure that was got over."""
+    return store.check([key]) and time.time() - float(store.get(key)) < _FRESH

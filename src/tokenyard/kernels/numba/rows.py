@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numba import njit
 from torch import Tensor
@@ -77,10 +75,12 @@ def _scatter_kernel(x, x_stride, starts, ranks, slots, bases, num_bytes, begin, 
                 copy_bytes(target, row, num_bytes)
 
 
-def scatter(x_TB: Tensor, route: Route, rows_by_rank: Sequence[Tensor]) -> None:
-    """Each token's row into its slot of each of its ranks' rows: read once, written to all."""
+def scatter(x_TB: Tensor, route: Route, bases: np.ndarray) -> None:
+    """Each token's row into its slot of each of its ranks' rows: read once, written to all.
+
+    `bases` has the address of this rank's first row in each rank's memory.
+    """
     num_tokens, num_bytes = x_TB.shape
-    bases = np.array([rows.data_ptr() for rows in rows_by_rank], np.int64)
     starts, ranks = route.copy_start.data_ptr(), route.copy_rank.data_ptr()
     slots, x, stride = route.copy_slot.data_ptr(), x_TB.data_ptr(), x_TB.stride(0)
 

@@ -1,0 +1,108 @@
+"""A rank killed or stopped at a random point: every survivor is told which, in time."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tokenyard
+from tokenyard.testing import Exited, Processes, routing
+
+pytestmark = [pytest.mark.faults, pytest.mark.processes]
+
+SOON = 1.0  # seconds within which survivors must be told
+
+
+def rounds(group: Any, num_buffers: int, timeout: float) -> None:
+    x = torch.randn(64, 512)
+    topk_idx, weights = routing("uniform", 64, 4, 16, seed=group.rank())
+    for _ in range(num_buffers):
+        with tokenyard.Buffer(group, timeout=timeout) as buffer:
+            for _ in range(3):
+                got = buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights, num_experts=16)
+                buffer.combine(got.recv_x.sin(), got.handle)
+
+
+def live_until_a_peer_dies(group: Any, victim: int, delay: float, obituary: str) -> tuple:
+    """Buffers come and go, so the victim may die in any stage of any of them, or between two."""
+
+    def die() -> None:
+        Path(obituary).write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    rounds(group, 1, 20)  # kernels are loaded: a rank that is busy importing cannot notice anything
+    if group.rank() == victim:
+        threading.Timer(delay, die).start()
+    try:
+        rounds(group, 100_000, 20)
+    except tokenyard.PeerError as error:
+        return type(error).__name__, error.ranks, time.monotonic(), str(error)
+    return ("nothing", (), time.monotonic(), "")
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("times", [8, pytest.param(100, marks=pytest.mark.slow)])
+def test_killed_at_a_random_point(times: int, tmp_path: Path) -> None:
+    chance = random.Random(times)
+    waits = []
+    for turn in range(times):
+        num_ranks = chance.randint(2, 8)
+        victim, delay = chance.randrange(num_ranks), chance.uniform(0.0, 0.5)
+        obituary = tmp_path / str(turn)
+        with Processes(num_ranks, timeout=40) as ranks:
+            answers = ranks.run(live_until_a_peer_dies, victim, delay, str(obituary), may_die=True)
+        died = float(obituary.read_text())
+        assert answers.pop(victim) == Exited(-signal.SIGKILL)
+        for kind, named, when, text in answers:
+            assert (kind, named) == ("PeerDied", (victim,)), f"turn {turn}: {text}"
+            waits.append(when - died)
+    waits.sort()
+    print(
+        f"{len(waits)} survivors were told after {waits[len(waits) // 2]:.2f} s (median), "
+        f"{waits[-1]:.2f} s (longest)"
+    )
+    assert waits[int(len(waits) * 0.99)] < SOON
+
+
+def stop_someone(group: Any, victim: int, timeout: float) -> tuple:
+    buffer = tokenyard.Buffer(group, timeout=timeout)
+    x = torch.randn(64, 512)
+    topk_idx, weights = routing("uniform", 64, 4, 16, seed=group.rank())
+    if group.rank() == victim:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+    begin = time.monotonic()
+    try:
+        while True:
+            begin = time.monotonic()
+            got = buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights, num_experts=16)
+            buffer.combine(got.recv_x, got.handle)
+    except tokenyard.PeerError as error:
+        return type(error).__name__, error.ranks, time.monotonic() - begin, str(error)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_stopped_at_a_random_point(times: int) -> None:
+    chance = random.Random(times)
+    for _ in range(times):
+        num_ranks = chance.randint(2, 5)
+        victim = chance.randrange(num_ranks)
+        with Processes(num_ranks, timeout=40) as ranks:
+            stuck = ranks.processes[victim].pid
+            undertaker = threading.Timer(6.0, os.kill, (stuck, signal.SIGKILL))
+            undertaker.start()
+            answers = ranks.run(stop_someone, victim, 1.0, may_die=True)
+            undertaker.join()
+        answers.pop(victim)
+        for kind, named, seconds, text in answers:
+            assert kind == "PeerTimeout", text
+            assert victim in named, text
+            assert 1.0 <= seconds < 3.0, text
