@@ -175,6 +175,26 @@ def test_ranks_that_cannot_share_memory_take_the_collective_transport(ranks: Pro
         assert ("Permission denied" in text) == (rank == 2)
 
 
+def no_memory_at_all(group: Any) -> str:
+    """Rank 0 may make no file at all, and other systems have no such memory."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if group.rank() == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+    try:
+        with tokenyard.Buffer(group, timeout=5) as buffer:
+            return buffer._engine.transport.name
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_without_any_shared_memory_all_take_the_collective_transport(
+    ranks: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ranks.run(no_memory_at_all) == ["collective over gloo"] * 3
+    monkeypatch.delattr(os, "memfd_create")
+    assert symmetric.why_not() == "this system has no memfd or no pidfd (they are Linux's)"
+
+
 def reference_kernels(group: Any, transport: str) -> str:
     kernels = "reference" if group.rank() == 1 else "numba"
     try:

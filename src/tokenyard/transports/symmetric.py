@@ -25,9 +25,9 @@ except ImportError:  # not a POSIX system
 
 def why_not() -> str | None:
     """Why this system has no such memory; None if it has."""
-    if not hasattr(os, "memfd_create") or not os.path.isdir("/proc/self/fd"):
-        return "this system has no memfd or no /proc"
-    return None
+    if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
+        return "this system has no memfd or no pidfd (they are Linux's)"
+    return None if os.path.isdir("/proc/self/fd") else "/proc is not mounted"
 
 
 class Segment:

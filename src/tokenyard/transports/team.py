@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from tokenyard.errors import PeerDied, PeerTimeout, name_ranks
+from tokenyard.errors import PeerDied, PeerTimeout, SharedMemoryError, name_ranks
 from tokenyard.transports.base import Communicator
 from tokenyard.transports.symmetric import Pool, Segment, attach
 
@@ -47,13 +47,14 @@ class Team:
         self._kernels = kernels
         self._timeout = timeout
         self._epochs = [0] * _KINDS
-        self._control = Segment(self._control_bytes())
-        nonce = int.from_bytes(os.urandom(7), "little")
-        own = self._control.array()
-        own[:8].view(np.int64)[0] = nonce
-        self._pids, fds, nonces = _tell_all(communicator, [os.getpid(), self._control.fd, nonce])
         self._attached: dict[tuple[int, int], tuple[np.ndarray, int]] = {}
-        failure = self._attach_controls(fds, nonces)
+        self._control, failure = _try_segment(self._control_bytes())
+        fd, nonce = -1, int.from_bytes(os.urandom(7), "little")
+        if self._control is not None:
+            fd = self._control.fd
+            self._control.array()[:8].view(np.int64)[0] = nonce
+        self._pids, fds, nonces = _tell_all(communicator, [os.getpid(), fd, nonce])
+        failure = failure or self._attach_controls(fds, nonces)
         failed = _tell_all(communicator, [int(failure is not None)])[0]
         if any(failed):
             self.close()
@@ -104,7 +105,8 @@ class Team:
         return self._attached[rank, fd]
 
     def close(self) -> None:
-        self._control.close()
+        if self._control is not None:
+            self._control.close()
         self.pool.close()
         for fd in getattr(self, "_pidfds", {}):
             os.close(fd)
@@ -164,7 +166,7 @@ class Team:
         self._controls: list[np.ndarray] = []
         for rank, (fd, nonce) in enumerate(zip(fds, nonces)):
             try:
-                control = attach(self._pids[rank], fd, self._control.size)
+                control = attach(self._pids[rank], fd, self._control_bytes())
             except OSError as error:
                 return f"rank {self.rank} cannot attach the memory of rank {rank}: {error}"
             if control[:8].view(np.int64)[0] != nonce:
@@ -195,11 +197,16 @@ class Team:
 
     def _control_bytes(self) -> int:
         exact = _LINE * (1 + _KINDS * self.size) + 2 * self.size * _BOX * 8
-        return -(-exact // mmap_page()) * mmap_page()
+        page = os.sysconf("SC_PAGESIZE")
+        return -(-exact // page) * page
 
 
-def mmap_page() -> int:
-    return os.sysconf("SC_PAGESIZE")
+def _try_segment(num_bytes: int) -> tuple[Segment | None, str | None]:
+    """A segment, or why there is none: a rank must say so to the others before it may raise."""
+    try:
+        return Segment(num_bytes), None
+    except SharedMemoryError as error:
+        return None, str(error)
 
 
 def _tell_all(communicator: Communicator, numbers: list[int]) -> list[list[int]]:
