@@ -20,6 +20,7 @@ def cases(draw: st.DrawFn) -> Case:
     if draw(st.booleans()):
         ranks = st.integers(0, num_ranks - 1)
         placement = tuple(draw(st.lists(ranks, min_size=num_experts, max_size=num_experts)))
+    transport = draw(st.sampled_from(["collective", "direct"]))
     return Case(
         num_ranks=num_ranks,
         tokens=tuple(draw(st.lists(st.integers(0, 20), min_size=1, max_size=num_ranks))),
@@ -32,7 +33,11 @@ def cases(draw: st.DrawFn) -> Case:
         kind=draw(st.sampled_from(ROUTINGS)),
         placement=placement,
         ranks_per_node=draw(st.none() | st.integers(1, num_ranks)),
-        kernels=draw(st.sampled_from(["numba", "reference"])),
+        transport=transport,
+        # the reference set has no signals
+        kernels=draw(
+            st.sampled_from(["numba", "reference"] if transport != "direct" else ["numba"])
+        ),
         num_biases=draw(st.integers(0, 2)),
         expert_alignment=draw(st.integers(1, 130)),
         worst=draw(st.booleans()),
