@@ -63,14 +63,14 @@ class Config:
         """Bytes for a ring per (channel, source): its slots, and a line each for head and tail."""
         slot = hidden_bytes + self.MAX_TOPK * (8 + 4) + self.MAX_SCALES * 4 + 4
         ring = self.num_max_nvl_chunked_recv_tokens * slot + 2 * 64
-        return _round_up(self.num_channels * num_ranks * ring, 128)
+        return round_up(self.num_channels * num_ranks * ring, 128)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Always 0: between nodes torch.distributed brings its own buffers."""
         return 0
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
     return (value + multiple - 1) // multiple * multiple
 
 

@@ -244,6 +244,17 @@ def test_segments_are_sealed_and_live_as_long_as_their_tensors() -> None:
     assert tensor.sum() == 7 * 64
 
 
+@pytest.mark.timeout(10)
+def test_a_tensor_may_die_while_its_own_thread_holds_the_pool() -> None:
+    """As when the collector of cycles runs inside take: it must not wait for itself."""
+    pool = Pool()
+    segment, array = pool.take(1000)
+    with pool._lock:
+        del array
+    assert pool.take(1000)[0] is segment
+    pool.close()
+
+
 def test_pool_gives_a_segment_again_only_when_all_its_tensors_are_dead() -> None:
     pool = Pool()
     first, array = pool.take(100_000)

@@ -5,7 +5,7 @@ tells everybody where their rows begin; senders write, and signal. What was rece
 user as it lies; the segment is used again once those tensors have died. Combine moves nothing: rows
 that lie in shared memory already, or are copied there, are read by the ranks that sum them.
 
-The default where all ranks share a machine. Memory: every result in full; see `ring` to bound it.
+The default where all ranks share a machine. It takes memory for every result in full.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from torch import Tensor, from_numpy
 
 from tokenyard.errors import SharedMemoryError, name_ranks
 from tokenyard.transports.base import PackKernel
+from tokenyard.transports.symmetric import LINE
 from tokenyard.transports.team import READ, ROWS, SignalKernels, Team
-from tokenyard.types import Route
-
-_LINE = 64
+from tokenyard.types import Route, round_up
 
 
 class DirectKernels(PackKernel, SignalKernels, Protocol):
@@ -63,7 +62,9 @@ class DirectTransport:
         stage: str,
     ) -> list[Tensor]:
         widths = [column.shape[1] for column in columns]
-        offsets = list(accumulate((_aligned(num_rows * width) for width in widths), initial=0))
+        offsets = list(
+            accumulate((round_up(num_rows * width, LINE) for width in widths), initial=0)
+        )
         block = self._take(offsets.pop())
         message = np.empty((self.size, 3 + len(columns)), np.int64)
         message[:, :2] = block.fd, block.size
@@ -164,7 +165,3 @@ def _rows(memory: np.ndarray, begin: int, count: int, width: int) -> Tensor:
     if count == 0:
         return torch.empty(0, width, dtype=torch.uint8)
     return from_numpy(memory[begin : begin + count * width].reshape(count, width))
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _LINE) * _LINE

@@ -16,11 +16,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from tokenyard.errors import SharedMemoryError
+from tokenyard.types import round_up
 
 try:
     import fcntl
 except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
+
+
+LINE = 64  # bytes of a cache line: rows begin on one, and a signal has one to itself
 
 
 def why_not() -> str | None:
@@ -59,11 +63,13 @@ class Segment:
 
 
 def attach(pid: int, fd: int, num_bytes: int) -> np.ndarray:
-    """A peer's segment, as bytes of this process."""
+    """A peer's segment, as bytes of this process. OSError if it is no longer there."""
     mine = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
         shared = mmap.mmap(mine, num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         return np.frombuffer(shared, np.uint8)
+    except ValueError as error:  # smaller than it should be, so another file by now
+        raise OSError(str(error)) from error
     finally:
         os.close(mine)
 
@@ -74,7 +80,9 @@ class Pool:
     def __init__(self) -> None:
         self._segments: list[Segment] = []
         self._free: list[Segment] = []
-        self._lock = threading.Lock()  # a tensor may die on any thread
+        # A tensor may die on any thread, and on this one while it holds the lock: the collector of
+        # cycles runs wherever memory is allocated.
+        self._lock = threading.RLock()
 
     def take(self, num_bytes: int) -> tuple[Segment, np.ndarray]:
         """A segment with room, and its array: when that has died, the segment is free again."""
@@ -118,7 +126,7 @@ def _size_class(num_bytes: int) -> int:
     (65536, 73728, 1048576)
     """
     step = 1 << max(12, num_bytes.bit_length() - 4)  # whole pages
-    return max(1 << 16, -(-num_bytes // step) * step)
+    return max(1 << 16, round_up(num_bytes, step))
 
 
 def _available() -> int:

@@ -19,11 +19,11 @@ import torch
 
 from tokenyard.errors import PeerDied, PeerTimeout, SharedMemoryError, name_ranks
 from tokenyard.transports.base import Communicator
-from tokenyard.transports.symmetric import Pool, Segment, attach
+from tokenyard.transports.symmetric import LINE, Pool, Segment, attach
+from tokenyard.types import round_up
 
 MAIL, ROWS, READ = range(3)  # a message is there; rows were written; rows were read
 _KINDS = 3
-_LINE = 64
 _BOX = 128  # int64s of a message that go at once
 _GRACE = 0.2  # seconds for signals on their way, once a peer is seen dead
 
@@ -99,7 +99,7 @@ class Team:
         if (rank, fd) not in self._attached:
             try:
                 array = attach(self._pids[rank], fd, num_bytes)
-            except (OSError, ValueError) as error:
+            except OSError as error:
                 raise self._lost(rank, stage) from error
             self._attached[rank, fd] = array, int(array.ctypes.data)
         return self._attached[rank, fd]
@@ -179,7 +179,7 @@ class Team:
         bases = [int(control.ctypes.data) for control in self._controls]
 
         def line(base: int, kind: int, rank: int) -> int:
-            return base + _LINE * (1 + kind * self.size + rank)
+            return base + LINE * (1 + kind * self.size + rank)
 
         own, ranks = bases[self.rank], range(self.size)
         self._outgoing = [
@@ -189,16 +189,15 @@ class Team:
         self._incoming = [
             np.array([line(own, kind, rank) for rank in ranks], np.int64) for kind in range(_KINDS)
         ]
-        boxes = _LINE * (1 + _KINDS * self.size)
+        boxes = LINE * (1 + _KINDS * self.size)
         self._outboxes = [
             control[boxes:].view(np.int64)[: 2 * self.size * _BOX].reshape(2, self.size, _BOX)
             for control in self._controls
         ]
 
     def _control_bytes(self) -> int:
-        exact = _LINE * (1 + _KINDS * self.size) + 2 * self.size * _BOX * 8
-        page = os.sysconf("SC_PAGESIZE")
-        return -(-exact // page) * page
+        exact = LINE * (1 + _KINDS * self.size) + 2 * self.size * _BOX * 8
+        return round_up(exact, os.sysconf("SC_PAGESIZE"))
 
 
 def _try_segment(num_bytes: int) -> tuple[Segment | None, str | None]:

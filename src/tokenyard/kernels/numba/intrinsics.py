@@ -217,7 +217,7 @@ def _make_sum(streaming):
                 place = builder.gep(pointer, [builder.add(at, at.type(i * LANES))])
                 place = builder.bitcast(place, value.type.as_pointer())
                 if streaming:
-                    store = builder.store(value, place, align=_bytes(narrow) * LANES)
+                    store = builder.store(value, place, align=dtype.bitwidth // 8 * LANES)
                     store.set_metadata("nontemporal", builder.module.add_metadata([_I32(1)]))
                 else:
                     builder.store(value, place, align=1)
@@ -226,14 +226,6 @@ def _make_sum(streaming):
         return sig, codegen
 
     return sum_rows
-
-
-def _bytes(kind):
-    return (
-        kind.width // 8
-        if isinstance(kind, ir.IntType)
-        else {"half": 2, "float": 4}.get(str(kind), 8)
-    )
 
 
 sum_rows, sum_rows_streaming = _make_sum(False), _make_sum(True)
