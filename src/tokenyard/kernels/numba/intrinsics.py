@@ -1,8 +1,8 @@
 """What Numba has no word for: typed pointers from addresses, copies, and wide sums of narrow
 floats.
 
-Kernels take addresses (`tensor.data_ptr()`) rather than arrays: unboxing an array costs 0.3 us, a
-number 0.03 us, and torch has dtypes that numpy lacks. A `like` argument is an empty array whose
+Kernels take addresses (`tensor.data_ptr()`) rather than arrays: an array costs a call three times
+what a number does, besides making it of a tensor, and torch has dtypes that numpy lacks. A `like` argument is an empty array whose
 dtype says how to read memory; Numba has no half floats on CPU, so uint16 stands for bfloat16 and
 int16 for float16, which is safe because no integers are ever summed.
 """
