@@ -7,9 +7,9 @@ ranks before any row moves, and the group goes on working. Fixed-size integers o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ import torch
 from tokenyard.errors import CallMismatch, PeerInputError
 from tokenyard.transports import Transport
 from tokenyard.types import ROW_DTYPES, SCALE_DTYPES
+
+_Made = TypeVar("_Made")
 
 STAGES = ("Buffer", "dispatch", "cached dispatch", "combine")
 
@@ -71,6 +73,24 @@ class Agreement:
         self._rank, self._size = transport.rank, transport.size
         self._buffer_id = buffer_id
         self.number = 0  # of calls so far
+
+    def agree(
+        self, stage: str, prepare: Callable[[], _Made], terms: Callable[[_Made], Terms]
+    ) -> tuple[_Made, Agreed]:
+        """Prepare, and go on only if every rank could. What fails here is told to all of them."""
+        try:
+            made = prepare()
+            offer = terms(made)
+        except Exception as error:
+            self.meet(stage, self.named(stage, error))
+            raise AssertionError("a meeting with a failure raises") from error
+        return made, self.meet(stage, offer)
+
+    def named(self, stage: str, error: Exception) -> Exception:
+        """Bad input, with where it was given."""
+        if type(error) is not ValueError:
+            return error
+        return ValueError(f"{stage}: {error}, on rank {self._rank}")
 
     def meet(self, stage: str, terms: Terms | Exception) -> Agreed:
         """Exchange terms. Raises on all ranks if one of them failed or if calls differ."""

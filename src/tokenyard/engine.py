@@ -6,9 +6,9 @@ prepare (local, may fail), agree (all ranks go on together or all raise), move.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +20,6 @@ from tokenyard.memory import as_bytes
 from tokenyard.topology import Placement, Topology
 from tokenyard.transports import Transport
 from tokenyard.types import ROW_DTYPES, SCALE_DTYPES, Handle, Layout, Received, Route
-
-_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +83,14 @@ class Engine:
             validate.previous_event(previous_event)
             return self._layout(topk_idx, num_experts)
         except ValueError as error:
-            raise self._named("get_dispatch_layout", error) from None
+            raise self._agreement.named("get_dispatch_layout", error) from None
 
     def dispatch(self, request: DispatchRequest) -> tuple[Received, Handle]:
         stage = "dispatch"
         call = self._agreement.number
-        out, agreed = self._agree(stage, lambda: self._prepare_dispatch(request), self._terms)
+        out, agreed = self._agreement.agree(
+            stage, lambda: self._prepare_dispatch(request), self._terms
+        )
         num_local = len(out.placement.experts_of_rank[self.rank])
         channels = out.num_channels if self._one_node else None
         incoming = notify.hear(agreed.payload, out.placement, num_local, channels)
@@ -160,7 +160,7 @@ class Engine:
         def terms(made: tuple[Tensor, Tensor | None, Handle]) -> Terms:
             return Terms(call=_call(stage, *made[:2], handle=made[2].call))
 
-        (values, scales, known), _ = self._agree(stage, prepare, terms)
+        (values, scales, known), _ = self._agreement.agree(stage, prepare, terms)
         recv_x, recv_scales = self._send(
             [values, scales], known.route, known.recv_counts, known.num_recv_rows, stage
         )
@@ -189,7 +189,7 @@ class Engine:
             num_topk = -1 if weights is None else weights.shape[1]
             return Terms(call=_call(stage, rows, None, handle=known.call, num_topk=num_topk))
 
-        (rows, weights, biases, known), _ = self._agree(stage, prepare, terms)
+        (rows, weights, biases, known), _ = self._agreement.agree(stage, prepare, terms)
         num_received = sum(known.recv_counts)
         columns = [rows] if weights is None else [rows, weights]
         given_back = self.transport.give_back(
@@ -216,7 +216,7 @@ class Engine:
         try:
             known = validate.handle(handle, self.buffer_id)
         except ValueError as error:
-            raise self._named("get_next_combine_buffer", error) from None
+            raise self._agreement.named("get_next_combine_buffer", error) from None
         return self._empty(known.num_recv_rows, known.hidden, known.combine_dtype)
 
     def close(self) -> None:
@@ -318,7 +318,7 @@ class Engine:
             mine, error = int(worst[self.rank]), None
             if 0 < mine < num_received:
                 short = f"num_worst_tokens is {mine}, want at least the {num_received} that arrive"
-                error = self._named(stage, ValueError(short))
+                error = self._agreement.named(stage, ValueError(short))
             self._agreement.confirm(stage, error)
         return int(worst[self.rank]) or num_received
 
@@ -338,23 +338,6 @@ class Engine:
                 column[sum(recv_counts) :] = 0
         each = iter(arrived)
         return [None if column is None else next(each).view(column.dtype) for column in columns]
-
-    def _agree(
-        self, stage: str, prepare: Callable[[], _Made], terms: Callable[[_Made], Terms]
-    ) -> tuple[_Made, Agreed]:
-        """Prepare, and go on only if every rank could. What fails here is told to all of them."""
-        try:
-            made = prepare()
-            offer = terms(made)
-        except Exception as error:
-            self._agreement.meet(stage, self._named(stage, error))
-            raise AssertionError("a meeting with a failure raises") from error
-        return made, self._agreement.meet(stage, offer)
-
-    def _named(self, stage: str, error: Exception) -> Exception:
-        if type(error) is not ValueError:
-            return error
-        return ValueError(f"{stage}: {error}, on rank {self.rank}")
 
 
 def _call(stage: str, x: Tensor, scales: Tensor | None, **more: int) -> Call:

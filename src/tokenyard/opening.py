@@ -39,26 +39,27 @@ def open_engine(
     rank, size = communicator.rank, communicator.size
     # The first meeting needs no fast kernels, and must take place even if `kernels` is wrong.
     first = Agreement(CollectiveTransport(communicator, kernel_sets.load("reference")))
-    try:
+
+    def prepare() -> tuple[kernel_sets.Kernels, Placement | None]:
         validate.require(sane, f"timeout is {timeout!r}, want seconds above 0, at most 1e6")
         if ranks_per_node is not None:
             validate.integer("ranks_per_node", ranks_per_node, at_least=1)
         kernel_set = kernel_sets.load(kernel_sets.choose("cpu") if kernels == "auto" else kernels)
         check_name(transport)
-        placed = None
-        if placement is not None:
-            placed = Placement(validate.placement(placement, size), size)
-    except Exception as error:
-        named = ValueError(f"Buffer: {error}, on rank {rank}")
-        first.meet("Buffer", named if isinstance(error, ValueError) else error)
-        raise AssertionError("a meeting with a failure raises") from error
+        if placement is None:
+            return kernel_set, None
+        return kernel_set, Placement(validate.placement(placement, size), size)
 
-    where = None if placed is None else placed.rank_of_expert.tolist()
-    options = _digest(repr((transport, ranks_per_node, where)))
-    alone = why_not_shared(kernel_set)
-    mine = np.array([[_machine(), secrets.randbits(62), alone is not None]] * size, np.int64)
-    call = Call(stage=STAGES.index("Buffer"), options=options)
-    told = first.meet("Buffer", Terms(call=call, payload=mine)).payload
+    def terms(made: tuple[kernel_sets.Kernels, Placement | None]) -> Terms:
+        kernel_set, placed = made
+        where = None if placed is None else placed.rank_of_expert.tolist()
+        options = _digest(repr((transport, ranks_per_node, where)))
+        alone = why_not_shared(kernel_set) is not None
+        mine = np.array([[_machine(), secrets.randbits(62), alone]] * size, np.int64)
+        return Terms(call=Call(stage=STAGES.index("Buffer"), options=options), payload=mine)
+
+    (kernel_set, placed), agreed = first.agree("Buffer", prepare, terms)
+    told = agreed.payload
     if ranks_per_node is None:
         topology = Topology.from_marks(told[:, 0].tolist())
     else:
@@ -69,7 +70,8 @@ def open_engine(
         apart = "ranks are on several machines"
     elif told[:, 2].any():
         culprit = int(told[:, 2].argmax())
-        apart = alone if culprit == rank else f"rank {culprit} cannot share memory"
+        own = why_not_shared(kernel_set)
+        apart = own if culprit == rank else f"rank {culprit} cannot share memory"
     opened = open_transport(transport, communicator, kernel_set, apart, timeout)
     return Engine(opened, kernel_set, Agreement(opened, shared_id), topology, placed, own_id)
 

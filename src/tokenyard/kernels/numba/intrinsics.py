@@ -2,9 +2,9 @@
 floats.
 
 Kernels take addresses (`tensor.data_ptr()`) rather than arrays: an array costs a call three times
-what a number does, besides making it of a tensor, and torch has dtypes that numpy lacks. A `like` argument is an empty array whose
-dtype says how to read memory; Numba has no half floats on CPU, so uint16 stands for bfloat16 and
-int16 for float16, which is safe because no integers are ever summed.
+what a number does, besides making it of a tensor, and torch has dtypes that numpy lacks. A `like`
+argument is an empty array whose dtype says how to read memory; Numba has no half floats on CPU, so
+uint16 stands for bfloat16 and int16 for float16, which is safe because no integers are ever summed.
 """
 
 from __future__ import annotations
