@@ -21,6 +21,7 @@ FLOORS = {
     "transports": 1,
     "validate": 1,
     "notify": 1,
+    "ops": 2,
     "agreement": 2,
     "engine": 3,
     "opening": 4,

@@ -1,7 +1,4 @@
-"""The kernels in plain torch: the simplest code that is right, on anything torch runs on.
-
-Choose it to read what a kernel does, to step through it, or on devices that no other set knows.
-"""
+"""Layout, rows and sums of the exchange, in plain torch."""
 
 from __future__ import annotations
 
