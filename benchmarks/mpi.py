@@ -60,11 +60,11 @@ def main() -> None:
             )
 
         got = dispatch()
-        route, width = got.handle.route, args.hidden * x.element_size()
+        route, width = got.handle.flow.route, args.hidden * x.element_size()
         packed = x[route.send_token.long()].view(torch.uint8).numpy()
         received = torch.zeros(got.recv_x.shape, dtype=x.dtype).view(torch.uint8).numpy()
         row = MPI.BYTE.Create_contiguous(width).Commit()
-        sent, arrive = list(route.send_counts), list(got.handle.recv_counts)
+        sent, arrive = list(route.send_counts), list(got.handle.flow.recv_counts)
         out = [packed, (sent, starts(sent)), row]
         into = [received, (arrive, starts(arrive)), row]
         world.Alltoallv(out, into)

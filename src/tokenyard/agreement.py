@@ -8,11 +8,9 @@ ranks before any row moves, and the group goes on working. Fixed-size integers o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-import torch
 
 from tokenyard.errors import CallMismatch, PeerInputError
 from tokenyard.transports import Transport
@@ -40,28 +38,31 @@ class Call(NamedTuple):
     options: int = -1  # a digest of what was given to the Buffer
 
 
-# A message: did this rank fail, two sizes of its own, the call, and as much of the payload as fits.
-# Always as long, since whatever its length could depend on may be wrong on one rank.
-_FAILED, _TOKENS, _WORST, _CALL = range(4)
+# A message: did this rank fail, the call, two sizes of its own, its transport's offer, and as much
+# of the payload as fits. Always as long, since whatever its length could depend on may be wrong on
+# one rank.
+_FAILED, _CALL = 0, 1
 _BUFFER, _NUMBER = (_CALL + Call._fields.index(name) for name in ("buffer", "number"))
-_INLINE = _CALL + len(Call._fields)
-_MESSAGE = 64
+_TOKENS = _CALL + len(Call._fields)
+_WORST, _OFFER = _TOKENS + 1, _TOKENS + 2
+_INLINE = _OFFER + 8
+_MESSAGE = 128
 _ROOM = _MESSAGE - _INLINE
 _TEXT = 64  # int64s: 504 bytes of UTF-8 and their length
 
 
-@dataclass(frozen=True, kw_only=True)
-class Terms:
+class Terms(NamedTuple):
     """What one rank brings to the table."""
 
     call: Call
+    offer: Sequence[int] | np.ndarray = ()  # of its transport, at most 8 words; [W], or [R, W]
     payload: np.ndarray | None = None  # [R, M] int64, row r for rank r
     num_tokens: int = 0
     num_worst_tokens: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Agreed:
+class Agreed(NamedTuple):
+    offers: np.ndarray  # [R, 8]
     payload: np.ndarray  # [R, M] int64, row r from rank r
     num_tokens: np.ndarray  # [R]
     num_worst_tokens: np.ndarray  # [R]
@@ -96,47 +97,46 @@ class Agreement:
         """Exchange terms. Raises on all ranks if one of them failed or if calls differ."""
         failure = terms if isinstance(terms, Exception) else None
         if isinstance(terms, Exception):
-            terms = Terms(call=Call(stage=STAGES.index(stage)))
-        call = terms.call._replace(buffer=self._buffer_id, number=self.number)
-        head = np.array(
-            [failure is not None, terms.num_tokens, terms.num_worst_tokens, *call], np.int64
-        )
+            terms = Terms(Call(stage=STAGES.index(stage)))
+        call, offer, payload, num_tokens, num_worst_tokens = terms
+        call = call._replace(buffer=self._buffer_id, number=self.number)
+        head = np.array((failure is not None, *call, num_tokens, num_worst_tokens), np.int64)
         message = np.zeros((self._size, _MESSAGE), np.int64)
-        message[:, :_INLINE] = head
-        width = 0 if terms.payload is None else terms.payload.shape[1]
+        message[:, :_OFFER] = head
+        if len(offer):
+            message[:, _OFFER : _OFFER + np.shape(offer)[-1]] = offer
+        width = 0 if payload is None else payload.shape[1]
         room = min(width, _ROOM)
-        if terms.payload is not None:
-            message[:, _INLINE : _INLINE + room] = terms.payload[:, :room]
-        answer = self._exchange(message, f"{stage} (notify)")
+        if payload is not None:
+            message[:, _INLINE : _INLINE + room] = payload[:, :room]
+        answer = self._transport.exchange(message, f"{stage} (notify)")
 
-        if answer[:, _FAILED].any() or (answer[:, _CALL:_INLINE] != head[_CALL:]).any():
+        head[_FAILED] = 0
+        if (answer[:, :_TOKENS] != head[:_TOKENS]).any():
             # The ranks that called this Buffer count on from the same number.
             if (answer[:, _BUFFER] == self._buffer_id).all():
                 self.number = int(answer[:, _NUMBER].max()) + 1
             self._raise_failures(stage, answer[:, _FAILED], failure)
-            self._raise_mismatch(stage, call, answer[:, _CALL:_INLINE])
+            self._raise_mismatch(stage, call, answer[:, _CALL:_TOKENS])
         self.number += 1
         told = answer[:, _INLINE : _INLINE + room]
-        if terms.payload is not None and width > room:  # equal calls have payloads of one width
-            rest = np.ascontiguousarray(terms.payload[:, room:])
-            told = np.concatenate([told, self._exchange(rest, f"{stage} (notify)")], axis=1)
-        return Agreed(
-            payload=told, num_tokens=answer[:, _TOKENS], num_worst_tokens=answer[:, _WORST]
-        )
+        if payload is not None and width > room:  # equal calls have payloads of one width
+            rest = np.ascontiguousarray(payload[:, room:])
+            more = self._transport.exchange(rest, f"{stage} (notify)")
+            told = np.concatenate([told, more], axis=1)
+        return Agreed(answer[:, _OFFER:_INLINE], told, answer[:, _TOKENS], answer[:, _WORST])
 
     def confirm(self, stage: str, failure: Exception | None) -> None:
         """A second look at what only the counts could show. Raises on all ranks if one failed."""
         flags = np.full((self._size, 1), failure is not None, np.int64)
-        self._raise_failures(stage, self._exchange(flags, f"{stage} (notify)")[:, 0], failure)
-
-    def _exchange(self, message: np.ndarray, stage: str) -> np.ndarray:
-        return self._transport.exchange(torch.from_numpy(message), stage).numpy()
+        answer = self._transport.exchange(flags, f"{stage} (notify)")
+        self._raise_failures(stage, answer[:, 0], failure)
 
     def _raise_failures(self, stage: str, failed: np.ndarray, own: Exception | None) -> None:
         if not failed.any():
             return
         words = _encode("" if own is None else str(own))
-        texts = self._exchange(np.tile(words, (self._size, 1)), f"{stage} (failure)")
+        texts = self._transport.exchange(np.tile(words, (self._size, 1)), f"{stage} (failure)")
         if own is not None:
             raise own
         rank = int(failed.argmax())

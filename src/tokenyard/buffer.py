@@ -9,8 +9,7 @@ combined, _, _ = buffer.combine(experts(received), handle)
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -131,7 +130,7 @@ class Buffer:
             layout.num_tokens_per_node,
             layout.num_tokens_per_expert,
             layout.is_token_in_rank,
-            _event(async_finish),
+            EventOverlap(EventHandle() if async_finish else None),
         )
 
     def dispatch(
@@ -176,32 +175,38 @@ class Buffer:
                 "num_experts": num_experts,
             }
             beside = [name for name, value in routing.items() if value is not None]
-            with self._broken_by_peers():
-                again = engine.dispatch_cached(x, handle, beside, previous_event)
-            return Dispatched(_pair(*again), None, None, None, None, _event(async_finish))
+            try:
+                again, scales, event = engine.dispatch_cached(
+                    x, handle, beside, previous_event, async_finish
+                )
+            except PeerError as error:
+                raise self._broken_by(error) from error.__cause__
+            return Dispatched(_pair(again, scales), None, None, None, None, event)
 
         request = DispatchRequest(
-            x=x,
-            topk_idx=topk_idx,
-            topk_weights=topk_weights,
-            num_tokens_per_rank=num_tokens_per_rank,
-            is_token_in_rank=is_token_in_rank,
-            num_tokens_per_expert=num_tokens_per_expert,
-            num_experts=num_experts,
-            expert_alignment=expert_alignment,
-            num_worst_tokens=num_worst_tokens,
-            config=self.get_dispatch_config(self.group_size) if config is None else config,
-            previous_event=previous_event,
+            x,
+            topk_idx,
+            topk_weights,
+            num_tokens_per_rank,
+            is_token_in_rank,
+            num_tokens_per_expert,
+            num_experts,
+            expert_alignment,
+            num_worst_tokens,
+            _default_config(Buffer.num_sms) if config is None else config,
+            previous_event,
         )
-        with self._broken_by_peers():
-            received, made = engine.dispatch(request)
+        try:
+            received, made, event = engine.dispatch(request, async_finish)
+        except PeerError as error:
+            raise self._broken_by(error) from error.__cause__
         return Dispatched(
             _pair(received.x, received.scales),
             received.topk_idx,
             received.topk_weights,
             [] if num_worst_tokens else received.num_tokens_per_expert,
             made,
-            _event(async_finish),
+            event,
         )
 
     def combine(
@@ -221,9 +226,12 @@ class Buffer:
         is always the same. topk_weights, if given, come back as they were sent out.
         """
         engine = self._open_engine()
-        with self._broken_by_peers():
-            sums = engine.combine(x, handle, topk_weights, bias, config, previous_event)
-        return Combined(*sums, _event(async_finish))
+        try:
+            return Combined(
+                *engine.combine(x, handle, topk_weights, bias, config, previous_event, async_finish)
+            )
+        except PeerError as error:
+            raise self._broken_by(error) from error.__cause__
 
     def get_next_combine_buffer(self, handle: Handle) -> Tensor:
         """[N, D] for the experts' output: combine does not copy what lies in it.
@@ -280,35 +288,36 @@ class Buffer:
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
         """A Config that works for any number of ranks."""
-        return Config(Buffer.num_sms)
+        return _default_config(Buffer.num_sms)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
-        return Config(Buffer.num_sms)
+        return _default_config(Buffer.num_sms)
 
     def get_comm_stream(self) -> torch.cpu.Stream:
         """The stream that communication runs on: on CPU, the only one."""
         return torch.cpu.current_stream()
 
     def _open_engine(self) -> Engine:
-        if self._engine is None:
+        engine = self._engine
+        if engine is None:
             raise BufferClosed(f"{self._why_closed}, on rank {self.rank}")
-        return self._engine
+        if engine.failure is not None:  # of an asynchronous call
+            self._broken_by(engine.failure)
+            raise BufferClosed(f"{self._why_closed}, on rank {self.rank}") from engine.failure
+        return engine
 
-    @contextmanager
-    def _broken_by_peers(self) -> Iterator[None]:
-        """After a PeerError the engine below is in no known state, so nothing may use it again."""
-        try:
-            yield
-        except PeerError as error:
-            self._why_closed = f"the Buffer was broken by an earlier error ({error})"
-            self.close()
-            raise
+    def _broken_by(self, error: Exception) -> Exception:
+        """After this the engine is in no known state, so nothing may use it again."""
+        self._why_closed = f"the Buffer was broken by an earlier error ({error})"
+        self.close()
+        return error
 
 
 def _pair(x: Tensor, scales: Tensor | None) -> Rows:
     return x if scales is None else (x, scales)
 
 
-def _event(async_finish: bool) -> EventOverlap:
-    return EventOverlap(EventHandle() if async_finish else None)
+@cache
+def _default_config(num_sms: int) -> Config:
+    return Config(num_sms)

@@ -1,29 +1,39 @@
 """The four stages, written once: layout -> notify -> dispatch -> combine.
 
 The engine alone joins kernels and transports. Every call that exchanges rows has three steps:
-prepare (local, may fail), agree (all ranks go on together or all raise), move.
+prepare (local, may fail), agree (all ranks go on together or all raise), move: at once, or on the
+Buffer's thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tokenyard import notify, validate
+from tokenyard import memory, notify, validate
 from tokenyard.agreement import STAGES, Agreed, Agreement, Call, Terms
+from tokenyard.events import EventHandle, EventOverlap, Worker
 from tokenyard.kernels import Kernels
-from tokenyard.memory import as_bytes
 from tokenyard.topology import Placement, Topology
-from tokenyard.transports import Transport
-from tokenyard.types import ROW_DTYPES, SCALE_DTYPES, Handle, Layout, Received, Route
+from tokenyard.transports import Sum, Transport
+from tokenyard.types import (
+    ROW_DTYPES,
+    SCALE_DTYPES,
+    Config,
+    Flow,
+    Handle,
+    Layout,
+    Received,
+    Route,
+)
+
+_SMALL = 1 << 16  # bytes of a sum that are not worth a segment of shared memory
 
 
-@dataclass(frozen=True, kw_only=True)
-class DispatchRequest:
+class DispatchRequest(NamedTuple):
     """What a user asked dispatch for, unchecked."""
 
     x: Any
@@ -39,8 +49,7 @@ class DispatchRequest:
     previous_event: Any
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Outgoing:
+class _Outgoing(NamedTuple):
     """The rows of a dispatch, checked, listed and counted."""
 
     x: Tensor
@@ -53,7 +62,6 @@ class _Outgoing:
     expert_alignment: int
     num_worst_tokens: int
     num_channels: int
-    channel_prefix: Tensor | None
 
 
 class Engine:
@@ -72,144 +80,157 @@ class Engine:
         self.rank, self.num_ranks = transport.rank, transport.size
         self._kernels = kernels
         self._agreement = agreement
+        self._worker = Worker(f"tokenyard-rank-{self.rank}")
         self._given_placement = placement
         self._even_placements: dict[int, Placement] = {}
         self._one_node = topology.num_nodes == 1
         self._numbers = torch.empty(0, 1, dtype=torch.int32)
+        self._checked_config: Config | None = None
+
+    @property
+    def failure(self) -> Exception | None:
+        """What went wrong on the Buffer's thread, if anything did."""
+        return self._worker.failure
 
     def layout(self, topk_idx: Any, num_experts: Any, previous_event: Any) -> Layout:
         """Who gets each token. Local, so bad input raises on this rank alone."""
         try:
-            validate.previous_event(previous_event)
+            _wait(previous_event)
             return self._layout(topk_idx, num_experts)
         except ValueError as error:
             raise self._agreement.named("get_dispatch_layout", error) from None
 
-    def dispatch(self, request: DispatchRequest) -> tuple[Received, Handle]:
+    def dispatch(
+        self, request: DispatchRequest, async_finish: bool
+    ) -> tuple[Received, Handle, EventOverlap]:
         stage = "dispatch"
+        self._before_words()
         call = self._agreement.number
         out, agreed = self._agreement.agree(
             stage, lambda: self._prepare_dispatch(request), self._terms
         )
-        num_local = len(out.placement.experts_of_rank[self.rank])
-        channels = out.num_channels if self._one_node else None
-        incoming = notify.hear(agreed.payload, out.placement, num_local, channels)
-        num_rows = self._num_rows(stage, agreed, sum(incoming.rows))
-
-        token = self._token_numbers(out.x.shape[0])
-        x, scales, topk_idx, topk_weights, src_idx = self._send(
-            [out.x, out.scales, out.topk_idx, out.topk_weights, token],
+        flow, per_expert = notify.hear(
+            agreed.payload,
             out.route,
-            incoming.rows,
-            num_rows,
-            stage,
+            out.placement,
+            self.rank,
+            agreed.num_tokens,
+            agreed.num_worst_tokens,
         )
+        self._check_worst(stage, agreed, flow)
+        columns = [out.x, out.scales, out.topk_idx, out.topk_weights, self._token_numbers(out.x)]
+        arrive, move = self._send(columns, flow, agreed, stage)
+        x, scales, topk_idx, topk_weights, src_idx = arrive
         assert x is not None
         assert src_idx is not None
-        if num_rows > sum(incoming.rows):
+
+        def work() -> None:
+            move()
             for column in (src_idx, topk_idx):
-                if column is not None:
-                    column[sum(incoming.rows) :] = -1
-        if topk_idx is not None:
-            self._kernels.localise(topk_idx, topk_weights, out.placement.local_table(self.rank))
-        aligned = -(-incoming.per_expert // out.expert_alignment) * out.expert_alignment
+                if column is not None and flow.num_rows > flow.num_received:
+                    column[flow.num_received :] = -1
+            if topk_idx is not None:
+                self._kernels.localise(topk_idx, topk_weights, out.placement.local_table(self.rank))
+
+        event = self._go(work, async_finish, None)
+        if out.expert_alignment > 1:
+            per_expert = -(-per_expert // out.expert_alignment) * out.expert_alignment
         received = Received(
             x=x,
             scales=scales,
             topk_idx=topk_idx,
             topk_weights=topk_weights,
             src_idx=src_idx[:, 0],
-            num_tokens_per_expert=aligned.tolist(),
+            num_tokens_per_expert=per_expert.tolist(),
         )
         handle = Handle(
             buffer_id=self.buffer_id,
             call=call,
-            route=out.route,
-            recv_counts=incoming.rows,
-            num_recv_rows=num_rows,
+            flow=flow,
             hidden=out.x.shape[1],
             combine_dtype=out.x.dtype if out.x.dtype in validate.SUMMABLE else torch.bfloat16,
             num_channels=out.num_channels,
             is_token_in_rank=out.layout.is_token_in_rank,
             recv_src_idx=received.src_idx,
-            counts=incoming.counts,
-            channel_prefix_matrix=out.channel_prefix,
         )
-        return received, handle
+        return received, handle, event
 
     def dispatch_cached(
-        self, x: Any, handle: Any, beside: Sequence[str], previous_event: Any
-    ) -> tuple[Tensor, Tensor | None]:
+        self, x: Any, handle: Any, beside: Sequence[str], previous_event: Any, async_finish: bool
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         """Rows along a handle: (x, scales), without counting. `beside`: what else was given."""
         stage = "cached dispatch"
+        self._before_words()
 
-        def prepare() -> tuple[Tensor, Tensor | None, Handle]:
-            validate.previous_event(previous_event)
+        def prepare() -> tuple[Tensor, Tensor | None, Handle, EventHandle | None]:
+            pending = validate.previous_event(previous_event)
             known = validate.handle(handle, self.buffer_id)
             validate.require(
                 not beside,
                 f"{', '.join(beside)} given with a handle, which has the routing already",
             )
-            values, scales = validate.dispatched(x)
+            values, scales = validate.dispatched(x, pending)
             validate.require(
                 values.shape[0] == known.num_tokens,
                 f"x has {values.shape[0]} tokens, want {known.num_tokens}, those of the handle",
             )
-            return values, scales, known
+            return values, scales, known, pending
 
-        def terms(made: tuple[Tensor, Tensor | None, Handle]) -> Terms:
-            return Terms(call=_call(stage, *made[:2], handle=made[2].call))
+        def terms(made: tuple[Tensor, Tensor | None, Handle, EventHandle | None]) -> Terms:
+            values, scales, known, _ = made
+            widths = [
+                one.shape[1] * one.element_size() for one in (values, scales) if one is not None
+            ]
+            offer = self.transport.offer_rows(known.flow, widths)
+            return Terms(_call(stage, values, scales, handle=known.call), offer)
 
-        (values, scales, known), _ = self._agreement.agree(stage, prepare, terms)
-        recv_x, recv_scales = self._send(
-            [values, scales], known.route, known.recv_counts, known.num_recv_rows, stage
-        )
+        (values, scales, known, pending), agreed = self._agreement.agree(stage, prepare, terms)
+        (recv_x, recv_scales), move = self._send([values, scales], known.flow, agreed, stage)
         assert recv_x is not None
-        return recv_x, recv_scales
+        return recv_x, recv_scales, self._go(move, async_finish, pending)
 
     def combine(
-        self, x: Any, handle: Any, topk_weights: Any, bias: Any, config: Any, previous_event: Any
-    ) -> tuple[Tensor, Tensor | None]:
+        self,
+        x: Any,
+        handle: Any,
+        topk_weights: Any,
+        bias: Any,
+        config: Any,
+        previous_event: Any,
+        async_finish: bool,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         """The sums of each token's rows, and of its weights."""
         stage = "combine"
+        self._before_words()
 
-        def prepare() -> tuple[Tensor, Tensor | None, list[Tensor], Handle]:
-            validate.previous_event(previous_event)
+        def prepare() -> tuple[list[Sum], Handle, EventHandle | None]:
+            pending = validate.previous_event(previous_event)
             known = validate.handle(handle, self.buffer_id)
-            rows = validate.rows("x", x, num_rows=known.num_recv_rows, dtypes=validate.SUMMABLE)
+            num_rows, num_tokens = known.flow.num_rows, known.num_tokens
+            rows = validate.rows("x", x, num_rows=num_rows, dtypes=validate.SUMMABLE, after=pending)
             if config is not None:
                 validate.config(config)
-            weights = None
-            if topk_weights is not None:
-                weights = validate.topk_weights(topk_weights, [known.num_recv_rows, "topk"])
-            return rows, weights, validate.biases(bias, rows, known.num_tokens), known
-
-        def terms(made: tuple[Tensor, Tensor | None, list[Tensor], Handle]) -> Terms:
-            rows, weights, _, known = made
-            num_topk = -1 if weights is None else weights.shape[1]
-            return Terms(call=_call(stage, rows, None, handle=known.call, num_topk=num_topk))
-
-        (rows, weights, biases, known), _ = self._agreement.agree(stage, prepare, terms)
-        num_received = sum(known.recv_counts)
-        columns = [rows] if weights is None else [rows, weights]
-        given_back = self.transport.give_back(
-            [as_bytes(column)[:num_received] for column in columns],
-            known.recv_counts,
-            known.route.send_counts,
-            stage,
-        )
-        with given_back as back:
             sums = [
-                self._kernels.reduce(
-                    [part.view(column.dtype) for part in parts],
-                    known.route,
-                    self.topology.node_of_rank,
-                    biases if column is rows else [],
-                    self._empty(known.num_tokens, column.shape[1], column.dtype),
-                )
-                for column, parts in zip(columns, back)
+                Sum(rows, validate.biases(bias, rows, num_tokens, pending), self._sum(rows, known))
             ]
-        return sums[0], sums[1] if weights is not None else None
+            if topk_weights is not None:
+                weights = validate.topk_weights(topk_weights, [num_rows, "topk"], pending)
+                sums.append(Sum(weights, (), self._sum(weights, known)))
+            return sums, known, pending
+
+        def terms(made: tuple[list[Sum], Handle, EventHandle | None]) -> Terms:
+            sums, known, pending = made
+            num_topk = sums[1].rows_ND.shape[1] if len(sums) > 1 else -1
+            offer = self.transport.offer_back(
+                [one.rows_ND for one in sums], known.flow, pending is None
+            )
+            rows = sums[0].rows_ND
+            return Terms(_call(stage, rows, None, handle=known.call, num_topk=num_topk), offer)
+
+        (sums, known, pending), agreed = self._agreement.agree(stage, prepare, terms)
+        move = self.transport.sum_back(sums, known, agreed.offers, stage)
+        event = self._go(move, async_finish, pending)
+        return sums[0].out_TD, sums[1].out_TD if len(sums) > 1 else None, event
 
     def combine_buffer(self, handle: Any) -> Tensor:
         """Rows for the experts' output, where combine finds them without copying."""
@@ -217,10 +238,33 @@ class Engine:
             known = validate.handle(handle, self.buffer_id)
         except ValueError as error:
             raise self._agreement.named("get_next_combine_buffer", error) from None
-        return self._empty(known.num_recv_rows, known.hidden, known.combine_dtype)
+        return self.transport.empty(known.flow.num_rows, known.hidden, known.combine_dtype)
 
     def close(self) -> None:
+        """Calls that go on are waited for: they end, or fail, as any call does."""
+        self._worker.close()
         self.transport.close()
+
+    def _before_words(self) -> None:
+        """Let the calls that go on end first, where rows and words cannot travel at once."""
+        if self.transport.moves_alone:
+            self._worker.drain()
+
+    def _go(
+        self, work: Callable[[], None], async_finish: bool, pending: EventHandle | None
+    ) -> EventOverlap:
+        """Do the work after what is pending, and after all work before it."""
+
+        def later() -> None:
+            if pending is not None:
+                pending.current_stream_wait()
+            work()
+
+        if async_finish:
+            return EventOverlap(self._worker.submit(later))
+        self._worker.drain()
+        later()
+        return EventOverlap(None)
 
     def _layout(self, topk_idx: Any, num_experts: Any) -> Layout:
         topk_idx = validate.topk_idx(topk_idx, "tokens")
@@ -233,14 +277,19 @@ class Engine:
             raise validate.bad_expert(topk_idx, first_bad, placement.num_experts)
         return layout
 
-    def _token_numbers(self, num_tokens: int) -> Tensor:
+    def _token_numbers(self, x_TD: Tensor) -> Tensor:
         """[T, 1] int32: 0, 1, 2, ..., made anew only where there are more tokens than ever."""
+        num_tokens = x_TD.shape[0]
         if num_tokens > self._numbers.shape[0]:
             self._numbers = torch.arange(num_tokens, dtype=torch.int32)[:, None]
         return self._numbers[:num_tokens]
 
-    def _empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        return self.transport.empty(num_rows, width * dtype.itemsize).view(dtype)
+    def _sum(self, rows_ND: Tensor, handle: Handle) -> Tensor:
+        """Memory for the sums of these rows."""
+        num_tokens, width, dtype = handle.num_tokens, rows_ND.shape[1], rows_ND.dtype
+        if num_tokens * width * rows_ND.element_size() < _SMALL:
+            return memory.empty(num_tokens, width, dtype=dtype)
+        return self.transport.empty(num_tokens, width, dtype)
 
     def _placement(self, num_experts: Any) -> Placement:
         given = self._given_placement
@@ -251,13 +300,18 @@ class Engine:
             self._even_placements[num_experts] = Placement.even(num_experts, self.num_ranks)
         return self._even_placements[num_experts]
 
+    def _config(self, config: Any) -> Config:
+        if config is not self._checked_config:
+            self._checked_config = validate.config(config)
+        return config
+
     def _prepare_dispatch(self, request: DispatchRequest) -> _Outgoing:
-        validate.previous_event(request.previous_event)
+        _wait(request.previous_event)  # counting reads what it made
         x, scales = validate.dispatched(request.x)
         topk_idx, topk_weights = validate.topk(request.topk_idx, request.topk_weights, x.shape[0])
         alignment = validate.integer("expert_alignment", request.expert_alignment, at_least=1)
         num_worst = validate.integer("num_worst_tokens", request.num_worst_tokens, at_least=0)
-        num_channels = validate.config(request.config).num_channels
+        num_channels = self._config(request.config).num_channels
         layout = validate.layout(
             request.num_tokens_per_rank,
             request.is_token_in_rank,
@@ -276,68 +330,67 @@ class Engine:
             validate.layout_fits(layout, topk_idx, request.num_experts)
         route = self._kernels.route(layout.is_token_in_rank)
         validate.same_counts(layout, route)
+        placement = self._placement(layout.num_tokens_per_expert.shape[0])
         return _Outgoing(
-            x=x,
-            scales=scales,
-            topk_idx=topk_idx,
-            topk_weights=topk_weights,
-            layout=layout,
-            route=route,
-            placement=self._placement(layout.num_tokens_per_expert.shape[0]),
-            expert_alignment=alignment,
-            num_worst_tokens=num_worst,
-            num_channels=num_channels,
-            channel_prefix=(
-                self._kernels.channel_prefix(route, num_channels) if self._one_node else None
-            ),
+            x,
+            scales,
+            topk_idx,
+            topk_weights,
+            layout,
+            route,
+            placement,
+            alignment,
+            num_worst,
+            num_channels,
         )
 
     def _terms(self, out: _Outgoing) -> Terms:
-        return Terms(
-            call=_call(
-                "dispatch",
-                out.x,
-                out.scales,
-                num_topk=-1 if out.topk_idx is None else out.topk_idx.shape[1],
-                num_experts=out.placement.num_experts,
-                num_channels=out.num_channels,
-            ),
-            payload=notify.tell(out.route, out.layout, out.placement, out.channel_prefix),
-            num_tokens=out.x.shape[0],
-            num_worst_tokens=out.num_worst_tokens,
+        call = _call(
+            "dispatch",
+            out.x,
+            out.scales,
+            num_topk=-1 if out.topk_idx is None else out.topk_idx.shape[1],
+            num_experts=out.placement.num_experts,
+            num_channels=out.num_channels,
         )
+        payload = notify.tell(out.route, out.layout, out.placement, self._one_node)
+        offer = self.transport.offer_rows(None, ())
+        return Terms(call, offer, payload, out.x.shape[0], out.num_worst_tokens)
 
-    def _num_rows(self, stage: str, agreed: Agreed, num_received: int) -> int:
-        """The rows of recv_x: those that arrive, or num_worst_tokens.
-
-        Where some rank's num_worst_tokens is too small for the worst routing, which all ranks can
-        see, they ask each other whether it was too small for this one.
+    def _check_worst(self, stage: str, agreed: Agreed, flow: Flow) -> None:
+        """Where some rank's num_worst_tokens is too small for the worst routing, which all ranks
+        can see, they ask each other whether it was too small for this one.
         """
         worst = agreed.num_worst_tokens
-        if ((worst > 0) & (worst < agreed.num_tokens.sum())).any():
-            mine, error = int(worst[self.rank]), None
-            if 0 < mine < num_received:
-                short = f"num_worst_tokens is {mine}, want at least the {num_received} that arrive"
-                error = self._agreement.named(stage, ValueError(short))
-            self._agreement.confirm(stage, error)
-        return int(worst[self.rank]) or num_received
+        if not worst.any() or not ((worst > 0) & (worst < agreed.num_tokens.sum())).any():
+            return
+        mine, error = int(worst[self.rank]), None
+        if 0 < mine < flow.num_received:
+            short = f"num_worst_tokens is {mine}, want at least the {flow.num_received} that arrive"
+            error = self._agreement.named(stage, ValueError(short))
+        self._agreement.confirm(stage, error)
 
     def _send(
-        self,
-        columns: Sequence[Tensor | None],
-        route: Route,
-        recv_counts: Sequence[int],
-        num_rows: int,
-        stage: str,
-    ) -> list[Tensor | None]:
-        """Rows of the columns that are there, as bytes and back; zeros after those that arrive."""
-        present = [as_bytes(column) for column in columns if column is not None]
-        arrived = self.transport.send(present, route, recv_counts, num_rows, stage)
-        if num_rows > sum(recv_counts):
-            for column in arrived:
-                column[sum(recv_counts) :] = 0
-        each = iter(arrived)
-        return [None if column is None else next(each).view(column.dtype) for column in columns]
+        self, columns: Sequence[Tensor | None], flow: Flow, agreed: Agreed, stage: str
+    ) -> tuple[list[Tensor | None], Callable[[], None]]:
+        """Rows of the columns that are there; zeros after those that arrive."""
+        present = [column for column in columns if column is not None]
+        arrive, move = self.transport.send(present, flow, agreed.offers, stage)
+
+        def move_and_fill() -> None:
+            move()
+            for column in arrive:
+                column[flow.num_received :].view(torch.uint8).zero_()
+
+        each = iter(arrive)
+        placed = [None if column is None else next(each) for column in columns]
+        return placed, move_and_fill if flow.num_rows > flow.num_received else move
+
+
+def _wait(previous_event: Any) -> None:
+    pending = validate.previous_event(previous_event)
+    if pending is not None:
+        pending.current_stream_wait()
 
 
 def _call(stage: str, x: Tensor, scales: Tensor | None, **more: int) -> Call:

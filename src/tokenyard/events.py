@@ -1,18 +1,31 @@
-"""Events, with DeepEP's names.
+"""Events, with DeepEP's names, and the thread on which calls go on after they have returned.
 
-On CPU every call is done when it returns, so an event is always over; the classes are here for code
-that chains calls by events, and for the asynchronous transports to come.
+A call with async_finish=True agrees with the other ranks and gives its results their memory before
+it returns; the rows move on its Buffer's thread, one call after the other, and its event is over
+when the results can be read. Without async_finish a call is done when it returns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
 
 class EventHandle:
-    """A moment that has passed: all work before it is done."""
+    """A moment: all work before it is done. Made of nothing, it has passed."""
 
-    def current_stream_wait(self) -> None: ...
+    def __init__(self, future: Future[None] | None = None) -> None:
+        self._future = future
+
+    def current_stream_wait(self) -> None:
+        """Wait for it. If the call failed, raises what it raised."""
+        if self._future is not None:
+            self._future.result()
+
+    @property
+    def is_over(self) -> bool:
+        return self._future is None or self._future.done()
 
 
 class EventOverlap:
@@ -30,6 +43,10 @@ class EventOverlap:
     ) -> None:
         self.event = event
         self.extra_tensors = extra_tensors  # kept alive until the event is dropped
+
+    @property
+    def is_over(self) -> bool:
+        return self.event is None or self.event.is_over
 
     def current_stream_wait(self) -> None:
         if self.event is None:
@@ -49,3 +66,43 @@ class EventOverlap:
     ) -> None:
         if self.event is not None:
             self.event.current_stream_wait()
+
+
+class Worker:
+    """A thread that does what it is given, in order. It starts with the first piece of work.
+
+    After a failure nothing more is done: what follows would not find the other ranks where it
+    expects them. Every later piece fails with the same error.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._thread: ThreadPoolExecutor | None = None
+        self._last: Future[None] | None = None
+        self.failure: Exception | None = None
+
+    def submit(self, work: Callable[[], None]) -> EventHandle:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix=self._name)
+        self._last = self._thread.submit(self._do, work)
+        return EventHandle(self._last)
+
+    def drain(self) -> None:
+        """Wait until all is done. Raises what failed."""
+        if self._last is not None:
+            self._last.result()
+            self._last = None
+
+    def close(self) -> None:
+        """Let what was begun end, well or not."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _do(self, work: Callable[[], None]) -> None:
+        if self.failure is not None:
+            raise self.failure
+        try:
+            work()
+        except Exception as error:
+            self.failure = error
+            raise

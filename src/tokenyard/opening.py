@@ -38,7 +38,8 @@ def open_engine(
     communicator = connect(group, timeout if sane else 30.0)
     rank, size = communicator.rank, communicator.size
     # The first meeting needs no fast kernels, and must take place even if `kernels` is wrong.
-    first = Agreement(CollectiveTransport(communicator, kernel_sets.load("reference")))
+    plain = kernel_sets.load("reference")
+    first = Agreement(CollectiveTransport(communicator, plain, node_of_rank=[0] * size))
 
     def prepare() -> tuple[kernel_sets.Kernels, Placement | None]:
         validate.require(sane, f"timeout is {timeout!r}, want seconds above 0, at most 1e6")
@@ -56,7 +57,7 @@ def open_engine(
         options = _digest(repr((transport, ranks_per_node, where)))
         alone = why_not_shared(kernel_set) is not None
         mine = np.array([[_machine(), secrets.randbits(62), alone]] * size, np.int64)
-        return Terms(call=Call(stage=STAGES.index("Buffer"), options=options), payload=mine)
+        return Terms(Call(stage=STAGES.index("Buffer"), options=options), payload=mine)
 
     (kernel_set, placed), agreed = first.agree("Buffer", prepare, terms)
     told = agreed.payload
@@ -72,7 +73,9 @@ def open_engine(
         culprit = int(told[:, 2].argmax())
         own = why_not_shared(kernel_set)
         apart = own if culprit == rank else f"rank {culprit} cannot share memory"
-    opened = open_transport(transport, communicator, kernel_set, apart, timeout)
+    opened = open_transport(
+        transport, communicator, kernel_set, topology.node_of_rank, apart, timeout
+    )
     return Engine(opened, kernel_set, Agreement(opened, shared_id), topology, placed, own_id)
 
 

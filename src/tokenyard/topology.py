@@ -93,11 +93,21 @@ class Placement:
         return self.rank_of_expert.shape[0]
 
     @cached_property
+    def most_experts(self) -> int:
+        """L of the rank that has most."""
+        return max(len(owned) for owned in self.experts_of_rank)
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Do all ranks have as many experts, in consecutive blocks?"""
+        return self.padded_experts_RL.flatten().tolist() == list(range(self.num_experts))
+
+    @cached_property
     def padded_experts_RL(self) -> np.ndarray:
         """[R, L]: the experts of each rank, and E, which is nobody, where it has fewer."""
-        most = max(len(owned) for owned in self.experts_of_rank)
         padded = [
-            owned + [self.num_experts] * (most - len(owned)) for owned in self.experts_of_rank
+            owned + [self.num_experts] * (self.most_experts - len(owned))
+            for owned in self.experts_of_rank
         ]
         return np.array(padded, np.int64)
 

@@ -86,8 +86,7 @@ class Layout(NamedTuple):
     is_token_in_rank: Tensor  # [T, R] bool
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Route:
+class Route(NamedTuple):
     """A layout's rows, listed twice: as they are sent, and as each token finds its copies again.
 
     Two tokens, three ranks; token 0 goes to ranks 0 and 2, token 1 to rank 2:
@@ -106,7 +105,22 @@ class Route:
     copy_slot: Tensor  # [N] int32
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+class Flow(NamedTuple):
+    """One dispatch as this rank sees it: which rows it sends, and how many come from whom."""
+
+    route: Route
+    recv_counts: tuple[int, ...]  # R, rows from each rank
+    num_rows: int  # of recv_x: all that arrive, or num_worst_tokens
+    tokens_R: np.ndarray  # int64, the tokens of each rank
+    rows_R: np.ndarray | None  # int64, num_rows of each rank; this and the next on one node only
+    sent_RR: np.ndarray | None  # int64, rows from rank i to rank j; on several nodes O(R * R)
+
+    @property
+    def num_received(self) -> int:
+        return sum(self.recv_counts)
+
+
+@dataclass(kw_only=True, eq=False)
 class Received:
     """What dispatch brings to one rank: N rows by (source rank, token)."""
 
@@ -118,35 +132,24 @@ class Received:
     num_tokens_per_expert: list[int]  # L, rounded up to expert_alignment
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Counts:
-    """What ranks of one node told each other, from which V1's handle makes its matrices."""
-
-    in_channels_RC: np.ndarray  # rows for this rank of each source's channels 0..c
-    sent_RR: np.ndarray  # rows from rank i to rank j
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Handle:
     """The memory of a dispatch: combine and cached dispatches go the same way again.
 
     It reads as DeepEP V1's tuple too: `handle[0]` is the rank_prefix_matrix, and the six fields
     unpack in V1's order. The three prefix matrices are None when the ranks are on several nodes,
-    where V1's handle has another shape and they would cost O(R * R).
+    where V1's handle has another shape and they would cost O(R * R). They are made when they are
+    asked for, since nothing here needs them.
     """
 
     buffer_id: int  # the Buffer and rank that made it; others refuse it
     call: int  # the number of the dispatch that made it; all ranks must use the same
-    route: Route
-    recv_counts: tuple[int, ...]  # R, rows from each rank
-    num_recv_rows: int  # rows of recv_x; more than sum(recv_counts) with num_worst_tokens
+    flow: Flow
     hidden: int
     combine_dtype: torch.dtype  # x's, or bfloat16 where x was quantised
     num_channels: int
     is_token_in_rank: Tensor  # [T, R] bool
     recv_src_idx: Tensor  # [N] int32, -1 in the tail that num_worst_tokens leaves
-    channel_prefix_matrix: Tensor | None  # [R, C] int32, inclusive, the sending side
-    counts: Counts | None
 
     @property
     def num_tokens(self) -> int:
@@ -155,17 +158,30 @@ class Handle:
     @cached_property
     def rank_prefix_matrix(self) -> Tensor | None:
         """[R, R] int32: the rows of destination j from sources 0..i."""
-        if self.counts is None:
+        sent_RR = self.flow.sent_RR
+        return None if sent_RR is None else torch.from_numpy(sent_RR.cumsum(0, np.int32))
+
+    @cached_property
+    def channel_prefix_matrix(self) -> Tensor | None:
+        """[R, C] int32: the rows for each rank in this channel and those before it."""
+        if self.flow.sent_RR is None:
             return None
-        return torch.from_numpy(self.counts.sent_RR.cumsum(0, np.int32))
+        upto_TR = self.is_token_in_rank.cumsum(0, dtype=torch.int32)
+        ends = [end for _, end in channel_ranges(self.num_tokens, self.num_channels)]
+        none = upto_TR.new_zeros(1, upto_TR.shape[1])
+        return torch.cat([none, upto_TR])[ends].t().contiguous()
 
     @cached_property
     def recv_channel_prefix_matrix(self) -> Tensor | None:
         """[R, C] int32: where each source's channels begin, the receiving side."""
-        if self.counts is None:
+        if self.flow.sent_RR is None:
             return None
-        inclusive_RC = torch.from_numpy(self.counts.in_channels_RC.astype(np.int32))
-        return torch.cat([torch.zeros_like(inclusive_RC[:, :1]), inclusive_RC[:, :-1]], 1)
+        begins = []
+        tokens_by_source = self.recv_src_idx[: self.flow.num_received].split(self.flow.recv_counts)
+        for tokens, num_tokens in zip(tokens_by_source, self.flow.tokens_R.tolist()):
+            first = [begin for begin, _ in channel_ranges(num_tokens, self.num_channels)]
+            begins.append(torch.searchsorted(tokens, torch.tensor(first), out_int32=True))
+        return torch.stack(begins)
 
     @cached_property
     def send_head(self) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenyard.events import EventOverlap
+from tokenyard.events import EventHandle, EventOverlap
 from tokenyard.types import (
     ROW_DTYPES,
     SCALE_DTYPES,
@@ -81,19 +81,35 @@ def tensor(
     return value.detach() if value.requires_grad else value
 
 
-def rows(what: str, value: Any, *, num_rows: int | str, dtypes: Sequence[torch.dtype]) -> Tensor:
-    value = tensor(what, value, shape=(num_rows, "hidden"), dtypes=dtypes)
-    if value.shape[1] == 0:
-        raise ValueError(f"{what} has hidden size 0, want at least 1")
+def _contiguous(value: Tensor, after: EventHandle | None) -> Tensor:
+    """Copied if need be, and then not before it is there to be read."""
+    if value.is_contiguous():
+        return value
+    if after is not None:
+        after.current_stream_wait()
     return value.contiguous()
 
 
-def dispatched(x: Any) -> tuple[Tensor, Tensor | None]:
+def rows(
+    what: str,
+    value: Any,
+    *,
+    num_rows: int | str,
+    dtypes: Sequence[torch.dtype],
+    after: EventHandle | None = None,
+) -> Tensor:
+    value = tensor(what, value, shape=(num_rows, "hidden"), dtypes=dtypes)
+    if value.shape[1] == 0:
+        raise ValueError(f"{what} has hidden size 0, want at least 1")
+    return _contiguous(value, after)
+
+
+def dispatched(x: Any, after: EventHandle | None = None) -> tuple[Tensor, Tensor | None]:
     """x, or the pair (x, scales) of quantised rows."""
     if not isinstance(x, tuple):
-        return rows("x", x, num_rows="tokens", dtypes=ROW_DTYPES), None
+        return rows("x", x, num_rows="tokens", dtypes=ROW_DTYPES, after=after), None
     require(len(x) == 2, f"x is a tuple of {len(x)}, want a tensor or (x, scales)")
-    values = rows("x[0]", x[0], num_rows="tokens", dtypes=ROW_DTYPES)
+    values = rows("x[0]", x[0], num_rows="tokens", dtypes=ROW_DTYPES, after=after)
     scales = tensor(
         "x[1] (scales)",
         x[1],
@@ -101,7 +117,7 @@ def dispatched(x: Any) -> tuple[Tensor, Tensor | None]:
         dtypes=SCALE_DTYPES,
     )
     require(scales.shape[1] > 0, "x[1] (scales) has no columns, want at least 1 a row")
-    return values, scales.contiguous()
+    return values, _contiguous(scales, after)
 
 
 def topk_idx(value: Any, num_tokens: int | str) -> Tensor:
@@ -121,10 +137,12 @@ def topk_idx(value: Any, num_tokens: int | str) -> Tensor:
     return value.contiguous()
 
 
-def topk_weights(value: Any, shape: Sequence[int | str]) -> Tensor:
+def topk_weights(
+    value: Any, shape: Sequence[int | str], after: EventHandle | None = None
+) -> Tensor:
     value = tensor("topk_weights", value, shape=shape, dtypes=(torch.float32,))
     require(value.shape[1] > 0, "topk_weights has top-k 0, want at least 1")
-    return value.contiguous()
+    return _contiguous(value, after)
 
 
 def topk(idx: Any, weights: Any, num_tokens: int) -> tuple[Tensor | None, Tensor | None]:
@@ -255,7 +273,7 @@ def handle(value: Any, buffer_id: int) -> Handle:
     return value
 
 
-def biases(value: Any, like: Tensor, num_tokens: int) -> list[Tensor]:
+def biases(value: Any, like: Tensor, num_tokens: int, after: EventHandle | None) -> list[Tensor]:
     """None, a tensor, or a pair of them."""
     if value is None:
         return []
@@ -263,8 +281,9 @@ def biases(value: Any, like: Tensor, num_tokens: int) -> list[Tensor]:
     if isinstance(value, tuple):
         require(len(value) <= 2, f"bias is a tuple of {len(value)}, want at most 2 tensors")
         named = {f"bias[{i}]": one for i, one in enumerate(value)}
+    shape, dtypes = (num_tokens, like.shape[1]), (like.dtype,)
     return [
-        tensor(what, one, shape=[num_tokens, like.shape[1]], dtypes=(like.dtype,)).contiguous()
+        _contiguous(tensor(what, one, shape=shape, dtypes=dtypes), after)
         for what, one in named.items()
         if one is not None
     ]
@@ -282,11 +301,13 @@ def placement(value: Any, num_ranks: int) -> Tensor:
     return value.to(torch.int32).contiguous()
 
 
-def previous_event(value: Any) -> None:
-    """Wait for what must come first; a synchronous call's event holds nothing to wait for."""
+def previous_event(value: Any) -> EventHandle | None:
+    """What must come first, if it is not over yet. Raises what it raised, if it failed."""
     if value is None:
-        return
+        return None
     if not isinstance(value, EventOverlap):
         raise ValueError(f"previous_event is {_kind(value)}, want an EventOverlap")
-    if value.event is not None:
-        value.current_stream_wait()
+    if value.event is None or not value.event.is_over:
+        return value.event
+    value.event.current_stream_wait()
+    return None

@@ -560,7 +560,7 @@ DIFFER: Cases = {
         "combine",
         MADE_BY,
         (1, 0),
-        lambda s: {"handle": s.later, "x": s.y.new_zeros(s.later.num_recv_rows, 8)},
+        lambda s: {"handle": s.later, "x": s.y.new_zeros(s.later.flow.num_rows, 8)},
     ),
     "combine-hidden": differ("combine", "hidden size", (4, 8), lambda s: {"x": s.y[:, :4]}),
     "combine-dtype": differ(

@@ -47,8 +47,8 @@ def test_a_streamed_line_is_one_store_that_passes_the_cache_by() -> None:
 
 @x86
 def test_signals_come_after_a_fence() -> None:
-    """In raise_signals, which is the only way in which signals are raised."""
-    llvm, asm = compiled(signals._raise_kernel.py_func, types.int64[::1], I64)
+    """In _raise_kernel, which is the only way in which signals are raised."""
+    llvm, asm = compiled(signals._raise_kernel.py_func, I64, I64, I64)
     assert llvm.index("call void @llvm.x86.sse.sfence") < llvm.index("store atomic")
     assert "sfence" in asm
     assert "sfence" in compiled(lambda: fence_stores())[1]
@@ -56,8 +56,14 @@ def test_signals_come_after_a_fence() -> None:
 
 @x86
 def test_rows_are_scattered_by_streaming_stores() -> None:
+    numbers = types.int64[::1]
     _, asm = compiled(
-        _scatter_kernel.py_func, *[I64] * 5, types.int64[::1], *[I64] * 3, types.boolean
+        _scatter_kernel.py_func,
+        types.int64[:, ::1],
+        *[I64] * 3,
+        *[numbers] * 3,
+        *[I64] * 2,
+        types.boolean,
     )
     assert re.search(r"\bv?movnt(dq|ps|pd)\b", asm)
 
@@ -76,12 +82,13 @@ def test_a_streamed_line_arrives_whole(shift: int) -> None:
 def test_waiting_ends_with_a_signal_or_with_patience() -> None:
     flags = np.zeros(16, np.int64)
     addresses = flags.ctypes.data + np.array([0, 64], np.int64)
-    assert signals.await_signals(addresses, 1, 0, 10) == 0
+    table = addresses.ctypes.data
+    assert signals.await_signals(table, 2, 1, 0, 10) == 0
     flags[0] = 3
-    assert signals.await_signals(addresses, 1, 0, 10) == 1  # the first has come, the second not
-    later = threading.Timer(0.05, signals.raise_signals, (addresses, 7))
+    assert signals.await_signals(table, 2, 1, 0, 10) == 1  # the first has come, the second not
+    later = threading.Timer(0.05, signals.meet, (table, table, 2, 7, 10))
     later.start()
-    while (first := signals.await_signals(addresses, 7, 0, 1000)) < 2:
+    while (first := signals.await_signals(table, 2, 7, 0, 1000)) < 2:
         assert first in (0, 1)
     assert flags[[0, 8]].tolist() == [7, 7]
     later.join()

@@ -86,15 +86,6 @@ def test_route(kernel_set: Kernels, num_ranks: int, density: float) -> None:
     assert all(one.dtype == torch.int32 for one in tensors)
 
 
-@pytest.mark.parametrize("num_channels", [1, 3, 10, 200])
-def test_channel_prefix(kernel_set: Kernels, num_channels: int) -> None:
-    sent = marks(101, 6, 0.4)
-    layout = Layout(sent.sum(0).int(), None, torch.zeros(1), sent)
-    (notice, *_) = spec.notify([layout] * 6, num_channels)
-    got = kernel_set.channel_prefix(kernel_set.route(sent), num_channels)
-    assert_same(got, notice.channel_prefix_matrix)
-
-
 def test_pack_gathers_rows_that_lie_apart(kernel_set: Kernels) -> None:
     x = torch.randint(0, 256, (9, 40), dtype=torch.uint8)[:, 3:20]
     index = torch.tensor([8, 0, 0, 5], dtype=torch.int32)

@@ -38,9 +38,6 @@ class Kernels(Protocol):
     def route(self, is_token_in_rank_TR: Tensor) -> Route:
         """List the rows by (rank, token), and each token's copies by rank."""
 
-    def channel_prefix(self, route: Route, num_channels: int) -> Tensor:
-        """[R, C] int32: the rows for each rank in this channel and those before it."""
-
     def pack(self, x_TB: Tensor, index_N: Tensor | None, out_NB: Tensor) -> Tensor:
         """out[n] = x[index[n]], rows of bytes; without an index out[n] = x[n].
 

@@ -1,6 +1,6 @@
 """Transports: how rows get from rank to rank. They know bytes and counts, not tokens or experts."""
 
-from tokenyard.transports.base import Communicator, Transport
+from tokenyard.transports.base import Communicator, Sum, Transport
 from tokenyard.transports.choose import (
     available,
     check_name,
@@ -13,6 +13,7 @@ from tokenyard.transports.collective import CollectiveTransport
 __all__ = [
     "CollectiveTransport",
     "Communicator",
+    "Sum",
     "Transport",
     "available",
     "check_name",

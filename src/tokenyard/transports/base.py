@@ -8,19 +8,40 @@ imports them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from tokenyard.types import Route
+from tokenyard.types import Flow, Handle, Route
 
 
-class PackKernel(Protocol):
-    """The kernels that moving rows asks for."""
+class RowKernels(Protocol):
+    """The kernels that every transport asks for."""
 
     def pack(self, x_TB: Tensor, index_N: Tensor | None, out_NB: Tensor) -> Tensor: ...
+
+    def reduce(
+        self,
+        rows_by_rank: Sequence[Tensor],
+        route: Route,
+        node_of_rank: Sequence[int],
+        biases_TD: Sequence[Tensor],
+        out_TD: Tensor,
+    ) -> Tensor: ...
+
+
+Move = Callable[[], None]
+
+
+class Sum(NamedTuple):
+    """One column of a combine: rows that go back, and where their sums go."""
+
+    rows_ND: Tensor  # by source rank, as dispatch delivered them
+    biases_TD: Sequence[Tensor]
+    out_TD: Tensor
 
 
 class Communicator(Protocol):
@@ -47,42 +68,41 @@ class Communicator(Protocol):
 
 
 class Transport(Protocol):
+    """Calls come in pairs: an offer, whose words travel with those of the agreement between ranks,
+    and the exchange itself, which is told what every rank offered, and returns a `Move`. The move
+    does the work, at once or on another thread; moves are made one by one, in the order of calls.
+
+    Offers never fail: what goes wrong is said in their words, and raises on all ranks afterwards.
+    """
+
     rank: int
     size: int
     name: str
+    moves_alone: bool  # no exchange of words may take place while rows move
 
-    def exchange(self, message_RM: Tensor, stage: str) -> Tensor:
+    def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
         """Row r of an int64 message goes to rank r; row r of the answer came from it."""
 
+    def offer_rows(self, flow: Flow | None, widths: Sequence[int]) -> Sequence[int]:
+        """Before a dispatch: of this flow, or of one that is not known yet."""
+
     def send(
-        self,
-        columns: Sequence[Tensor],
-        route: Route,
-        recv_counts: Sequence[int],
-        num_rows: int,
-        stage: str,
-    ) -> list[Tensor]:
-        """Dispatch's exchange. Each column [T, B] of bytes arrives as [num_rows, B], by (source,
-        token).
+        self, columns: Sequence[Tensor], flow: Flow, told_RW: np.ndarray, stage: str
+    ) -> tuple[list[Tensor], Move]:
+        """Dispatch's exchange. Each column [T, D] arrives as [num_rows, D], by (source, token).
 
-        num_rows is at least sum(recv_counts); what follows those rows is not written.
+        Rows after those that arrive are not written.
         """
 
-    def give_back(
-        self,
-        columns: Sequence[Tensor],
-        recv_counts: Sequence[int],
-        send_counts: Sequence[int],
-        stage: str,
-    ) -> AbstractContextManager[list[list[Tensor]]]:
-        """Combine's exchange: rows go back along the same counts.
+    def offer_back(self, rows: Sequence[Tensor], flow: Flow, ready: bool) -> np.ndarray:
+        """Before a combine of these rows; `ready` if they can be read already. [R, W]"""
 
-        Each column [N, B] lies by source rank, as `send` delivered it. The answer has, for each
-        column and rank, the rows that this rank once sent there, in that order. They are there
-        inside the block, and may be other ranks' memory.
-        """
+    def sum_back(
+        self, sums: Sequence[Sum], handle: Handle, told_RW: np.ndarray, stage: str
+    ) -> Move:
+        """Combine's exchange: rows go back the way they came, and each token's are summed."""
 
-    def empty(self, num_rows: int, num_bytes: int) -> Tensor:
-        """Rows of bytes for a result: memory that `give_back` need not copy, if there is such."""
+    def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """Memory for a result: such that `sum_back` need not copy it, if there is such memory."""
 
     def close(self) -> None: ...

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from tokenyard.transports.base import Communicator, PackKernel, Transport
+from tokenyard.transports.base import Communicator, RowKernels, Transport
 from tokenyard.transports.collective import CollectiveTransport
 from tokenyard.transports.direct import DirectKernels, DirectTransport
 from tokenyard.transports.symmetric import why_not
@@ -37,15 +38,20 @@ def connect(group: ProcessGroup | Any, timeout: float) -> Communicator:
     return TorchCommunicator(group, timeout)
 
 
-def why_not_shared(kernels: PackKernel) -> str | None:
+def why_not_shared(kernels: RowKernels) -> str | None:
     """Why this rank cannot share memory with others of its machine; None if it can."""
-    if not hasattr(kernels, "raise_signals"):
+    if not hasattr(kernels, "await_signals"):
         return "the kernel set has no signals (take numba)"
     return why_not()
 
 
 def open_transport(
-    name: str, communicator: Communicator, kernels: PackKernel, apart: str | None, timeout: float
+    name: str,
+    communicator: Communicator,
+    kernels: RowKernels,
+    node_of_rank: Sequence[int],
+    apart: str | None,
+    timeout: float,
 ) -> Transport:
     """All ranks together, with the same name. `apart` says why they cannot share memory."""
     if name == "direct" and apart is not None:
@@ -55,7 +61,7 @@ def open_transport(
     if name == "collective" or apart is not None:
         if name == "auto":
             _log.info("transport: collective over %s, since %s", communicator.name, apart)
-        return CollectiveTransport(communicator, kernels)
+        return CollectiveTransport(communicator, kernels, node_of_rank)
     direct = cast(DirectKernels, kernels)
     try:
         team = Team(communicator, direct, timeout)
@@ -63,7 +69,7 @@ def open_transport(
         if name == "direct":
             raise ValueError(f"transport 'direct' cannot be used: {error}") from error
         _log.warning("transport: collective over %s, since %s", communicator.name, error)
-        return CollectiveTransport(communicator, kernels)
+        return CollectiveTransport(communicator, kernels, node_of_rank)
     if name == "auto":
         _log.info("transport: direct, since all ranks share a machine")
-    return DirectTransport(team, direct)
+    return DirectTransport(team, direct, node_of_rank)

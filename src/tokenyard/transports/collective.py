@@ -7,62 +7,97 @@ out of the records) besides what the engine itself does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tokenyard import memory
 from tokenyard.memory import as_bytes
-from tokenyard.transports.base import Communicator, PackKernel
-from tokenyard.types import Route
+from tokenyard.transports.base import Communicator, Move, RowKernels, Sum
+from tokenyard.types import Flow, Handle
 
 
 class CollectiveTransport:
-    def __init__(self, communicator: Communicator, kernels: PackKernel) -> None:
+    # Words and rows go through one engine, which takes them in the order in which they come: two
+    # threads would give it another order on every rank.
+    moves_alone = True
+
+    def __init__(
+        self, communicator: Communicator, kernels: RowKernels, node_of_rank: Sequence[int]
+    ) -> None:
         self._communicator = communicator
         self._kernels = kernels
+        self._node_of_rank = node_of_rank
         self.rank, self.size = communicator.rank, communicator.size
         self.name = f"collective over {communicator.name}"
 
-    def exchange(self, message_RM: Tensor, stage: str) -> Tensor:
+    def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
         one_each = [1] * self.size
-        answer_RM = torch.zeros_like(message_RM)
+        answer_RM = np.zeros_like(message_RM)
         self._communicator.all_to_all(
-            as_bytes(answer_RM), as_bytes(message_RM), one_each, one_each, stage
+            as_bytes(torch.from_numpy(answer_RM)),
+            as_bytes(torch.from_numpy(message_RM)),
+            one_each,
+            one_each,
+            stage,
         )
         return answer_RM
 
+    def offer_rows(self, flow: Flow | None, widths: Sequence[int]) -> Sequence[int]:
+        return ()
+
     def send(
-        self,
-        columns: Sequence[Tensor],
-        route: Route,
-        recv_counts: Sequence[int],
-        num_rows: int,
-        stage: str,
-    ) -> list[Tensor]:
-        sent = self._pack(columns, route.send_token)
-        arrived = memory.empty(sum(recv_counts), sent.shape[1])
-        self._communicator.all_to_all(arrived, sent, recv_counts, route.send_counts, stage)
-        return self._unpack(arrived, columns, num_rows)
+        self, columns: Sequence[Tensor], flow: Flow, told_RW: np.ndarray, stage: str
+    ) -> tuple[list[Tensor], Move]:
+        arrive = [self.empty(flow.num_rows, column.shape[1], column.dtype) for column in columns]
 
-    @contextmanager
-    def give_back(
-        self,
-        columns: Sequence[Tensor],
-        recv_counts: Sequence[int],
-        send_counts: Sequence[int],
-        stage: str,
-    ) -> Iterator[list[list[Tensor]]]:
-        sent = columns[0] if len(columns) == 1 else self._pack(columns, None)
-        arrived = memory.empty(sum(send_counts), sent.shape[1])
-        self._communicator.all_to_all(arrived, sent, send_counts, recv_counts, stage)
-        back = self._unpack(arrived, columns, len(arrived))
-        yield [list(column.split(list(send_counts))) for column in back]
+        def move() -> None:
+            sent = self._pack([as_bytes(column) for column in columns], flow.route.send_token)
+            outs = [as_bytes(out)[: flow.num_received] for out in arrive]
+            single = len(outs) == 1  # a single column is its own record
+            records = outs[0] if single else memory.empty(flow.num_received, sent.shape[1])
+            self._communicator.all_to_all(
+                records, sent, flow.recv_counts, flow.route.send_counts, stage
+            )
+            if not single:
+                self._unpack(records, outs)
 
-    def empty(self, num_rows: int, num_bytes: int) -> Tensor:
-        return memory.empty(num_rows, num_bytes)
+        return arrive, move
+
+    def offer_back(self, rows: Sequence[Tensor], flow: Flow, ready: bool) -> np.ndarray:
+        return np.empty((self.size, 0), np.int64)
+
+    def sum_back(
+        self, sums: Sequence[Sum], handle: Handle, told_RW: np.ndarray, stage: str
+    ) -> Move:
+        flow = handle.flow
+
+        def move() -> None:
+            columns = [as_bytes(one.rows_ND)[: flow.num_received] for one in sums]
+            single = len(columns) == 1
+            sent = columns[0] if single else self._pack(columns, None)
+            counts = flow.route.send_counts
+            records = memory.empty(sum(counts), sent.shape[1])
+            self._communicator.all_to_all(records, sent, counts, flow.recv_counts, stage)
+            back = [records]
+            if not single:
+                back = [memory.empty(len(records), column.shape[1]) for column in columns]
+                self._unpack(records, back)
+            for one, rows in zip(sums, back):
+                self._kernels.reduce(
+                    rows.view(one.out_TD.dtype).split(list(counts)),
+                    flow.route,
+                    self._node_of_rank,
+                    one.biases_TD,
+                    one.out_TD,
+                )
+
+        return move
+
+    def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        return memory.empty(num_rows, width, dtype=dtype)
 
     def close(self) -> None:
         self._communicator.close()
@@ -70,20 +105,14 @@ class CollectiveTransport:
     def _pack(self, columns: Sequence[Tensor], index_N: Tensor | None) -> Tensor:
         num_rows = len(columns[0] if index_N is None else index_N)
         records = memory.empty(num_rows, sum(column.shape[1] for column in columns))
-        for column, part in zip(columns, self._parts(records, columns)):
+        for column, part in zip(columns, _parts(records, columns)):
             self._kernels.pack(column, index_N, part)
         return records
 
-    def _unpack(self, records: Tensor, like: Sequence[Tensor], num_rows: int) -> list[Tensor]:
-        if len(like) == 1 and num_rows == len(records):
-            return [records]  # a single column is its own record
-        columns = []
-        for column, part in zip(like, self._parts(records, like)):
-            out = memory.empty(num_rows, column.shape[1])
-            self._kernels.pack(part, None, out[: len(records)])
-            columns.append(out)
-        return columns
+    def _unpack(self, records: Tensor, columns: Sequence[Tensor]) -> None:
+        for part, column in zip(_parts(records, columns), columns):
+            self._kernels.pack(part, None, column)
 
-    @staticmethod
-    def _parts(records: Tensor, columns: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return records.split([column.shape[1] for column in columns], dim=1)
+
+def _parts(records: Tensor, columns: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return records.split([column.shape[1] for column in columns], dim=1)

@@ -1,126 +1,180 @@
 """Ranks that share memory write each row where it belongs in the receiver's: one copy.
 
-The receiver owns placement. Once counts are known it takes a segment with room for all columns and
-tells everybody where their rows begin; senders write, and signal. What was received is given to the
-user as it lies; the segment is used again once those tensors have died. Combine moves nothing: rows
-that lie in shared memory already, or are copied there, are read by the ranks that sum them.
+The receiver owns placement. With the words of the agreement it names a segment, as large as its
+last dispatch needed. Once counts are known every rank can tell whose segment has room; if one has
+none, those that fit are named in a second round. Columns lie in a segment one after the other, each
+from a new cache line; senders write, and signal. What was received is given to the user as it lies;
+the segment is used again once those tensors have died. Combine moves nothing: rows that lie in
+shared memory already, or are copied there, are read by the ranks that sum them.
 
 The default where all ranks share a machine. It takes memory for every result in full.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, from_numpy
+from torch import Tensor
 
 from tokenyard.errors import SharedMemoryError, name_ranks
-from tokenyard.transports.base import PackKernel
-from tokenyard.transports.symmetric import LINE
+from tokenyard.memory import as_bytes
+from tokenyard.transports.base import Move, RowKernels, Sum
+from tokenyard.transports.symmetric import LINE, size_class
 from tokenyard.transports.team import READ, ROWS, SignalKernels, Team
-from tokenyard.types import Route, round_up
+from tokenyard.types import Flow, Handle, Route, round_up
+
+_NO_MEMORY = -1  # told instead of a file descriptor
 
 
-class DirectKernels(PackKernel, SignalKernels, Protocol):
-    def scatter(self, x_TB: Tensor, route: Route, bases: np.ndarray) -> None: ...
+class DirectKernels(RowKernels, SignalKernels, Protocol):
+    def scatter(
+        self,
+        columns: Sequence[Tensor],
+        route: Route,
+        blocks_R: np.ndarray,
+        starts_R: np.ndarray,
+        rows_R: np.ndarray,
+    ) -> None: ...
+
+    def reduce_at(
+        self,
+        addresses_R: np.ndarray,
+        route: Route,
+        node_of_rank: Sequence[int],
+        biases_TD: Sequence[Tensor],
+        out_TD: Tensor,
+    ) -> None: ...
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Block:
+class _Block(NamedTuple):
     """Rows of this rank in shared memory, kept there by `array`; or why there is none for them."""
 
-    array: np.ndarray
-    fd: int = -1
+    array: np.ndarray | None
+    fd: int = _NO_MEMORY
     size: int = 0
-    begin: int = 0
+    address: int = 0
     error: SharedMemoryError | None = None
 
 
 class DirectTransport:
     name = "direct"
+    moves_alone = False
 
-    def __init__(self, team: Team, kernels: DirectKernels) -> None:
+    def __init__(self, team: Team, kernels: DirectKernels, node_of_rank: Sequence[int]) -> None:
         self._team = team
         self._kernels = kernels
+        self._node_of_rank = node_of_rank
         self.rank, self.size = team.rank, team.size
+        self._last_bytes = 0  # of a dispatch
+        self._offered: list[_Block] = []
 
-    def exchange(self, message_RM: Tensor, stage: str) -> Tensor:
-        return from_numpy(self._team.exchange(message_RM.numpy(), stage))
+    def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
+        return self._team.exchange(message_RM, stage)
+
+    def offer_rows(self, flow: Flow | None, widths: Sequence[int]) -> Sequence[int]:
+        num_bytes = self._last_bytes if flow is None else _offsets(flow.num_rows, widths)[-1]
+        block = self._take(num_bytes)
+        self._offered = [block]
+        return block.fd, block.size
 
     def send(
-        self,
-        columns: Sequence[Tensor],
-        route: Route,
-        recv_counts: Sequence[int],
-        num_rows: int,
-        stage: str,
-    ) -> list[Tensor]:
-        widths = [column.shape[1] for column in columns]
-        offsets = list(
-            accumulate((round_up(num_rows * width, LINE) for width in widths), initial=0)
+        self, columns: Sequence[Tensor], flow: Flow, told_RW: np.ndarray, stage: str
+    ) -> tuple[list[Tensor], Move]:
+        widths = [column.shape[1] * column.element_size() for column in columns]
+        offsets = _offsets(flow.num_rows, widths)
+        self._last_bytes = offsets[-1]
+        (block,) = self._offered
+        self._offered = []
+        sent_RR, rows_R = flow.sent_RR, flow.rows_R
+        if sent_RR is not None and rows_R is not None and _all_fit(rows_R, widths, told_RW[:, 1]):
+            starts_R = sent_RR[: self.rank].sum(0)
+        else:
+            block = self._take(offsets[-1])
+            message = np.empty((self.size, 4), np.int64)
+            message[:] = block.fd, block.size, 0, flow.num_rows
+            message[:, 2] = list(accumulate(flow.recv_counts, initial=0))[:-1]
+            told_RW = self._team.exchange(message, stage)
+            self._check(told_RW[:, :1], [block], stage)
+            starts_R, rows_R = told_RW[:, 2].copy(), told_RW[:, 3].copy()
+        blocks_R = np.array(
+            [
+                self._base(rank, fd, size, block, flow.route.send_counts[rank], stage)
+                for rank, (fd, size) in enumerate(told_RW[:, :2].tolist())
+            ],
+            np.int64,
         )
-        block = self._take(offsets.pop())
-        message = np.empty((self.size, 3 + len(columns)), np.int64)
-        message[:, :2] = block.fd, block.size
-        message[:, 2] = list(accumulate(recv_counts, initial=0))[:-1]
-        message[:, 3:] = offsets
-        placed = self._place(message, [block], stage)
-        bases = np.zeros(self.size, np.int64)  # and 0 where no rows go, so that nothing is mapped
-        for rank, (fd, size) in enumerate(placed[:, :2].tolist()):
-            if rank == self.rank:
-                bases[rank] = block.array.__array_interface__["data"][0]
-            elif route.send_counts[rank]:
-                bases[rank] = self._team.memory(rank, fd, size, stage)[1]
-        for place, (values, width) in enumerate(zip(columns, widths)):
-            begins = bases + placed[:, 3 + place] + placed[:, 2] * width
-            self._kernels.scatter(values, route, begins)
-        self._team.signal(ROWS)
-        self._team.wait(ROWS, stage)
-        return [_rows(block.array, at, num_rows, width) for at, width in zip(offsets, widths)]
+        arrive = [
+            _rows(block.array, at, flow.num_rows, column.shape[1], column.dtype)
+            for at, column in zip(offsets, columns)
+        ]
 
-    @contextmanager
-    def give_back(
-        self,
-        columns: Sequence[Tensor],
-        recv_counts: Sequence[int],
-        send_counts: Sequence[int],
-        stage: str,
-    ) -> Iterator[list[list[Tensor]]]:
-        starts = np.array(list(accumulate(recv_counts, initial=0))[:-1], np.int64)
-        own = slice(int(starts[self.rank]), int(starts[self.rank]) + recv_counts[self.rank])
-        message = np.empty((self.size, 3 * len(columns)), np.int64)
-        blocks = [self._share(column, own) for column in columns]
-        for place, (column, block) in enumerate(zip(columns, blocks)):
-            message[:, 3 * place : 3 * place + 2] = block.fd, block.size
-            message[:, 3 * place + 2] = block.begin + starts * column.shape[1]
-        placed = self._place(message, blocks, stage).tolist()
-        back = [[column[own]] * self.size for column in columns]
-        for rank, told in enumerate(placed):
-            for place, column in enumerate(columns):
-                if rank == self.rank:
-                    continue
-                if not send_counts[rank]:
-                    back[place][rank] = column[:0]
-                    continue
-                fd, size, begin = told[3 * place : 3 * place + 3]
-                memory, _ = self._team.memory(rank, fd, size, stage)
-                back[place][rank] = _rows(memory, begin, send_counts[rank], column.shape[1])
-        try:
-            yield back
-        finally:
-            # The rows are the user's again when this returns, so all must have read them.
-            self._team.signal(READ)
-            self._team.wait(READ, stage)
+        def move() -> None:
+            self._kernels.scatter(columns, flow.route, blocks_R, starts_R, rows_R)
+            self._team.meet(ROWS, stage)
 
-    def empty(self, num_rows: int, num_bytes: int) -> Tensor:
-        _, array = self._team.pool.take(num_rows * num_bytes)
-        return _rows(array, 0, num_rows, num_bytes)
+        return arrive, move
+
+    def offer_back(self, rows: Sequence[Tensor], flow: Flow, ready: bool) -> np.ndarray:
+        words_RW = np.empty((self.size, 1 + 3 * len(rows)), np.int64)
+        self._offered = []
+        for place, column in enumerate(rows):
+            width = column.shape[1] * column.element_size()
+            address, num_bytes = column.data_ptr(), flow.num_received * width
+            segment, begin = self._team.pool.find(address, num_bytes), 0
+            if segment is None:
+                block = self._take(num_bytes)
+                ready = False
+            else:
+                block = _Block(None, segment.fd, segment.size, segment.address)
+                begin = address - segment.address
+            self._offered.append(block)
+            starts = list(accumulate((count * width for count in flow.recv_counts), initial=begin))
+            words_RW[:, 1 + 3 * place : 3 + 3 * place] = block.fd, block.size
+            words_RW[:, 3 + 3 * place] = starts[:-1]
+        words_RW[:, 0] = ready
+        return words_RW
+
+    def sum_back(
+        self, sums: Sequence[Sum], handle: Handle, told_RW: np.ndarray, stage: str
+    ) -> Move:
+        flow, blocks = handle.flow, self._offered
+        self._offered = []
+        self._check(told_RW[:, 1::3], blocks, stage)
+        own = sum(flow.recv_counts[: self.rank])
+        addresses = []
+        for place, one in enumerate(sums):
+            told = told_RW[:, 1 + 3 * place : 4 + 3 * place].tolist()
+            bases = [
+                self._team.memory(rank, fd, size, stage) + begin
+                if flow.route.send_counts[rank] and rank != self.rank
+                else one.rows_ND.data_ptr()
+                + own * one.rows_ND.shape[1] * one.rows_ND.element_size()
+                for rank, (fd, size, begin) in enumerate(told)
+            ]
+            addresses.append(np.array(bases, np.int64))
+        all_ready = bool(told_RW[:, 0].all())
+
+        def move() -> None:
+            for one, block in zip(sums, blocks):
+                self._share(one.rows_ND, block, flow)
+            if not all_ready:
+                self._team.meet(ROWS, stage)
+            for one, bases_R in zip(sums, addresses):
+                self._kernels.reduce_at(
+                    bases_R, flow.route, self._node_of_rank, one.biases_TD, one.out_TD
+                )
+            # The rows are the user's again after this, so all must have read them.
+            self._team.meet(READ, stage)
+
+        return move
+
+    def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        _, array = self._team.pool.take(num_rows * width * dtype.itemsize)
+        return _rows(array, 0, num_rows, width, dtype)
 
     def close(self) -> None:
         self._team.close()
@@ -129,39 +183,62 @@ class DirectTransport:
         try:
             segment, array = self._team.pool.take(num_bytes)
         except SharedMemoryError as error:
-            return _Block(array=np.empty(0, np.uint8), error=error)
-        return _Block(fd=segment.fd, size=segment.size, array=array)
+            return _Block(None, error=error)
+        return _Block(array, segment.fd, segment.size, segment.address)
 
-    def _share(self, column: Tensor, own: slice) -> _Block:
-        """These rows in shared memory: where they lie, or copied, but for those of this rank."""
-        segment = self._team.pool.find(column.data_ptr(), column.numel())
-        if segment is not None:
-            begin = column.data_ptr() - segment.address
-            return _Block(fd=segment.fd, size=segment.size, begin=begin, array=segment.array())
-        block = self._take(column.numel())
-        if block.error is None:
-            copy = _rows(block.array, 0, *column.shape)
-            for others in (slice(0, own.start), slice(own.stop, None)):
-                self._kernels.pack(column[others], None, copy[others])
-        return block
+    def _base(self, rank: int, fd: int, size: int, own: _Block, num_rows: int, stage: str) -> int:
+        """Where a rank's block begins here; 0 if no rows go there, so that nothing is mapped."""
+        if rank == self.rank:
+            return own.address
+        return self._team.memory(rank, fd, size, stage) if num_rows else 0
 
-    def _place(self, message: np.ndarray, blocks: Sequence[_Block], stage: str) -> np.ndarray:
-        """Tell all ranks where rows are or go. If a rank has no memory for them, all raise."""
-        errors = [block.error for block in blocks if block.error is not None]
-        if errors:
-            message[:, 0] = -1
-        placed = self._team.exchange(message, stage)
-        if errors:
-            raise errors[0]
-        without = np.flatnonzero(placed[:, 0] == -1).tolist()
-        if without:
-            raise SharedMemoryError(
-                f"{stage}: {name_ranks(without)} could not get shared memory, on rank {self.rank}"
-            )
-        return placed
+    def _share(self, rows_ND: Tensor, block: _Block, flow: Flow) -> None:
+        """Copy rows into their block, if they have one, but for those of this rank."""
+        if block.array is None:
+            return
+        copy = _rows(block.array, 0, flow.num_received, rows_ND.shape[1], rows_ND.dtype)
+        begin = sum(flow.recv_counts[: self.rank])
+        end = begin + flow.recv_counts[self.rank]
+        for others in (slice(0, begin), slice(end, flow.num_received)):
+            self._kernels.pack(as_bytes(rows_ND[others]), None, as_bytes(copy[others]))
+
+    def _check(self, told_fds: np.ndarray, blocks: Sequence[_Block], stage: str) -> None:
+        """If a rank has no memory for its rows, all raise."""
+        if (told_fds != _NO_MEMORY).all():
+            return
+        for block in blocks:
+            if block.error is not None:
+                raise block.error
+        without = np.flatnonzero((told_fds == _NO_MEMORY).any(1)).tolist()
+        raise SharedMemoryError(
+            f"{stage}: {name_ranks(without)} could not get shared memory, on rank {self.rank}"
+        )
 
 
-def _rows(memory: np.ndarray, begin: int, count: int, width: int) -> Tensor:
-    if count == 0:
-        return torch.empty(0, width, dtype=torch.uint8)
-    return from_numpy(memory[begin : begin + count * width].reshape(count, width))
+def _offsets(num_rows: int, widths: Sequence[int]) -> list[int]:
+    """Where columns begin in a block, and where the last ends.
+
+    >>> _offsets(3, [100, 4, 8])
+    [0, 320, 384, 448]
+    """
+    return list(accumulate((round_up(num_rows * width, LINE) for width in widths), initial=0))
+
+
+def _all_fit(rows_R: np.ndarray, widths: Sequence[int], sizes_R: np.ndarray) -> bool:
+    """Does every rank's block hold what comes to it, without being far too large? All ranks see
+    the same.
+    """
+    for num_rows, size in zip(rows_R.tolist(), sizes_R.tolist()):
+        needed = _offsets(num_rows, widths)[-1]
+        if not needed <= size <= 2 * size_class(needed):
+            return False
+    return True
+
+
+def _rows(
+    array: np.ndarray | None, begin: int, num_rows: int, width: int, dtype: torch.dtype
+) -> Tensor:
+    if num_rows == 0:
+        return torch.empty(0, width, dtype=dtype)
+    flat = torch.frombuffer(array, dtype=dtype, count=num_rows * width, offset=begin)
+    return flat.view(num_rows, width)

@@ -80,23 +80,27 @@ class Pool:
     def __init__(self) -> None:
         self._segments: list[Segment] = []
         self._free: list[Segment] = []
+        self._lent: dict[int, tuple[weakref.ref[np.ndarray], Segment]] = {}
         # A tensor may die on any thread, and on this one while it holds the lock: the collector of
         # cycles runs wherever memory is allocated.
         self._lock = threading.RLock()
 
     def take(self, num_bytes: int) -> tuple[Segment, np.ndarray]:
         """A segment with room, and its array: when that has died, the segment is free again."""
-        wanted = _size_class(num_bytes)
+        wanted = size_class(num_bytes)
         with self._lock:
-            fitting = [one for one in self._free if wanted <= one.size <= 2 * wanted]
-            segment = min(fitting, key=lambda one: one.size, default=None)
+            segment = None
+            for one in self._free:
+                if wanted <= one.size <= 2 * wanted and (not segment or one.size < segment.size):
+                    segment = one
             if segment is not None:
                 self._free.remove(segment)
         if segment is None:
             segment = Segment(wanted)
             self._segments.append(segment)
         array = segment.array()
-        weakref.finalize(array, self._give_back, segment).atexit = False
+        reference = weakref.ref(array, self._give_back)
+        self._lent[id(reference)] = reference, segment
         return segment, array
 
     def find(self, address: int, num_bytes: int) -> Segment | None:
@@ -114,15 +118,15 @@ class Pool:
     def __iter__(self) -> Iterator[Segment]:
         return iter(self._segments)
 
-    def _give_back(self, segment: Segment) -> None:
+    def _give_back(self, reference: weakref.ref[np.ndarray]) -> None:
         with self._lock:
-            self._free.append(segment)
+            self._free.append(self._lent.pop(id(reference))[1])
 
 
-def _size_class(num_bytes: int) -> int:
+def size_class(num_bytes: int) -> int:
     """Rounded up by an eighth at most, so that results of nearly one size use one segment.
 
-    >>> _size_class(1), _size_class(65_537), _size_class(1_000_000)
+    >>> size_class(1), size_class(65_537), size_class(1_000_000)
     (65536, 73728, 1048576)
     """
     step = 1 << max(12, num_bytes.bit_length() - 4)  # whole pages

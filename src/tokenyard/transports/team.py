@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -29,10 +30,21 @@ _GRACE = 0.2  # seconds for signals on their way, once a peer is seen dead
 
 
 class SignalKernels(Protocol):
-    def raise_signals(self, addresses: np.ndarray, epoch: int) -> None: ...
+    def meet(self, outgoing: int, incoming: int, size: int, epoch: int, patience: int) -> int: ...
+
+    def post(
+        self,
+        message_RM: np.ndarray,
+        outboxes: int,
+        outgoing: int,
+        incoming: int,
+        size: int,
+        epoch: int,
+        patience: int,
+    ) -> int: ...
 
     def await_signals(
-        self, addresses: np.ndarray, epoch: int, first: int, patience: int
+        self, incoming: int, size: int, epoch: int, first: int, patience: int
     ) -> int: ...
 
 
@@ -47,6 +59,7 @@ class Team:
         self._kernels = kernels
         self._timeout = timeout
         self._epochs = [0] * _KINDS
+        self._tables: list[np.ndarray] = []
         self._attached: dict[tuple[int, int], tuple[np.ndarray, int]] = {}
         self._control, failure = _try_segment(self._control_bytes())
         fd, nonce = -1, int.from_bytes(os.urandom(7), "little")
@@ -63,6 +76,7 @@ class Team:
         self._addresses()
         self._pidfds = {os.pidfd_open(pid): rank for rank, pid in enumerate(self._pids)}
         self._deaths = select.poll()
+        self._one_polls = threading.Lock()  # words may be exchanged while rows move
         for fd in self._pidfds:
             self._deaths.register(fd, select.POLLIN)
         cores = len(os.sched_getaffinity(0))
@@ -70,39 +84,78 @@ class Team:
 
     def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
         """Row r of an int64 message goes to rank r; row r of the answer came from it."""
-        answer = np.empty_like(message_RM)
-        for begin in range(0, message_RM.shape[1], _BOX):
-            part = slice(begin, begin + _BOX)
-            rows = message_RM[:, part]
-            box = (self._epochs[MAIL] + 1) % 2
-            for rank, boxes in enumerate(self._outboxes):
-                boxes[box, self.rank, : rows.shape[1]] = rows[rank]
-            self.signal(MAIL)
-            self.wait(MAIL, stage)
-            answer[:, part] = self._outboxes[self.rank][box, :, : rows.shape[1]]
-        return answer
-
-    def signal(self, kind: int) -> None:
-        """Tell all ranks; whatever this thread wrote to their memory comes first."""
-        self._epochs[kind] += 1
-        self._kernels.raise_signals(self._outgoing[kind], self._epochs[kind])
-
-    def wait(self, kind: int, stage: str) -> None:
-        """Until all ranks have signalled as often as this one: spin, then yield, then sleep."""
-        addresses, epoch = self._incoming[kind], self._epochs[kind]
-        first = self._kernels.await_signals(addresses, epoch, 0, self._patience)
+        if message_RM.shape[1] > _BOX:
+            whole = range(0, message_RM.shape[1], _BOX)
+            parts = [self.exchange(message_RM[:, at : at + _BOX], stage) for at in whole]
+            return np.concatenate(parts, axis=1)
+        self._epochs[MAIL] += 1
+        epoch = self._epochs[MAIL]
+        outgoing, incoming = self._lines[MAIL]
+        outboxes, inbox = self._boxes[epoch % 2]
+        first = self._kernels.post(
+            message_RM, outboxes, outgoing, incoming, self.size, epoch, self._patience
+        )
         if first < self.size:
-            self._wait_long(addresses, epoch, first, stage)
+            self._wait_long(incoming, epoch, first, stage)
+        return inbox[:, : message_RM.shape[1]].copy()
 
-    def memory(self, rank: int, fd: int, num_bytes: int, stage: str) -> tuple[np.ndarray, int]:
-        """A peer's segment, mapped when it is first asked for, and its address here."""
+    def meet(self, kind: int, stage: str) -> None:
+        """Signal to all ranks and wait until they have done so as often: spin, then yield, then
+        sleep. Whatever this thread wrote to their memory comes before the signal.
+        """
+        self._epochs[kind] += 1
+        epoch = self._epochs[kind]
+        outgoing, incoming = self._lines[kind]
+        first = self._kernels.meet(outgoing, incoming, self.size, epoch, self._patience)
+        if first < self.size:
+            self._wait_long(incoming, epoch, first, stage)
+
+    def wait_until(
+        self, step: Callable[[], int], missing: Callable[[], Sequence[int]], stage: str
+    ) -> None:
+        """Until step(), which tries to get on, says that 0 is left to do.
+
+        It may take for ever as long as there is less and less to do. Otherwise PeerDied names who
+        has died, and PeerTimeout the ranks that missing() finds.
+        """
+        left = step()
+        deadline = time.monotonic() + self._timeout
+        dead_since, rounds = None, 0
+        while left:
+            before, left = left, step()
+            now = time.monotonic()
+            if left < before:
+                deadline, rounds = now + self._timeout, 0
+                continue
+            dead = self._dead_ranks()
+            if dead and dead_since is None:
+                dead_since = now
+            if dead_since is not None and now > dead_since + _GRACE:
+                raise self._died(dead, stage)
+            if now > deadline:
+                self._communicator.leave_word()
+                late = tuple(missing())
+                raise PeerTimeout(
+                    f"{stage}: {self._timeout:g} s passed; no word from {name_ranks(late)}, "
+                    f"on rank {self.rank}",
+                    ranks=late,
+                    stage=stage,
+                )
+            rounds += 1
+            if rounds < 50:
+                os.sched_yield()
+            else:
+                time.sleep(min(1e-3, 2e-5 * (rounds - 49)))
+
+    def memory(self, rank: int, fd: int, num_bytes: int, stage: str) -> int:
+        """The address here of a peer's segment, which is mapped when it is first asked for."""
         if (rank, fd) not in self._attached:
             try:
                 array = attach(self._pids[rank], fd, num_bytes)
             except OSError as error:
                 raise self._lost(rank, stage) from error
             self._attached[rank, fd] = array, int(array.ctypes.data)
-        return self._attached[rank, fd]
+        return self._attached[rank, fd][1]
 
     def close(self) -> None:
         if self._control is not None:
@@ -112,42 +165,20 @@ class Team:
             os.close(fd)
         self._pidfds = {}
 
-    def _wait_long(self, addresses: np.ndarray, epoch: int, first: int, stage: str) -> None:
-        deadline = time.monotonic() + self._timeout
-        dead_since, rounds = None, 0
-        while True:
-            before = first
-            first = self._kernels.await_signals(addresses, epoch, first, 20)
-            if first == self.size:
-                return
-            now = time.monotonic()
-            if first > before:
-                deadline, rounds = now + self._timeout, 0
-            dead = self._dead_ranks()
-            if dead and dead_since is None:
-                dead_since = now
-            if dead_since is not None and now > dead_since + _GRACE:
-                raise self._died(dead, stage)
-            if now > deadline:
-                self._communicator.leave_word()
-                raise PeerTimeout(
-                    f"{stage}: {self._timeout:g} s passed; no word from rank {first}, "
-                    f"on rank {self.rank}",
-                    ranks=(first,),
-                    stage=stage,
-                )
-            rounds += 1
-            if rounds < 50:
-                os.sched_yield()
-            else:
-                time.sleep(min(1e-3, 2e-5 * (rounds - 49)))
+    def _wait_long(self, incoming: int, epoch: int, first: int, stage: str) -> None:
+        def step() -> int:
+            nonlocal first
+            first = self._kernels.await_signals(incoming, self.size, epoch, first, 20)
+            return self.size - first
+
+        self.wait_until(step, lambda: (first,), stage)
 
     def _lost(self, rank: int, stage: str) -> PeerDied:
         """A peer's memory is gone between its telling us of it and our asking: it has died, or has
         closed its Buffer, most likely because another rank died.
         """
-        self._deaths.poll(1000)  # who dies loses its files a moment before it is seen to be dead
-        dead = self._dead_ranks()
+        # Who dies loses its files a moment before it is seen to be dead.
+        dead = self._dead_ranks(wait_ms=1000)
         if dead:
             return self._died(dead, stage)
         text = f"{stage}: rank {rank} has closed its Buffer, on rank {self.rank}"
@@ -158,8 +189,9 @@ class Team:
         text = f"{stage}: {name_ranks(dead)} died, on rank {self.rank}"
         return PeerDied(text, ranks=dead, stage=stage)
 
-    def _dead_ranks(self) -> tuple[int, ...]:
-        return tuple(sorted(self._pidfds[fd] for fd, _ in self._deaths.poll(0)))
+    def _dead_ranks(self, wait_ms: int = 0) -> tuple[int, ...]:
+        with self._one_polls:
+            return tuple(sorted(self._pidfds[fd] for fd, _ in self._deaths.poll(wait_ms)))
 
     def _attach_controls(self, fds: Sequence[int], nonces: Sequence[int]) -> str | None:
         """Map all ranks' control segments. Returns what went wrong, if anything did."""
@@ -175,28 +207,40 @@ class Team:
         return None
 
     def _addresses(self) -> None:
-        """Where signals go and come in, and the boxes [2, R, BOX] of every rank."""
+        """Where signals go and come in, and where messages do: tables for the kernels."""
         bases = [int(control.ctypes.data) for control in self._controls]
+        own, ranks = bases[self.rank], range(self.size)
 
         def line(base: int, kind: int, rank: int) -> int:
             return base + LINE * (1 + kind * self.size + rank)
 
-        own, ranks = bases[self.rank], range(self.size)
-        self._outgoing = [
-            np.array([line(base, kind, self.rank) for base in bases], np.int64)
+        def box(base: int, turn: int, rank: int) -> int:
+            return base + self._signal_bytes() + 8 * _BOX * (turn * self.size + rank)
+
+        self._lines = [
+            (
+                self._table([line(base, kind, self.rank) for base in bases]),
+                self._table([line(own, kind, rank) for rank in ranks]),
+            )
             for kind in range(_KINDS)
         ]
-        self._incoming = [
-            np.array([line(own, kind, rank) for rank in ranks], np.int64) for kind in range(_KINDS)
-        ]
-        boxes = LINE * (1 + _KINDS * self.size)
-        self._outboxes = [
-            control[boxes:].view(np.int64)[: 2 * self.size * _BOX].reshape(2, self.size, _BOX)
-            for control in self._controls
+        mine = self._controls[self.rank][self._signal_bytes() :].view(np.int64)
+        inboxes = mine[: 2 * self.size * _BOX].reshape(2, self.size, _BOX)
+        self._boxes = [
+            (self._table([box(base, turn, self.rank) for base in bases]), inboxes[turn])
+            for turn in range(2)
         ]
 
+    def _table(self, addresses: list[int]) -> int:
+        """The address of an array that lives as long as the team."""
+        self._tables.append(np.array(addresses, np.int64))
+        return int(self._tables[-1].ctypes.data)
+
+    def _signal_bytes(self) -> int:
+        return LINE * (1 + _KINDS * self.size)
+
     def _control_bytes(self) -> int:
-        exact = LINE * (1 + _KINDS * self.size) + 2 * self.size * _BOX * 8
+        exact = self._signal_bytes() + 2 * self.size * _BOX * 8
         return round_up(exact, os.sysconf("SC_PAGESIZE"))
 
 

@@ -9,19 +9,20 @@ apply to them, since they read raw addresses: to step through a kernel, take the
     signals for ranks that share memory
 """
 
-from tokenyard.kernels.numba.layout import channel_prefix, layout, route
-from tokenyard.kernels.numba.reduce import reduce
+from tokenyard.kernels.numba.layout import layout, route
+from tokenyard.kernels.numba.reduce import reduce, reduce_at
 from tokenyard.kernels.numba.rows import localise, pack, scatter
-from tokenyard.kernels.numba.signals import await_signals, raise_signals
+from tokenyard.kernels.numba.signals import await_signals, meet, post
 
 __all__ = [
     "await_signals",
-    "channel_prefix",
     "layout",
     "localise",
+    "meet",
     "pack",
-    "raise_signals",
+    "post",
     "reduce",
+    "reduce_at",
     "route",
     "scatter",
 ]

@@ -240,37 +240,3 @@ def route(is_token_in_rank_TR: Tensor) -> Route:
         found.copy_slot.data_ptr(),
     )
     return found
-
-
-@njit(nogil=True, cache=True)
-def _channel_prefix_kernel(copy_start, copy_rank, num_tokens, out, num_ranks, num_channels):
-    starts, ranks, prefix = (
-        pointer(copy_start, _INT32),
-        pointer(copy_rank, _INT32),
-        pointer(out, _INT32),
-    )
-    each = (num_tokens + num_channels - 1) // num_channels
-    for i in range(num_ranks * num_channels):
-        prefix[i] = 0
-    for channel in range(num_channels):
-        begin = min(channel * each, num_tokens)
-        end = min(begin + each, num_tokens)
-        for copy in range(starts[begin], starts[end]):
-            prefix[np.int64(ranks[copy]) * num_channels + channel] += np.int32(1)
-    for r in range(num_ranks):
-        for channel in range(1, num_channels):
-            prefix[r * num_channels + channel] += prefix[r * num_channels + channel - 1]
-
-
-def channel_prefix(route: Route, num_channels: int) -> Tensor:
-    num_ranks = len(route.send_counts)
-    prefix_RC = from_numpy(memory.empty_array((num_ranks, num_channels), _COUNT))
-    _channel_prefix_kernel(
-        route.copy_start.data_ptr(),
-        route.copy_rank.data_ptr(),
-        route.copy_start.shape[0] - 1,
-        prefix_RC.data_ptr(),
-        num_ranks,
-        num_channels,
-    )
-    return prefix_RC

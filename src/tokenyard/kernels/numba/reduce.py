@@ -156,13 +156,27 @@ def reduce(
     biases_TD: Sequence[Tensor],
     out_TD: Tensor,
 ) -> Tensor:
+    addresses = np.array([rows.data_ptr() for rows in rows_by_rank], np.int64)
+    reduce_at(addresses, route, node_of_rank, biases_TD, out_TD)
+    return out_TD
+
+
+def reduce_at(
+    addresses_R: np.ndarray,
+    route: Route,
+    node_of_rank: Sequence[int],
+    biases_TD: Sequence[Tensor],
+    out_TD: Tensor,
+) -> None:
+    """As reduce, given where each rank's first row lies."""
     num_tokens, hidden = out_TD.shape
+    if num_tokens == 0:
+        return
     like = LIKE[out_TD.dtype]
     wide = np.float64 if like.dtype == np.float64 else np.float32
-    bases = np.array([rows.data_ptr() for rows in rows_by_rank], np.int64)
     biases = np.array([bias.data_ptr() for bias in biases_TD], np.int64)
     lists = (route.copy_start.data_ptr(), route.copy_rank.data_ptr(), route.copy_slot.data_ptr())
-    nodes, num_nodes = np.array(node_of_rank, np.int32), max(node_of_rank) + 1
+    num_nodes = max(node_of_rank) + 1
     out, row_bytes = out_TD.data_ptr(), hidden * like.itemsize
     moved = (route.copy_rank.shape[0] + num_tokens) * row_bytes
     streaming = moved >= _STREAMING and out % LINE == 0 and row_bytes % LINE == 0
@@ -170,12 +184,13 @@ def reduce(
     def part(begin: int, end: int) -> None:
         sums = np.empty(2 * _PIECE, wide)
         if num_nodes == 1:
-            _reduce_kernel(bases, *lists, biases, out, hidden, begin, end, streaming, like, sums)
+            _reduce_kernel(
+                addresses_R, *lists, biases, out, hidden, begin, end, streaming, like, sums
+            )
         else:
+            nodes = np.array(node_of_rank, np.int32)
             _reduce_nodes_kernel(
-                bases, *lists, nodes, num_nodes, biases, out, hidden, begin, end, like, sums
+                addresses_R, *lists, nodes, num_nodes, biases, out, hidden, begin, end, like, sums
             )
 
-    if num_tokens:
-        in_channels(part, num_tokens, moved)
-    return out_TD
+    in_channels(part, num_tokens, moved)

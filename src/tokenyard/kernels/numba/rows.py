@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numba import njit
 from torch import Tensor
@@ -63,35 +65,62 @@ def pack(x_TB: Tensor, index_N: Tensor | None, out_NB: Tensor) -> Tensor:
 
 
 @njit(nogil=True, cache=True)
-def _scatter_kernel(x, x_stride, starts, ranks, slots, bases, num_bytes, begin, end, streaming):
+def _targets(columns, blocks, firsts, rows):
+    """[columns, R]: where this rank's first row of each column goes in each rank's block."""
+    targets = np.empty((columns.shape[0], blocks.shape[0]), np.int64)
+    for r in range(blocks.shape[0]):
+        at = blocks[r]
+        for j in range(columns.shape[0]):
+            width = columns[j, 1]
+            targets[j, r] = at + firsts[r] * width
+            at += (rows[r] * width + LINE - 1) // LINE * LINE
+    return targets
+
+
+@njit(nogil=True, cache=True)
+def _scatter_kernel(columns, starts, ranks, slots, blocks, firsts, rows, begin, end, much):
     first, to, at = pointer(starts, _INT32), pointer(ranks, _INT32), pointer(slots, _INT32)
+    targets = _targets(columns, blocks, firsts, rows)
     for t in range(begin, end):
-        row = x + np.int64(t) * x_stride
-        for c in range(first[t], first[t + 1]):
-            target = bases[to[c]] + np.int64(at[c]) * num_bytes
-            if streaming:
-                _copy_row(target, row, num_bytes)
-            else:
-                copy_bytes(target, row, num_bytes)
+        for j in range(columns.shape[0]):
+            row, width = columns[j, 0] + np.int64(t) * columns[j, 1], columns[j, 1]
+            for c in range(first[t], first[t + 1]):
+                target = targets[j, to[c]] + np.int64(at[c]) * width
+                if much and width >= _LONG_ROW:
+                    _copy_row(target, row, width)
+                else:
+                    copy_bytes(target, row, width)
 
 
-def scatter(x_TB: Tensor, route: Route, bases: np.ndarray) -> None:
-    """Each token's row into its slot of each of its ranks' rows: read once, written to all.
+def scatter(
+    columns: Sequence[Tensor],
+    route: Route,
+    blocks_R: np.ndarray,
+    starts_R: np.ndarray,
+    rows_R: np.ndarray,
+) -> None:
+    """Each token's row into its slot in each of its ranks' memory: read once, written to all.
 
-    `bases` has the address of this rank's first row in each rank's memory.
+    A rank's block has `rows` rows of each column, one column after the other, each from a new cache
+    line. This rank's rows begin with number `starts` there.
     """
-    num_tokens, num_bytes = x_TB.shape
+    num_tokens = columns[0].shape[0]
+    if num_tokens == 0:
+        return
+    table, width = [], 0
+    for column in columns:
+        each = column.shape[1] * column.element_size()
+        table.append((column.data_ptr(), each))
+        width += each
+    values = np.array(table, np.int64)
     starts, ranks = route.copy_start.data_ptr(), route.copy_rank.data_ptr()
-    slots, x, stride = route.copy_slot.data_ptr(), x_TB.data_ptr(), x_TB.stride(0)
-
-    moved = route.copy_rank.shape[0] * num_bytes
-    streaming = num_bytes >= _LONG_ROW and moved >= _MUCH
+    slots, moved = route.copy_slot.data_ptr(), route.copy_rank.shape[0] * width
+    much = moved >= _MUCH
 
     def part(begin: int, end: int) -> None:
-        _scatter_kernel(x, stride, starts, ranks, slots, bases, num_bytes, begin, end, streaming)
+        _scatter_kernel(values, starts, ranks, slots, blocks_R, starts_R, rows_R, begin, end, much)
 
-    if num_tokens:
-        in_channels(part, num_tokens, moved)
+    in_channels(part, num_tokens, moved)
 
 
 @njit(nogil=True, cache=True)

@@ -1,4 +1,9 @@
-"""Raising signals in other ranks' memory, and waiting for theirs: never for ever."""
+"""Raising signals in other ranks' memory, and waiting for theirs: never for ever.
+
+All take the addresses of two tables of R addresses: where this rank's signals go, and where the
+others' come in. They return the place of the first signal that has not come, or R: whoever called
+decides whether to go on waiting.
+"""
 
 from __future__ import annotations
 
@@ -6,35 +11,68 @@ import numpy as np
 from numba import njit
 
 from tokenyard.kernels.numba.atomics import fence_stores, load_acquire, pause, store_release
+from tokenyard.kernels.numba.intrinsics import copy_bytes, pointer
+
+_INT64 = np.empty(0, np.int64)
 
 
 @njit(nogil=True, cache=True)
-def _raise_kernel(addresses, epoch):
+def _raise_kernel(outgoing, size, epoch):
     fence_stores()
-    for i in range(addresses.shape[0]):
-        store_release(addresses[i], epoch)
-
-
-def raise_signals(addresses: np.ndarray, epoch: int) -> None:
-    """Everything that this thread wrote comes before the signals, streaming stores included."""
-    _raise_kernel(addresses, epoch)
+    signals = pointer(outgoing, _INT64)
+    for i in range(size):
+        store_release(signals[i], epoch)
 
 
 @njit(nogil=True, cache=True)
-def _await_kernel(addresses, epoch, first, patience):
-    for i in range(first, addresses.shape[0]):
+def _await_kernel(incoming, size, epoch, first, patience):
+    signals = pointer(incoming, _INT64)
+    for i in range(first, size):
         for _ in range(patience):
-            if load_acquire(addresses[i]) >= epoch:
+            if load_acquire(signals[i]) >= epoch:
                 break
             pause()
         else:
             return i
-    return addresses.shape[0]
+    return size
 
 
-def await_signals(addresses: np.ndarray, epoch: int, first: int, patience: int) -> int:
-    """Wait for signals first.. to reach the epoch, each for at most `patience` pauses.
+@njit(nogil=True, cache=True)
+def _meet_kernel(outgoing, incoming, size, epoch, patience):
+    _raise_kernel(outgoing, size, epoch)
+    return _await_kernel(incoming, size, epoch, 0, patience)
 
-    Returns the place of the first that has not: whoever called decides whether to go on waiting.
+
+@njit(nogil=True, cache=True)
+def _post_kernel(message, outboxes, outgoing, incoming, size, epoch, patience):
+    boxes = pointer(outboxes, _INT64)
+    num_bytes = message.shape[1] * np.int64(8)
+    for r in range(size):
+        copy_bytes(boxes[r], message.ctypes.data + r * message.strides[0], num_bytes)
+    return _meet_kernel(outgoing, incoming, size, epoch, patience)
+
+
+def meet(outgoing: int, incoming: int, size: int, epoch: int, patience: int) -> int:
+    """Signal, and wait for all others' signals, each for at most `patience` pauses.
+
+    Everything that this thread wrote comes before its signals, streaming stores included.
     """
-    return _await_kernel(addresses, epoch, first, patience)
+    return _meet_kernel(outgoing, incoming, size, epoch, patience)
+
+
+def post(
+    message_RM: np.ndarray,
+    outboxes: int,
+    outgoing: int,
+    incoming: int,
+    size: int,
+    epoch: int,
+    patience: int,
+) -> int:
+    """As `meet`, after row r of an int64 message was put into the r-th of a table of boxes."""
+    return _post_kernel(message_RM, outboxes, outgoing, incoming, size, epoch, patience)
+
+
+def await_signals(incoming: int, size: int, epoch: int, first: int, patience: int) -> int:
+    """Wait for signals first.. to reach the epoch, each for at most `patience` pauses."""
+    return _await_kernel(incoming, size, epoch, first, patience)

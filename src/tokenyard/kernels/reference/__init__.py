@@ -4,7 +4,6 @@ Choose it to read what a kernel does, to step through it, or on devices that no 
 """
 
 from tokenyard.kernels.reference.exchange import (
-    channel_prefix,
     layout,
     localise,
     pack,
@@ -12,4 +11,4 @@ from tokenyard.kernels.reference.exchange import (
     route,
 )
 
-__all__ = ["channel_prefix", "layout", "localise", "pack", "reduce", "route"]
+__all__ = ["layout", "localise", "pack", "reduce", "route"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.kernels.base import wide_dtype
-from tokenyard.types import Layout, Route, channel_ranges
+from tokenyard.types import Layout, Route
 
 
 def layout(
@@ -72,22 +72,6 @@ def route(is_token_in_rank_TR: Tensor) -> Route:
         copy_rank=rank_N.int(),
         copy_slot=slot_TR[token_N, rank_N],
     )
-
-
-def channel_prefix(route: Route, num_channels: int) -> Tensor:
-    """
-    >>> sent = torch.tensor([[True, False], [False, True], [False, True]])
-    >>> channel_prefix(globals()["route"](sent), 2).tolist()
-    [[1, 1], [1, 2]]
-    """
-    num_ranks = len(route.send_counts)
-    counts_RC = torch.zeros(num_ranks, num_channels, dtype=torch.int32)
-    for channel, (begin, end) in enumerate(
-        channel_ranges(route.copy_start.shape[0] - 1, num_channels)
-    ):
-        copies = route.copy_rank[route.copy_start[begin] : route.copy_start[end]]
-        counts_RC[:, channel] = torch.bincount(copies, minlength=num_ranks)
-    return counts_RC.cumsum(1).int()
 
 
 def pack(x_TB: Tensor, index_N: Tensor | None, out_NB: Tensor) -> Tensor:

@@ -1,0 +1,159 @@
+"""Calls that return before their rows have moved: order, results, and failures."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenyard
+from tokenyard import EventOverlap
+from tokenyard.events import Worker
+from tokenyard.testing import Processes, assert_same, numbered_tokens, routing, run_virtual
+from tokenyard.transports import available
+
+pytestmark = pytest.mark.processes
+
+EXPERTS = 12
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with Processes(3, timeout=100) as processes:
+        yield processes
+
+
+def program(buffer: tokenyard.Buffer, seed: int, is_async: bool) -> list[Tensor]:
+    """Random calls, each on what earlier ones left, chained by events. The same on every rank."""
+    choose = random.Random(seed)
+    kept: list[Tensor] = []
+    routed: list[tuple[Tensor, Any, EventOverlap]] = []  # received rows, handle, event
+    sums: list[tuple[Tensor, EventOverlap | None]] = []
+
+    def fresh(turn: int) -> tuple[Tensor, EventOverlap | None]:
+        return numbered_tokens(TOKENS, 64, first=1000 * turn + 100 * buffer.rank), None
+
+    for turn in range(choose.randint(2, 9)):
+        x, after = choose.choice([fresh(turn), *sums])
+        kind = choose.choice(["dispatch", "cached", "combine"] if routed else ["dispatch"])
+        if kind == "dispatch":
+            idx, weights = routing("uniform", TOKENS, 3, EXPERTS, seed=seed + turn + buffer.rank)
+            got = buffer.dispatch(
+                x,
+                topk_idx=idx,
+                topk_weights=weights,
+                num_experts=EXPERTS,
+                num_worst_tokens=choose.choice([0, buffer.group_size * TOKENS]),
+                previous_event=after,
+                async_finish=is_async,
+            )
+            kept += [got.recv_x, got.recv_topk_idx, got.recv_topk_weights]
+            routed.append((got.recv_x, got.handle, got.event))
+        elif kind == "cached":
+            _, handle, _ = choose.choice(routed)
+            got = buffer.dispatch(x, handle=handle, previous_event=after, async_finish=is_async)
+            kept.append(got.recv_x)
+            routed.append((got.recv_x, handle, got.event))
+        else:
+            rows, handle, event = choose.choice(routed)
+            bias = choose.choice([None, fresh(turn)[0]])
+            got = buffer.combine(
+                rows, handle, bias=bias, previous_event=event, async_finish=is_async
+            )
+            kept.append(got.x)
+            sums.append((got.x, got.event))
+        assert (got.event.event is not None) is is_async
+    if is_async:
+        events = [event for *_, event in routed] + [event for _, event in sums if event]
+        choose.shuffle(events)
+        for event in events:
+            event.current_stream_wait()
+            assert event.is_over
+    return kept
+
+
+def both_ways(group: Any, transport: str, seeds: range) -> int:
+    with tokenyard.Buffer(group, transport=transport) as buffer:
+        for seed in seeds:
+            assert_same(program(buffer, seed, True), program(buffer, seed, False), f"seed {seed}")
+    return len(seeds)
+
+
+@pytest.mark.parametrize("transport", available())
+def test_any_order_of_calls_gives_the_results_of_synchronous_ones(
+    ranks: Processes, transport: str
+) -> None:
+    assert ranks.run(both_ways, transport, range(200)) == [200] * 3
+
+
+def test_virtual_ranks_have_threads_too() -> None:
+    assert run_virtual(both_ways, 5, "auto", range(20)).results == [20] * 5
+
+
+def return_early(group: Any) -> list[tuple[float, float, bool]]:
+    """Seconds until calls return, until their events are over, and whether they still went on."""
+    times = []
+    x = numbered_tokens(4096, 2048)
+    idx, weights = routing("uniform", 4096, 8, EXPERTS, seed=group.rank())
+    with tokenyard.Buffer(group) as buffer:
+        for _ in range(12):
+            group.barrier()
+            start = time.perf_counter()
+            got = buffer.dispatch(
+                x, topk_idx=idx, topk_weights=weights, num_experts=EXPERTS, async_finish=True
+            )
+            returned, went_on = time.perf_counter() - start, not got.event.is_over
+            got.event.current_stream_wait()
+            times.append((returned, time.perf_counter() - start, went_on))
+    return times[2:]
+
+
+def test_a_call_returns_while_its_rows_move(ranks: Processes) -> None:
+    """How soon depends on who else uses the machine: benchmarks/intranode.py measures that."""
+    for times in ranks.run(return_early):
+        assert sum(went_on for *_, went_on in times) >= len(times) // 2
+        returned, over, _ = (statistics.median(column) for column in zip(*times))
+        assert returned < over / 2
+
+
+def test_work_is_done_in_order_and_not_at_all_after_a_failure() -> None:
+    worker, done, gate = Worker("test"), [], threading.Event()
+
+    def fail() -> None:
+        done.append("fail")
+        raise RuntimeError("a cable was pulled")
+
+    first = worker.submit(lambda: (gate.wait(10), done.append("first")))  # type: ignore[arg-type]
+    second, third = worker.submit(fail), worker.submit(lambda: done.append("third"))
+    assert not first.is_over
+    gate.set()
+    first.current_stream_wait()
+    for event in (second, third):
+        with pytest.raises(RuntimeError, match="a cable was pulled"):
+            event.current_stream_wait()
+    with pytest.raises(RuntimeError, match="a cable was pulled"):
+        worker.drain()
+    worker.close()
+    assert done == ["first", "fail"]
+    assert str(worker.failure) == "a cable was pulled"
+
+
+def failing_thread(group: Any) -> None:
+    with tokenyard.Buffer(group) as buffer:
+        buffer._engine._worker.submit(lambda: torch.zeros(-1))
+        with pytest.raises(RuntimeError):
+            buffer._engine._worker.drain()
+        x, (idx, weights) = numbered_tokens(8, 16), routing("uniform", 8, 3, EXPERTS)
+        with pytest.raises(tokenyard.BufferClosed, match="broken by an earlier error"):
+            buffer.dispatch(x, topk_idx=idx, topk_weights=weights, num_experts=EXPERTS)
+
+
+def test_a_failure_on_the_thread_breaks_the_buffer(ranks: Processes) -> None:
+    ranks.run(failing_thread)
