@@ -65,7 +65,7 @@ class Agreed(NamedTuple):
     offers: np.ndarray  # [R, 8]
     payload: np.ndarray  # [R, M] int64, row r from rank r
     num_tokens: np.ndarray  # [R]
-    num_worst_tokens: np.ndarray  # [R]
+    num_worst_tokens: list[int]  # R
 
 
 class Agreement:
@@ -74,6 +74,7 @@ class Agreement:
         self._rank, self._size = transport.rank, transport.size
         self._buffer_id = buffer_id
         self.number = 0  # of calls so far
+        self._message = np.zeros((self._size, _MESSAGE), np.int64)
 
     def agree(
         self, stage: str, prepare: Callable[[], _Made], terms: Callable[[_Made], Terms]
@@ -100,19 +101,19 @@ class Agreement:
             terms = Terms(Call(stage=STAGES.index(stage)))
         call, offer, payload, num_tokens, num_worst_tokens = terms
         call = call._replace(buffer=self._buffer_id, number=self.number)
-        head = np.array((failure is not None, *call, num_tokens, num_worst_tokens), np.int64)
-        message = np.zeros((self._size, _MESSAGE), np.int64)
-        message[:, :_OFFER] = head
+        message = self._message
+        message[:, :_OFFER] = failure is not None, *call, num_tokens, num_worst_tokens
         if len(offer):
-            message[:, _OFFER : _OFFER + np.shape(offer)[-1]] = offer
-        width = 0 if payload is None else payload.shape[1]
-        room = min(width, _ROOM)
+            words = offer.shape[1] if isinstance(offer, np.ndarray) else len(offer)
+            message[:, _OFFER : _OFFER + words] = offer
+        width = room = 0
         if payload is not None:
+            width = payload.shape[1]
+            room = min(width, _ROOM)
             message[:, _INLINE : _INLINE + room] = payload[:, :room]
         answer = self._transport.exchange(message, f"{stage} (notify)")
 
-        head[_FAILED] = 0
-        if (answer[:, :_TOKENS] != head[:_TOKENS]).any():
+        if failure is not None or (answer[:, :_TOKENS] != message[:, :_TOKENS]).any():
             # The ranks that called this Buffer count on from the same number.
             if (answer[:, _BUFFER] == self._buffer_id).all():
                 self.number = int(answer[:, _NUMBER].max()) + 1
@@ -124,7 +125,8 @@ class Agreement:
             rest = np.ascontiguousarray(payload[:, room:])
             more = self._transport.exchange(rest, f"{stage} (notify)")
             told = np.concatenate([told, more], axis=1)
-        return Agreed(answer[:, _OFFER:_INLINE], told, answer[:, _TOKENS], answer[:, _WORST])
+        worst = answer[:, _WORST].tolist()
+        return Agreed(answer[:, _OFFER:_INLINE], told, answer[:, _TOKENS], worst)
 
     def confirm(self, stage: str, failure: Exception | None) -> None:
         """A second look at what only the counts could show. Raises on all ranks if one failed."""

@@ -278,11 +278,11 @@ class Engine:
         return layout
 
     def _token_numbers(self, x_TD: Tensor) -> Tensor:
-        """[T, 1] int32: 0, 1, 2, ..., made anew only where there are more tokens than ever."""
+        """[T, 1] int32: 0, 1, 2, ..., made anew only if there were not as many."""
         num_tokens = x_TD.shape[0]
-        if num_tokens > self._numbers.shape[0]:
+        if num_tokens != self._numbers.shape[0]:
             self._numbers = torch.arange(num_tokens, dtype=torch.int32)[:, None]
-        return self._numbers[:num_tokens]
+        return self._numbers
 
     def _sum(self, rows_ND: Tensor, handle: Handle) -> Tensor:
         """Memory for the sums of these rows."""
@@ -362,9 +362,9 @@ class Engine:
         can see, they ask each other whether it was too small for this one.
         """
         worst = agreed.num_worst_tokens
-        if not worst.any() or not ((worst > 0) & (worst < agreed.num_tokens.sum())).any():
+        if not any(worst) or not any(0 < one < agreed.num_tokens.sum() for one in worst):
             return
-        mine, error = int(worst[self.rank]), None
+        mine, error = worst[self.rank], None
         if 0 < mine < flow.num_received:
             short = f"num_worst_tokens is {mine}, want at least the {flow.num_received} that arrive"
             error = self._agreement.named(stage, ValueError(short))

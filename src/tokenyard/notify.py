@@ -6,6 +6,8 @@ its experts, and, where all ranks share a node, the rows for every rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from tokenyard.topology import Placement
@@ -46,7 +48,7 @@ def hear(
     placement: Placement,
     rank: int,
     tokens_R: np.ndarray,
-    worst_R: np.ndarray,
+    worst: Sequence[int],
 ) -> tuple[Flow, np.ndarray]:
     """Read what `tell` wrote on the other ranks: the flow, and the pairs of this rank's experts."""
     last = 1 + placement.most_experts
@@ -55,8 +57,8 @@ def hear(
     if told_RM.shape[1] > last:
         sent_RR = told_RM[:, last:]
         rows_R = sent_RR.sum(0)
-        if worst_R.any():
-            rows_R = np.where(worst_R > 0, worst_R, rows_R)
-    num_rows = int(worst_R[rank]) or sum(counts)
+        if any(worst):
+            rows_R = np.where(np.array(worst) > 0, worst, rows_R)
+    num_rows = worst[rank] or sum(counts)
     flow = Flow(route, counts, num_rows, tokens_R, rows_R, sent_RR)
     return flow, told_RM[:, 1 : 1 + len(placement.experts_of_rank[rank])].sum(0)

