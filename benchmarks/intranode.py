@@ -1,6 +1,8 @@
 """Dispatch and combine between the ranks of one machine, against memcpy and gloo, in one run.
 
     python benchmarks/intranode.py --ranks 2 --tokens 4096
+    python benchmarks/intranode.py --ranks 2 --tokens 1 --repeat 1000
+    python benchmarks/intranode.py --ranks 2 --tokens 4096 --transport ring
 
 All ranks work at once, and a figure is the median over rounds of the slowest rank. memcpy copies,
 in each rank, as many bytes as it receives. gloo is what one writes without a library: gather,
@@ -61,16 +63,40 @@ def seconds(call: Callable[[], object], repeat: int) -> list[float]:
     return times[1:]
 
 
-def job(group: Any, num_tokens: int, hidden: int, repeat: int) -> dict[str, Any]:
+def seconds_to_return(call: Callable[[], Any], repeat: int) -> list[float]:
+    """This rank's time until an asynchronous call returns; its event is waited for in between."""
+    times = []
+    for _ in range(repeat + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        got = call()
+        times.append(time.perf_counter() - start)
+        got.event.current_stream_wait()
+    return times[1:]
+
+
+def job(group: Any, num_tokens: int, hidden: int, repeat: int, transport: str) -> dict[str, Any]:
     rank = group.rank()
+    torch.set_num_threads(1)
     x = numbered_tokens(num_tokens, hidden, first=rank * num_tokens)
     topk_idx, weights = routing("uniform", num_tokens, NUM_TOPK, NUM_EXPERTS, seed=rank)
-    with tokenyard.Buffer(group) as buffer:
+    with tokenyard.Buffer(group, transport=transport) as buffer:
 
-        def dispatch() -> Any:
+        def dispatch(async_finish: bool = False) -> Any:
             return buffer.dispatch(
-                x, topk_idx=topk_idx, topk_weights=weights, num_experts=NUM_EXPERTS
+                x,
+                topk_idx=topk_idx,
+                topk_weights=weights,
+                num_experts=NUM_EXPERTS,
+                async_finish=async_finish,
             )
+
+        def there_and_back() -> None:
+            there = dispatch()
+            buffer.combine(there.recv_x, there.handle)
+
+        def there_and_back_by_gloo() -> None:
+            gloo.combine(gloo.dispatch())
 
         got = dispatch()
         gloo = Gloo(x, got.handle.is_token_in_rank)
@@ -94,8 +120,16 @@ def job(group: Any, num_tokens: int, hidden: int, repeat: int) -> dict[str, Any]
             "combine, get_next_combine_buffer": seconds(
                 lambda: buffer.combine(shared, got.handle), repeat
             ),
+            "dispatch and combine": seconds(there_and_back, repeat),
             "gloo dispatch": seconds(gloo.dispatch, few),
             "gloo combine": seconds(lambda: gloo.combine(private), few),
+            "gloo dispatch and combine": seconds(there_and_back_by_gloo, few),
+            "dispatch, async_finish, until it returns": seconds_to_return(
+                lambda: dispatch(async_finish=True), repeat
+            ),
+            "combine, async_finish, until it returns": seconds_to_return(
+                lambda: buffer.combine(private, got.handle, async_finish=True), repeat
+            ),
         }
         return {"bytes": source.numel(), "times": times, "transport": repr(buffer)}
 
@@ -106,15 +140,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="of each rank")
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--repeat", type=int, default=9)
+    parser.add_argument("--transport", default="auto")
     args = parser.parse_args()
-    result = run_processes(job, args.ranks, args.tokens, args.hidden, args.repeat, timeout=600)[0]
+    sizes = (args.tokens, args.hidden, args.repeat, args.transport)
+    result = run_processes(job, args.ranks, *sizes, timeout=600)[0]
     floor = statistics.median(result["times"]["memcpy"])
     print(f"{result['transport']}, {result['bytes'] / 1e6:.0f} MB received by rank 0\n")
     print("| | median, ms | spread, ms | of memcpy |\n|---|---|---|---|")
     for name, times in result["times"].items():
         low, middle, high = statistics.quantiles(times, n=4)
         print(
-            f"| {name} | {middle * 1e3:.1f} | {(high - low) / 2 * 1e3:.1f} | {middle / floor:.2f} |"
+            f"| {name} | {middle * 1e3:.3g} | {(high - low) / 2 * 1e3:.2g} | {middle / floor:.2f} |"
         )
 
 

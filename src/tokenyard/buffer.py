@@ -55,8 +55,9 @@ class Combined(NamedTuple):
 class Buffer:
     """Moves tokens to the ranks that own their experts, and sums the results back.
 
-    The first parameters are DeepEP's. Those about NVLink, RDMA and queue pairs are accepted and
-    have no use here. Ours are keyword only:
+    The first parameters are DeepEP's. num_nvl_bytes is how much memory a rank shares on the ring
+    transport, 16 MiB if 0; those about RDMA and queue pairs are accepted and have no use here. Ours
+    are keyword only:
 
         transport       how rows travel; "auto" takes the best there is
         kernels         which set of local kernels; "auto" takes the fastest for the device
@@ -102,6 +103,8 @@ class Buffer:
         self._why_closed = "the Buffer is closed"
         self._engine = open_engine(
             group,
+            num_nvl_bytes=num_nvl_bytes,
+            num_channels=_default_config(Buffer.num_sms).num_channels,
             transport=transport,
             kernels=kernels,
             ranks_per_node=ranks_per_node,
@@ -165,6 +168,7 @@ class Buffer:
         back.
         """
         engine = self._open_engine()
+        config = _default_config(Buffer.num_sms) if config is None else config
         if handle is not None:
             routing = {
                 "num_tokens_per_rank": num_tokens_per_rank,
@@ -177,7 +181,7 @@ class Buffer:
             beside = [name for name, value in routing.items() if value is not None]
             try:
                 again, scales, event = engine.dispatch_cached(
-                    x, handle, beside, previous_event, async_finish
+                    x, handle, beside, config, previous_event, async_finish
                 )
             except PeerError as error:
                 raise self._broken_by(error) from error.__cause__
@@ -193,7 +197,7 @@ class Buffer:
             num_experts,
             expert_alignment,
             num_worst_tokens,
-            _default_config(Buffer.num_sms) if config is None else config,
+            config,
             previous_event,
         )
         try:
@@ -226,6 +230,7 @@ class Buffer:
         is always the same. topk_weights, if given, come back as they were sent out.
         """
         engine = self._open_engine()
+        config = _default_config(Buffer.num_sms) if config is None else config
         try:
             return Combined(
                 *engine.combine(x, handle, topk_weights, bias, config, previous_event, async_finish)

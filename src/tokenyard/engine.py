@@ -61,7 +61,7 @@ class _Outgoing(NamedTuple):
     placement: Placement
     expert_alignment: int
     num_worst_tokens: int
-    num_channels: int
+    config: Config
 
 
 class Engine:
@@ -119,7 +119,7 @@ class Engine:
         )
         self._check_worst(stage, agreed, flow)
         columns = [out.x, out.scales, out.topk_idx, out.topk_weights, self._token_numbers(out.x)]
-        arrive, move = self._send(columns, flow, agreed, stage)
+        arrive, move = self._send(columns, flow, agreed, out.config, stage)
         x, scales, topk_idx, topk_weights, src_idx = arrive
         assert x is not None
         assert src_idx is not None
@@ -149,14 +149,20 @@ class Engine:
             flow=flow,
             hidden=out.x.shape[1],
             combine_dtype=out.x.dtype if out.x.dtype in validate.SUMMABLE else torch.bfloat16,
-            num_channels=out.num_channels,
+            num_channels=out.config.num_channels,
             is_token_in_rank=out.layout.is_token_in_rank,
             recv_src_idx=received.src_idx,
         )
         return received, handle, event
 
     def dispatch_cached(
-        self, x: Any, handle: Any, beside: Sequence[str], previous_event: Any, async_finish: bool
+        self,
+        x: Any,
+        handle: Any,
+        beside: Sequence[str],
+        config: Any,
+        previous_event: Any,
+        async_finish: bool,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         """Rows along a handle: (x, scales), without counting. `beside`: what else was given."""
         stage = "cached dispatch"
@@ -174,6 +180,7 @@ class Engine:
                 values.shape[0] == known.num_tokens,
                 f"x has {values.shape[0]} tokens, want {known.num_tokens}, those of the handle",
             )
+            self._config(config)
             return values, scales, known, pending
 
         def terms(made: tuple[Tensor, Tensor | None, Handle, EventHandle | None]) -> Terms:
@@ -185,7 +192,9 @@ class Engine:
             return Terms(_call(stage, values, scales, handle=known.call), offer)
 
         (values, scales, known, pending), agreed = self._agreement.agree(stage, prepare, terms)
-        (recv_x, recv_scales), move = self._send([values, scales], known.flow, agreed, stage)
+        (recv_x, recv_scales), move = self._send(
+            [values, scales], known.flow, agreed, config, stage
+        )
         assert recv_x is not None
         return recv_x, recv_scales, self._go(move, async_finish, pending)
 
@@ -208,8 +217,7 @@ class Engine:
             known = validate.handle(handle, self.buffer_id)
             num_rows, num_tokens = known.flow.num_rows, known.num_tokens
             rows = validate.rows("x", x, num_rows=num_rows, dtypes=validate.SUMMABLE, after=pending)
-            if config is not None:
-                validate.config(config)
+            self._config(config)
             sums = [
                 Sum(rows, validate.biases(bias, rows, num_tokens, pending), self._sum(rows, known))
             ]
@@ -228,7 +236,7 @@ class Engine:
             return Terms(_call(stage, rows, None, handle=known.call, num_topk=num_topk), offer)
 
         (sums, known, pending), agreed = self._agreement.agree(stage, prepare, terms)
-        move = self.transport.sum_back(sums, known, agreed.offers, stage)
+        move = self.transport.sum_back(sums, known, agreed.offers, config, stage)
         event = self._go(move, async_finish, pending)
         return sums[0].out_TD, sums[1].out_TD if len(sums) > 1 else None, event
 
@@ -311,7 +319,7 @@ class Engine:
         topk_idx, topk_weights = validate.topk(request.topk_idx, request.topk_weights, x.shape[0])
         alignment = validate.integer("expert_alignment", request.expert_alignment, at_least=1)
         num_worst = validate.integer("num_worst_tokens", request.num_worst_tokens, at_least=0)
-        num_channels = self._config(request.config).num_channels
+        config = self._config(request.config)
         layout = validate.layout(
             request.num_tokens_per_rank,
             request.is_token_in_rank,
@@ -341,7 +349,7 @@ class Engine:
             placement,
             alignment,
             num_worst,
-            num_channels,
+            config,
         )
 
     def _terms(self, out: _Outgoing) -> Terms:
@@ -351,7 +359,7 @@ class Engine:
             out.scales,
             num_topk=-1 if out.topk_idx is None else out.topk_idx.shape[1],
             num_experts=out.placement.num_experts,
-            num_channels=out.num_channels,
+            num_channels=out.config.num_channels,
         )
         payload = notify.tell(out.route, out.layout, out.placement, self._one_node)
         offer = self.transport.offer_rows(None, ())
@@ -371,11 +379,16 @@ class Engine:
         self._agreement.confirm(stage, error)
 
     def _send(
-        self, columns: Sequence[Tensor | None], flow: Flow, agreed: Agreed, stage: str
+        self,
+        columns: Sequence[Tensor | None],
+        flow: Flow,
+        agreed: Agreed,
+        config: Config,
+        stage: str,
     ) -> tuple[list[Tensor | None], Callable[[], None]]:
         """Rows of the columns that are there; zeros after those that arrive."""
         present = [column for column in columns if column is not None]
-        arrive, move = self.transport.send(present, flow, agreed.offers, stage)
+        arrive, move = self.transport.send(present, flow, agreed.offers, config, stage)
 
         def move_and_fill() -> None:
             move()

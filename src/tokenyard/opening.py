@@ -27,6 +27,8 @@ from tokenyard.transports import (
 def open_engine(
     group: Any,
     *,
+    num_nvl_bytes: int,
+    num_channels: int,
     transport: str,
     kernels: str,
     ranks_per_node: int | None,
@@ -47,6 +49,7 @@ def open_engine(
             validate.integer("ranks_per_node", ranks_per_node, at_least=1)
         kernel_set = kernel_sets.load(kernel_sets.choose("cpu") if kernels == "auto" else kernels)
         check_name(transport)
+        validate.integer("num_nvl_bytes", num_nvl_bytes, at_least=0, at_most=2**50)
         if placement is None:
             return kernel_set, None
         return kernel_set, Placement(validate.placement(placement, size), size)
@@ -54,7 +57,8 @@ def open_engine(
     def terms(made: tuple[kernel_sets.Kernels, Placement | None]) -> Terms:
         kernel_set, placed = made
         where = None if placed is None else placed.rank_of_expert.tolist()
-        options = _digest(repr((transport, ranks_per_node, where)))
+        rings = (num_nvl_bytes, num_channels) if transport == "ring" else None
+        options = _digest(repr((transport, rings, ranks_per_node, where)))
         alone = why_not_shared(kernel_set) is not None
         mine = np.array([[_machine(), secrets.randbits(62), alone]] * size, np.int64)
         return Terms(Call(stage=STAGES.index("Buffer"), options=options), payload=mine)
@@ -74,7 +78,14 @@ def open_engine(
         own = why_not_shared(kernel_set)
         apart = own if culprit == rank else f"rank {culprit} cannot share memory"
     opened = open_transport(
-        transport, communicator, kernel_set, topology.node_of_rank, apart, timeout
+        transport,
+        communicator,
+        kernel_set,
+        topology.node_of_rank,
+        apart,
+        timeout=timeout,
+        num_bytes=num_nvl_bytes,
+        num_channels=num_channels,
     )
     return Engine(opened, kernel_set, Agreement(opened, shared_id), topology, placed, own_id)
 

@@ -30,6 +30,7 @@ SUMMABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _MOST = 2**31 - 1
 _MOST_EXPERTS = 2**20
 _MOST_SMS = 2**12
+_FEW = 100  # numbers that Python compares sooner than a tensor's method is called
 
 
 def require(condition: bool, message: str) -> None:
@@ -177,9 +178,9 @@ def layout(
     ints = (torch.int32,)
     counts = tensor("num_tokens_per_expert", per_expert, shape=["experts"], dtypes=ints)
     require(counts.shape[0] > 0, "num_tokens_per_expert is empty, want at least one expert")
-    negative = (counts < 0).nonzero()
-    if len(negative):
-        expert = int(negative[0])
+    numbers = counts.tolist()
+    if min(numbers) < 0:
+        expert = next(place for place, number in enumerate(numbers) if number < 0)
         raise ValueError(f"num_tokens_per_expert[{expert}] is {counts[expert]}, want at least 0")
     return Layout(
         num_tokens_per_rank=tensor("num_tokens_per_rank", per_rank, shape=[num_ranks], dtypes=ints),
@@ -199,10 +200,18 @@ def layout_fits(value: Layout, topk_idx_TK: Tensor | None, num_experts: Any) -> 
         f"num_experts is {num_experts}, want {counted}, the length of num_tokens_per_expert",
     )
     if topk_idx_TK is not None and topk_idx_TK.numel():
-        low, high = torch.aminmax(topk_idx_TK)
+        low, high = _range(topk_idx_TK)
         if low < -1 or high >= counted:
             outside = (topk_idx_TK < -1) | (topk_idx_TK >= counted)
             raise bad_expert(topk_idx_TK, int(outside.flatten().nonzero()[0]), counted)
+
+
+def _range(values: Tensor) -> tuple[int, int]:
+    if values.numel() <= _FEW:
+        numbers = values.flatten().tolist()
+        return min(numbers), max(numbers)
+    low, high = torch.aminmax(values)
+    return int(low), int(high)
 
 
 def same_counts(value: Layout, route: Route) -> None:

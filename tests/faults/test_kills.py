@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import tokenyard
+from tests.faults.test_peers import kill_once_stopped
 from tokenyard.testing import Exited, Processes, routing
 
 pytestmark = [pytest.mark.faults, pytest.mark.processes]
@@ -21,28 +23,40 @@ pytestmark = [pytest.mark.faults, pytest.mark.processes]
 SOON = 1.0  # seconds within which survivors must be told
 
 
-def rounds(group: Any, num_buffers: int, timeout: float) -> None:
+def rounds(group: Any, transport: str, num_buffers: int, timeout: float) -> None:
     x = torch.randn(64, 512)
     topk_idx, weights = routing("uniform", 64, 4, 16, seed=group.rank())
     for _ in range(num_buffers):
-        with tokenyard.Buffer(group, timeout=timeout) as buffer:
-            for _ in range(3):
-                got = buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights, num_experts=16)
+        with tokenyard.Buffer(group, timeout=timeout, transport=transport) as buffer:
+            for turn in range(3):
+                got = buffer.dispatch(
+                    x,
+                    topk_idx=topk_idx,
+                    topk_weights=weights,
+                    num_experts=16,
+                    async_finish=turn == 1,
+                )
+                with got.event:
+                    pass
                 buffer.combine(got.recv_x.sin(), got.handle)
 
 
-def live_until_a_peer_dies(group: Any, victim: int, delay: float, obituary: str) -> tuple:
+def live_until_a_peer_dies(
+    group: Any, transport: str, victim: int, delay: float, obituary: str
+) -> tuple:
     """Buffers come and go, so the victim may die in any stage of any of them, or between two."""
 
     def die() -> None:
         Path(obituary).write_text(str(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
 
-    rounds(group, 1, 20)  # kernels are loaded: a rank that is busy importing cannot notice anything
+    rounds(
+        group, transport, 1, 20
+    )  # kernels are loaded: a rank that is busy importing cannot notice anything
     if group.rank() == victim:
         threading.Timer(delay, die).start()
     try:
-        rounds(group, 100_000, 20)
+        rounds(group, transport, 100_000, 20)
     except tokenyard.PeerError as error:
         return type(error).__name__, error.ranks, time.monotonic(), str(error)
     return ("nothing", (), time.monotonic(), "")
@@ -52,28 +66,36 @@ def live_until_a_peer_dies(group: Any, victim: int, delay: float, obituary: str)
 @pytest.mark.parametrize("times", [8, pytest.param(100, marks=pytest.mark.slow)])
 def test_killed_at_a_random_point(times: int, tmp_path: Path) -> None:
     chance = random.Random(times)
-    waits = []
+    waits, stages = [], Counter()
+    left_over = sorted(os.listdir("/dev/shm"))
     for turn in range(times):
-        num_ranks = chance.randint(2, 8)
+        num_ranks, transport = chance.randint(2, 8), ("direct", "ring")[turn % 2]
         victim, delay = chance.randrange(num_ranks), chance.uniform(0.0, 0.5)
         obituary = tmp_path / str(turn)
         with Processes(num_ranks, timeout=40) as ranks:
-            answers = ranks.run(live_until_a_peer_dies, victim, delay, str(obituary), may_die=True)
+            answers = ranks.run(
+                live_until_a_peer_dies, transport, victim, delay, str(obituary), may_die=True
+            )
+        if turn == 0:
+            descriptors = len(os.listdir("/proc/self/fd"))
         died = float(obituary.read_text())
         assert answers.pop(victim) == Exited(-signal.SIGKILL)
         for kind, named, when, text in answers:
             assert (kind, named) == ("PeerDied", (victim,)), f"turn {turn}: {text}"
             waits.append(when - died)
+            stages[text.split(":")[0]] += 1
+    assert sorted(os.listdir("/dev/shm")) == left_over
+    assert len(os.listdir("/proc/self/fd")) == descriptors
     waits.sort()
     print(
         f"{len(waits)} survivors were told after {waits[len(waits) // 2]:.2f} s (median), "
-        f"{waits[-1]:.2f} s (longest)"
+        f"{waits[-1]:.2f} s (longest), in {dict(stages)}"
     )
     assert waits[int(len(waits) * 0.99)] < SOON
 
 
-def stop_someone(group: Any, victim: int, timeout: float) -> tuple:
-    buffer = tokenyard.Buffer(group, timeout=timeout)
+def stop_someone(group: Any, transport: str, victim: int, timeout: float) -> tuple:
+    buffer = tokenyard.Buffer(group, timeout=timeout, transport=transport)
     x = torch.randn(64, 512)
     topk_idx, weights = routing("uniform", 64, 4, 16, seed=group.rank())
     if group.rank() == victim:
@@ -92,14 +114,14 @@ def stop_someone(group: Any, victim: int, timeout: float) -> tuple:
 @pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_stopped_at_a_random_point(times: int) -> None:
     chance = random.Random(times)
-    for _ in range(times):
-        num_ranks = chance.randint(2, 5)
+    for turn in range(times):
+        num_ranks, transport = chance.randint(2, 5), ("direct", "ring")[turn % 2]
         victim = chance.randrange(num_ranks)
         with Processes(num_ranks, timeout=40) as ranks:
             stuck = ranks.processes[victim].pid
-            undertaker = threading.Timer(6.0, os.kill, (stuck, signal.SIGKILL))
+            undertaker = threading.Thread(target=kill_once_stopped, args=(stuck, 6.0))
             undertaker.start()
-            answers = ranks.run(stop_someone, victim, 1.0, may_die=True)
+            answers = ranks.run(stop_someone, transport, victim, 1.0, may_die=True)
             undertaker.join()
         answers.pop(victim)
         for kind, named, seconds, text in answers:

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,7 +57,8 @@ def one_dies(group: Any, transport: str) -> dict[str, Any]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "transport, text", [("direct", "rank 1 died"), ("collective", "no word from rank 1")]
+    "transport, text",
+    [("direct", "rank 1 died"), ("ring", "rank 1 died"), ("collective", "no word from rank 1")],
 )
 def test_killed_peer(transport: str, text: str) -> None:
     with Processes(4, timeout=30) as ranks:
@@ -78,15 +80,23 @@ def one_stops(group: Any, transport: str) -> dict[str, Any]:
     return told(buffer)
 
 
+def kill_once_stopped(pid: int, after: float) -> None:
+    """So long after it stopped itself, which it does once it has loaded its kernels."""
+    while Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
+        time.sleep(0.05)
+    time.sleep(after)
+    os.kill(pid, signal.SIGKILL)
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("transport", ["direct", "collective"])
+@pytest.mark.parametrize("transport", ["direct", "ring", "collective"])
 def test_stopped_peer(transport: str) -> None:
     with Processes(3, timeout=30) as ranks:
         stuck = ranks.processes[2]
-        waker = threading.Timer(TIMEOUT + 3, os.kill, (stuck.pid, signal.SIGKILL))
-        waker.start()
+        undertaker = threading.Thread(target=kill_once_stopped, args=(stuck.pid, TIMEOUT + 3))
+        undertaker.start()
         answers = ranks.run(one_stops, transport, may_die=True)
-        waker.cancel()
+        undertaker.join()
     assert answers.pop(2) == Exited(-signal.SIGKILL)
     for answer in answers:
         assert answer["kind"] == "PeerTimeout"

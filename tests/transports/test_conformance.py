@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.transports.exchange_case import FP8, Case, expected, job
 from tokenyard.testing import Processes, assert_same, poisoned, run_virtual
+from tokenyard.transports import available
 
 BASE = Case(num_ranks=0)
 
@@ -75,10 +76,11 @@ def test_virtual_ranks(name: str, num_ranks: int) -> None:
     check(case, outs)
 
 
+@pytest.mark.parametrize("transport", ["direct", "ring"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 5, 17])
 @pytest.mark.parametrize("name", CASES)
-def test_virtual_ranks_that_share_memory(name: str, num_ranks: int) -> None:
-    case = replace(case_of(name, num_ranks), transport="direct", kernels="numba")
+def test_virtual_ranks_that_share_memory(name: str, num_ranks: int, transport: str) -> None:
+    case = replace(case_of(name, num_ranks), transport=transport, kernels="numba")
     check(case, run_virtual(job, num_ranks, case).results)
 
 
@@ -97,17 +99,17 @@ def test_placement(placement: tuple[int, ...], kernels: str) -> None:
     check(case, outs)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4, 5, 8], ids=lambda n: f"{n}-processes")
+@pytest.fixture(scope="module", params=range(1, 9), ids=lambda n: f"{n}-processes")
 def processes(request: pytest.FixtureRequest):
     with Processes(request.param, timeout=60) as ranks:
         yield ranks
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("transport", ["direct", "collective"])
+@pytest.mark.parametrize("transport", available())
 @pytest.mark.parametrize("name", CASES)
 def test_processes(name: str, transport: str, processes: Processes) -> None:
     case = replace(case_of(name, processes.num_ranks), transport=transport)
-    if transport == "direct":
+    if transport != "collective":
         case = replace(case, kernels="numba")  # the reference set has no signals
     check(case, processes.run(job, case))

@@ -20,7 +20,7 @@ def cases(draw: st.DrawFn) -> Case:
     if draw(st.booleans()):
         ranks = st.integers(0, num_ranks - 1)
         placement = tuple(draw(st.lists(ranks, min_size=num_experts, max_size=num_experts)))
-    transport = draw(st.sampled_from(["collective", "direct"]))
+    transport = draw(st.sampled_from(["collective", "direct", "ring"]))
     return Case(
         num_ranks=num_ranks,
         tokens=tuple(draw(st.lists(st.integers(0, 20), min_size=1, max_size=num_ranks))),
@@ -36,7 +36,7 @@ def cases(draw: st.DrawFn) -> Case:
         transport=transport,
         # the reference set has no signals
         kernels=draw(
-            st.sampled_from(["numba", "reference"] if transport != "direct" else ["numba"])
+            st.sampled_from(["numba", "reference"] if transport == "collective" else ["numba"])
         ),
         num_biases=draw(st.integers(0, 2)),
         expert_alignment=draw(st.integers(1, 130)),

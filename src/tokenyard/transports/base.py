@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.types import Flow, Handle, Route
+from tokenyard.types import Config, Flow, Handle, Route
 
 
 class RowKernels(Protocol):
@@ -87,18 +87,28 @@ class Transport(Protocol):
         """Before a dispatch: of this flow, or of one that is not known yet."""
 
     def send(
-        self, columns: Sequence[Tensor], flow: Flow, told_RW: np.ndarray, stage: str
+        self,
+        columns: Sequence[Tensor],
+        flow: Flow,
+        told_RW: np.ndarray,
+        config: Config,
+        stage: str,
     ) -> tuple[list[Tensor], Move]:
         """Dispatch's exchange. Each column [T, D] arrives as [num_rows, D], by (source, token).
 
         Rows after those that arrive are not written.
         """
 
-    def offer_back(self, rows: Sequence[Tensor], flow: Flow, ready: bool) -> np.ndarray:
+    def offer_back(self, columns: Sequence[Tensor], flow: Flow, ready: bool) -> np.ndarray:
         """Before a combine of these rows; `ready` if they can be read already. [R, W]"""
 
     def sum_back(
-        self, sums: Sequence[Sum], handle: Handle, told_RW: np.ndarray, stage: str
+        self,
+        sums: Sequence[Sum],
+        handle: Handle,
+        told_RW: np.ndarray,
+        config: Config,
+        stage: str,
     ) -> Move:
         """Combine's exchange: rows go back the way they came, and each token's are summed."""
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from tokenyard.transports.base import Communicator, RowKernels, Transport
 from tokenyard.transports.collective import CollectiveTransport
 from tokenyard.transports.direct import DirectKernels, DirectTransport
+from tokenyard.transports.ring import RingKernels, RingTransport
 from tokenyard.transports.symmetric import why_not
 from tokenyard.transports.team import Team
 
@@ -16,7 +17,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _log = logging.getLogger("tokenyard")
-_TRANSPORTS = ("direct", "collective")
+_TRANSPORTS = ("direct", "ring", "collective")
+
+
+class _SharingKernels(DirectKernels, RingKernels, Protocol):
+    """What a kernel set for ranks that share memory has."""
 
 
 def available() -> tuple[str, ...]:
@@ -51,25 +56,30 @@ def open_transport(
     kernels: RowKernels,
     node_of_rank: Sequence[int],
     apart: str | None,
+    *,
     timeout: float,
+    num_bytes: int,
+    num_channels: int,
 ) -> Transport:
     """All ranks together, with the same name. `apart` says why they cannot share memory."""
-    if name == "direct" and apart is not None:
-        raise ValueError(f"transport 'direct' cannot be used: {apart}")
+    if name in ("direct", "ring") and apart is not None:
+        raise ValueError(f"transport {name!r} cannot be used: {apart}")
     if name == "auto" and communicator.name == "loopback":
         apart = "virtual ranks are threads, whose bytes are counted"
     if name == "collective" or apart is not None:
         if name == "auto":
             _log.info("transport: collective over %s, since %s", communicator.name, apart)
         return CollectiveTransport(communicator, kernels, node_of_rank)
-    direct = cast(DirectKernels, kernels)
+    sharing = cast(_SharingKernels, kernels)
     try:
-        team = Team(communicator, direct, timeout)
+        team = Team(communicator, sharing, timeout)
     except OSError as error:
-        if name == "direct":
-            raise ValueError(f"transport 'direct' cannot be used: {error}") from error
+        if name != "auto":
+            raise ValueError(f"transport {name!r} cannot be used: {error}") from error
         _log.warning("transport: collective over %s, since %s", communicator.name, error)
         return CollectiveTransport(communicator, kernels, node_of_rank)
     if name == "auto":
         _log.info("transport: direct, since all ranks share a machine")
-    return DirectTransport(team, direct, node_of_rank)
+    if name == "ring":
+        return RingTransport(team, sharing, node_of_rank, num_bytes, num_channels)
+    return DirectTransport(team, sharing, node_of_rank)

@@ -16,7 +16,7 @@ from torch import Tensor
 from tokenyard import memory
 from tokenyard.memory import as_bytes
 from tokenyard.transports.base import Communicator, Move, RowKernels, Sum
-from tokenyard.types import Flow, Handle
+from tokenyard.types import Config, Flow, Handle
 
 
 class CollectiveTransport:
@@ -49,7 +49,12 @@ class CollectiveTransport:
         return ()
 
     def send(
-        self, columns: Sequence[Tensor], flow: Flow, told_RW: np.ndarray, stage: str
+        self,
+        columns: Sequence[Tensor],
+        flow: Flow,
+        told_RW: np.ndarray,
+        config: Config,
+        stage: str,
     ) -> tuple[list[Tensor], Move]:
         arrive = [self.empty(flow.num_rows, column.shape[1], column.dtype) for column in columns]
 
@@ -66,11 +71,16 @@ class CollectiveTransport:
 
         return arrive, move
 
-    def offer_back(self, rows: Sequence[Tensor], flow: Flow, ready: bool) -> np.ndarray:
+    def offer_back(self, columns: Sequence[Tensor], flow: Flow, ready: bool) -> np.ndarray:
         return np.empty((self.size, 0), np.int64)
 
     def sum_back(
-        self, sums: Sequence[Sum], handle: Handle, told_RW: np.ndarray, stage: str
+        self,
+        sums: Sequence[Sum],
+        handle: Handle,
+        told_RW: np.ndarray,
+        config: Config,
+        stage: str,
     ) -> Move:
         flow = handle.flow
 

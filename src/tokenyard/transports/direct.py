@@ -13,6 +13,7 @@ The default where all ranks share a machine. It takes memory for every result in
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -20,19 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.errors import SharedMemoryError, name_ranks
+from tokenyard.errors import SharedMemoryError
 from tokenyard.memory import as_bytes
 from tokenyard.transports.base import Move, RowKernels, Sum
-from tokenyard.transports.symmetric import LINE, size_class
-from tokenyard.transports.team import READ, ROWS, SignalKernels, Team
-from tokenyard.types import Flow, Handle, Route, round_up
-
-_NO_MEMORY = -1  # told instead of a file descriptor
-_IN_NUMPY: dict[torch.dtype, np.dtype] = {
-    torch.float32: np.dtype(np.float32),
-    torch.int32: np.dtype(np.int32),
-    torch.int64: np.dtype(np.int64),
-}
+from tokenyard.transports.symmetric import LINE, rows, size_class
+from tokenyard.transports.team import NO_MEMORY, READ, ROWS, SignalKernels, Team
+from tokenyard.types import Config, Flow, Handle, Route, round_up
 
 
 class DirectKernels(RowKernels, SignalKernels, Protocol):
@@ -59,7 +53,7 @@ class _Block(NamedTuple):
     """Rows of this rank in shared memory, kept there by `array`; or why there is none for them."""
 
     array: np.ndarray | None
-    fd: int = _NO_MEMORY
+    fd: int = NO_MEMORY
     size: int = 0
     address: int = 0
     error: SharedMemoryError | None = None
@@ -81,15 +75,20 @@ class DirectTransport:
         return self._team.exchange(message_RM, stage)
 
     def offer_rows(self, flow: Flow | None, widths: Sequence[int]) -> Sequence[int]:
-        num_bytes = self._last_bytes if flow is None else _offsets(flow.num_rows, widths)[-1]
+        num_bytes = self._last_bytes if flow is None else _offsets(flow.num_rows, tuple(widths))[-1]
         block = self._take(num_bytes)
         self._offered = [block]
         return block.fd, block.size
 
     def send(
-        self, columns: Sequence[Tensor], flow: Flow, told_RW: np.ndarray, stage: str
+        self,
+        columns: Sequence[Tensor],
+        flow: Flow,
+        told_RW: np.ndarray,
+        config: Config,
+        stage: str,
     ) -> tuple[list[Tensor], Move]:
-        widths = [column.shape[1] * column.element_size() for column in columns]
+        widths = tuple([column.shape[1] * column.element_size() for column in columns])
         offsets = _offsets(flow.num_rows, widths)
         self._last_bytes = offsets[-1]
         (block,) = self._offered
@@ -103,7 +102,7 @@ class DirectTransport:
             message[:] = block.fd, block.size, 0, flow.num_rows
             message[:, 2] = list(accumulate(flow.recv_counts, initial=0))[:-1]
             told_RW = self._team.exchange(message, stage)
-            self._check(told_RW[:, :1], [block], stage)
+            self._team.check_memory(told_RW[:, :1], [block.error], stage)
             starts_R, rows_R = told_RW[:, 2].copy(), told_RW[:, 3].copy()
         blocks_R = np.array(
             [
@@ -113,7 +112,7 @@ class DirectTransport:
             np.int64,
         )
         arrive = [
-            _rows(block.array, at, flow.num_rows, column.shape[1], column.dtype)
+            rows(block.array, at, flow.num_rows, column.shape[1], column.dtype)
             for at, column in zip(offsets, columns)
         ]
 
@@ -123,10 +122,10 @@ class DirectTransport:
 
         return arrive, move
 
-    def offer_back(self, rows: Sequence[Tensor], flow: Flow, ready: bool) -> np.ndarray:
-        words_RW = np.empty((self.size, 1 + 3 * len(rows)), np.int64)
+    def offer_back(self, columns: Sequence[Tensor], flow: Flow, ready: bool) -> np.ndarray:
+        words_RW = np.empty((self.size, 1 + 3 * len(columns)), np.int64)
         self._offered = []
-        for place, column in enumerate(rows):
+        for place, column in enumerate(columns):
             width = column.shape[1] * column.element_size()
             address, num_bytes = column.data_ptr(), flow.num_received * width
             segment, begin = self._team.pool.find(address, num_bytes), 0
@@ -144,11 +143,17 @@ class DirectTransport:
         return words_RW
 
     def sum_back(
-        self, sums: Sequence[Sum], handle: Handle, told_RW: np.ndarray, stage: str
+        self,
+        sums: Sequence[Sum],
+        handle: Handle,
+        told_RW: np.ndarray,
+        config: Config,
+        stage: str,
     ) -> Move:
         flow, blocks = handle.flow, self._offered
         self._offered = []
-        self._check(told_RW[:, 1::3], blocks, stage)
+        told_fds = told_RW[:, 1 : 1 + 3 * len(blocks) : 3]
+        self._team.check_memory(told_fds, [block.error for block in blocks], stage)
         own = sum(flow.recv_counts[: self.rank])
         addresses = []
         for place, one in enumerate(sums):
@@ -179,7 +184,7 @@ class DirectTransport:
 
     def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         _, array = self._team.pool.take(num_rows * width * dtype.itemsize)
-        return _rows(array, 0, num_rows, width, dtype)
+        return rows(array, 0, num_rows, width, dtype)
 
     def close(self) -> None:
         self._team.close()
@@ -201,29 +206,18 @@ class DirectTransport:
         """Copy rows into their block, if they have one, but for those of this rank."""
         if block.array is None:
             return
-        copy = _rows(block.array, 0, flow.num_received, rows_ND.shape[1], rows_ND.dtype)
+        copy = rows(block.array, 0, flow.num_received, rows_ND.shape[1], rows_ND.dtype)
         begin = sum(flow.recv_counts[: self.rank])
         end = begin + flow.recv_counts[self.rank]
         for others in (slice(0, begin), slice(end, flow.num_received)):
             self._kernels.pack(as_bytes(rows_ND[others]), None, as_bytes(copy[others]))
 
-    def _check(self, told_fds: np.ndarray, blocks: Sequence[_Block], stage: str) -> None:
-        """If a rank has no memory for its rows, all raise."""
-        if _NO_MEMORY not in told_fds.flatten().tolist():
-            return
-        for block in blocks:
-            if block.error is not None:
-                raise block.error
-        without = np.flatnonzero((told_fds == _NO_MEMORY).any(1)).tolist()
-        raise SharedMemoryError(
-            f"{stage}: {name_ranks(without)} could not get shared memory, on rank {self.rank}"
-        )
 
-
-def _offsets(num_rows: int, widths: Sequence[int]) -> list[int]:
+@lru_cache(maxsize=256)
+def _offsets(num_rows: int, widths: tuple[int, ...]) -> list[int]:
     """Where columns begin in a block, and where the last ends.
 
-    >>> _offsets(3, [100, 4, 8])
+    >>> _offsets(3, (100, 4, 8))
     [0, 320, 384, 448]
     """
     offsets = [0]
@@ -232,7 +226,7 @@ def _offsets(num_rows: int, widths: Sequence[int]) -> list[int]:
     return offsets
 
 
-def _all_fit(rows_R: np.ndarray, widths: Sequence[int], sizes_R: np.ndarray) -> bool:
+def _all_fit(rows_R: np.ndarray, widths: tuple[int, ...], sizes_R: np.ndarray) -> bool:
     """Does every rank's block hold what comes to it, without being far too large? All ranks see
     the same.
     """
@@ -241,14 +235,3 @@ def _all_fit(rows_R: np.ndarray, widths: Sequence[int], sizes_R: np.ndarray) -> 
         if not needed <= size <= 2 * size_class(needed):
             return False
     return True
-
-
-def _rows(
-    array: np.ndarray | None, begin: int, num_rows: int, width: int, dtype: torch.dtype
-) -> Tensor:
-    if num_rows == 0:
-        return torch.empty(0, width, dtype=dtype)
-    if dtype in _IN_NUMPY:  # quicker by a third
-        return torch.from_numpy(np.ndarray((num_rows, width), _IN_NUMPY[dtype], array, begin))
-    flat = torch.frombuffer(array, dtype=dtype, count=num_rows * width, offset=begin)
-    return flat.view(num_rows, width)

@@ -25,6 +25,7 @@ from tokenyard.types import round_up
 
 MAIL, ROWS, READ = range(3)  # a message is there; rows were written; rows were read
 _KINDS = 3
+NO_MEMORY = -1  # told instead of a file descriptor
 _BOX = 128  # int64s of a message that go at once
 _GRACE = 0.2  # seconds for signals on their way, once a peer is seen dead
 
@@ -60,12 +61,15 @@ class Team:
         self._timeout = timeout
         self._epochs = [0] * _KINDS
         self._tables: list[np.ndarray] = []
+        self._kept: list[Segment] = []
         self._attached: dict[tuple[int, int], tuple[np.ndarray, int]] = {}
-        self._control, failure = _try_segment(self._control_bytes())
+        self.control_bytes = self._control_bytes()
+        control, failure = _try_segment(self.control_bytes)
         fd, nonce = -1, int.from_bytes(os.urandom(7), "little")
-        if self._control is not None:
-            fd = self._control.fd
-            self._control.array()[:8].view(np.int64)[0] = nonce
+        if control is not None:
+            self._kept.append(control)
+            fd = control.fd
+            control.array()[:8].view(np.int64)[0] = nonce
         self._pids, fds, nonces = _tell_all(communicator, [os.getpid(), fd, nonce])
         failure = failure or self._attach_controls(fds, nonces)
         failed = _tell_all(communicator, [int(failure is not None)])[0]
@@ -157,9 +161,43 @@ class Team:
             self._attached[rank, fd] = array, int(array.ctypes.data)
         return self._attached[rank, fd][1]
 
+    def check_memory(
+        self, told_fds: np.ndarray, errors: Sequence[SharedMemoryError | None], stage: str
+    ) -> None:
+        """If a rank told of no memory for its rows, all raise."""
+        if NO_MEMORY not in told_fds.flatten().tolist():
+            return
+        for error in errors:
+            if error is not None:
+                raise error
+        without = np.flatnonzero((told_fds == NO_MEMORY).any(1)).tolist()
+        raise SharedMemoryError(
+            f"{stage}: {name_ranks(without)} could not get shared memory, on rank {self.rank}"
+        )
+
+    def share(self, num_bytes: int, stage: str) -> np.ndarray:
+        """[R] the addresses of a segment of this size of every rank, for the life of the team."""
+        error, words = None, (NO_MEMORY, 0)
+        try:
+            segment = Segment(num_bytes)
+            self._kept.append(segment)
+            words = segment.fd, segment.size
+        except SharedMemoryError as problem:
+            error = problem
+        told = self.exchange(np.array([words] * self.size, np.int64), stage)
+        self.check_memory(told[:, :1], [error], stage)
+        return np.array(
+            [
+                segment.address if rank == self.rank else self.memory(rank, fd, size, stage)
+                for rank, (fd, size) in enumerate(told.tolist())
+            ],
+            np.int64,
+        )
+
     def close(self) -> None:
-        if self._control is not None:
-            self._control.close()
+        for segment in self._kept:
+            segment.close()
+        self._kept.clear()
         self.pool.close()
         for fd in getattr(self, "_pidfds", {}):
             os.close(fd)
@@ -198,7 +236,7 @@ class Team:
         self._controls: list[np.ndarray] = []
         for rank, (fd, nonce) in enumerate(zip(fds, nonces)):
             try:
-                control = attach(self._pids[rank], fd, self._control_bytes())
+                control = attach(self._pids[rank], fd, self.control_bytes)
             except OSError as error:
                 return f"rank {self.rank} cannot attach the memory of rank {rank}: {error}"
             if control[:8].view(np.int64)[0] != nonce:

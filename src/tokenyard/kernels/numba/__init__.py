@@ -7,10 +7,14 @@ apply to them, since they read raw addresses: to step through a kernel, take the
     rows    pack, scatter and localise: moving bytes, renaming experts
     reduce  the sum of combine
     signals for ranks that share memory
+    ring    the same, through a fixed amount of it: the protocol and its two uses
 """
 
 from tokenyard.kernels.numba.layout import layout, route
 from tokenyard.kernels.numba.reduce import reduce, reduce_at
+from tokenyard.kernels.numba.ring import make_rings, ring_bytes, ring_slots
+from tokenyard.kernels.numba.ring_combine import plan_ring_combine, ring_combine
+from tokenyard.kernels.numba.ring_dispatch import plan_ring_dispatch, ring_dispatch
 from tokenyard.kernels.numba.rows import localise, pack, scatter
 from tokenyard.kernels.numba.signals import await_signals, meet, post
 
@@ -18,11 +22,18 @@ __all__ = [
     "await_signals",
     "layout",
     "localise",
+    "make_rings",
     "meet",
     "pack",
+    "plan_ring_combine",
+    "plan_ring_dispatch",
     "post",
     "reduce",
     "reduce_at",
+    "ring_bytes",
+    "ring_combine",
+    "ring_dispatch",
+    "ring_slots",
     "route",
     "scatter",
 ]

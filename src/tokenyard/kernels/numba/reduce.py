@@ -7,6 +7,7 @@ by streaming stores. Across nodes, and for what is left of a row, they are kept 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 from numba import njit
@@ -31,7 +32,9 @@ from tokenyard.kernels.numba.threads import in_channels
 from tokenyard.types import Route
 
 _INT32 = np.empty(0, np.int32)
+_INT64 = np.empty(0, np.int64)
 _STREAMING = 1 << 20  # bytes from which a result is unlikely to be read again from the cache
+NO_NODE = -1  # the home of a bias
 _PIECE = 512  # elements of a row whose sum is kept in L1 while all ranks' pieces are added
 
 
@@ -63,50 +66,77 @@ def _put_piece(out, at, total, count):
 
 
 @njit(nogil=True, cache=True)
-def _sum_token(out, sources, count, hidden, streaming, like, sums):
-    """out[:] = the sum of `count` rows, whose addresses are in `sources`."""
-    addresses = sources.ctypes.data
+def _sum_one_node(out, sources, count, hidden, streaming, like, total):
     whole = hidden - hidden % WIDE_LANES
     if streaming:
         for d in range(0, whole, WIDE_LANES):
-            sum_rows_streaming(out, addresses, count, d, like)
+            sum_rows_streaming(out, sources, count, d, like)
     else:
         for d in range(0, whole, WIDE_LANES):
-            sum_rows(out, addresses, count, d, like)
+            sum_rows(out, sources, count, d, like)
     if whole < hidden:
-        total, target = pointer(sums.ctypes.data, sums), pointer(out, like)
+        rows = pointer(sources, _INT64)
         for i in range(hidden - whole):
             total[i] = 0
         for c in range(count):
-            _add_piece(total, pointer(sources[c], like), whole, hidden - whole)
-        _put_piece(target, whole, total, hidden - whole)
+            _add_piece(total, pointer(rows[c], like), whole, hidden - whole)
+        _put_piece(pointer(out, like), whole, total, hidden - whole)
+
+
+@njit(nogil=True, cache=True)
+def _sum_nodes(out, sources, homes, count, num_nodes, hidden, like, total, partial):
+    rows, home = pointer(sources, _INT64), pointer(homes, _INT32)
+    for d in range(0, hidden, _PIECE):
+        width = min(_PIECE, hidden - d)
+        for i in range(width):
+            total[i] = 0
+        for c in range(count):
+            if home[c] == NO_NODE:
+                _add_piece(total, pointer(rows[c], like), d, width)
+        for node in range(num_nodes):
+            for i in range(width):
+                partial[i] = 0
+            for c in range(count):
+                if home[c] == node:
+                    _add_piece(partial, pointer(rows[c], like), d, width)
+            _fold_piece(total, partial, width, like)
+        _put_piece(pointer(out, like), d, total, width)
+
+
+@njit(nogil=True, cache=True)
+def sum_token(out, sources, homes, count, num_nodes, hidden, streaming, like, sums):
+    """out[:] = the sum of `count` rows, whose addresses `sources` points to, in their order.
+
+    Where there are several nodes, the rows of each are summed and rounded first; `homes` points to
+    the node of each row, an int32, NO_NODE for biases, which come before all nodes. `sums` is from
+    `scratch`. (Addresses, since arrays are counted whenever they are handed on.)
+    """
+    total = pointer(sums.ctypes.data, sums)
+    if num_nodes == 1:
+        _sum_one_node(out, sources, count, hidden, streaming, like, total)
+    else:
+        partial = pointer(sums.ctypes.data + _PIECE * sums.itemsize, sums)
+        _sum_nodes(out, sources, homes, count, num_nodes, hidden, like, total, partial)
+
+
+@cache
+def node_table(node_of_rank: tuple[int, ...]) -> tuple[np.ndarray, int]:
+    """The node of each rank, as an array, and how many there are."""
+    return np.array(node_of_rank, np.int32), max(node_of_rank) + 1
+
+
+def scratch(like: np.ndarray) -> np.ndarray:
+    """Room for two pieces of sums, for one thread."""
+    return np.empty(2 * _PIECE, np.float64 if like.dtype == np.float64 else np.float32)
+
+
+def may_stream(out: int, row_bytes: int, moved: int) -> bool:
+    """Whether rows of sums go past the cache: whole lines, too many to be read again from it."""
+    return moved >= _STREAMING and out % LINE == 0 and row_bytes % LINE == 0
 
 
 @njit(nogil=True, cache=True)
 def _reduce_kernel(
-    bases, copy_start, copy_rank, copy_slot, biases, out, hidden, begin, end, streaming, like, sums
-):
-    """One node. `bases[r]` is the address of rank r's rows; `sums` is scratch for a piece, wide."""
-    starts, ranks, slots = (
-        pointer(copy_start, _INT32),
-        pointer(copy_rank, _INT32),
-        pointer(copy_slot, _INT32),
-    )
-    row_bytes = hidden * np.int64(like.itemsize)
-    num_biases = biases.shape[0]
-    sources = np.empty(num_biases + bases.shape[0], np.int64)
-    for t in range(begin, end):
-        for b in range(num_biases):
-            sources[b] = biases[b] + t * row_bytes
-        count = num_biases
-        for c in range(starts[t], starts[t + 1]):
-            sources[count] = bases[ranks[c]] + np.int64(slots[c]) * row_bytes
-            count += 1
-        _sum_token(out + t * row_bytes, sources, count, hidden, streaming, like, sums)
-
-
-@njit(nogil=True, cache=True)
-def _reduce_nodes_kernel(
     bases,
     copy_start,
     copy_rank,
@@ -118,35 +148,39 @@ def _reduce_nodes_kernel(
     hidden,
     begin,
     end,
+    streaming,
     like,
     sums,
 ):
-    """Several nodes, whose partial sums are rounded. `sums` is scratch for two pieces, wide."""
+    """`bases[r]` is the address of rank r's rows."""
     starts, ranks, slots = (
         pointer(copy_start, _INT32),
         pointer(copy_rank, _INT32),
         pointer(copy_slot, _INT32),
     )
-    target = pointer(out, like)
-    total = pointer(sums.ctypes.data, sums)
-    partial = pointer(sums.ctypes.data + _PIECE * sums.itemsize, sums)
+    row_bytes = hidden * np.int64(like.itemsize)
+    num_biases = biases.shape[0]
+    sources = np.empty(num_biases + bases.shape[0], np.int64)
+    homes = np.full(num_biases + bases.shape[0], NO_NODE, np.int32)
     for t in range(begin, end):
-        row = np.int64(t) * hidden
-        for d in range(0, hidden, _PIECE):
-            count = min(_PIECE, hidden - d)
-            for i in range(count):
-                total[i] = 0
-            for b in range(biases.shape[0]):
-                _add_piece(total, pointer(biases[b], like), row + d, count)
-            for node in range(num_nodes):
-                for i in range(count):
-                    partial[i] = 0
-                for c in range(starts[t], starts[t + 1]):
-                    if nodes[ranks[c]] == node:
-                        rows = pointer(bases[ranks[c]], like)
-                        _add_piece(partial, rows, np.int64(slots[c]) * hidden + d, count)
-                _fold_piece(total, partial, count, like)
-            _put_piece(target, row + d, total, count)
+        for b in range(num_biases):
+            sources[b] = biases[b] + t * row_bytes
+        count = num_biases
+        for c in range(starts[t], starts[t + 1]):
+            sources[count] = bases[ranks[c]] + np.int64(slots[c]) * row_bytes
+            homes[count] = nodes[ranks[c]]
+            count += 1
+        sum_token(
+            out + t * row_bytes,
+            sources.ctypes.data,
+            homes.ctypes.data,
+            count,
+            num_nodes,
+            hidden,
+            streaming,
+            like,
+            sums,
+        )
 
 
 def reduce(
@@ -173,24 +207,27 @@ def reduce_at(
     if num_tokens == 0:
         return
     like = LIKE[out_TD.dtype]
-    wide = np.float64 if like.dtype == np.float64 else np.float32
     biases = np.array([bias.data_ptr() for bias in biases_TD], np.int64)
     lists = (route.copy_start.data_ptr(), route.copy_rank.data_ptr(), route.copy_slot.data_ptr())
-    num_nodes = max(node_of_rank) + 1
+    nodes, num_nodes = node_table(tuple(node_of_rank))
     out, row_bytes = out_TD.data_ptr(), hidden * like.itemsize
     moved = (route.copy_rank.shape[0] + num_tokens) * row_bytes
-    streaming = moved >= _STREAMING and out % LINE == 0 and row_bytes % LINE == 0
+    streaming = may_stream(out, row_bytes, moved)
 
     def part(begin: int, end: int) -> None:
-        sums = np.empty(2 * _PIECE, wide)
-        if num_nodes == 1:
-            _reduce_kernel(
-                addresses_R, *lists, biases, out, hidden, begin, end, streaming, like, sums
-            )
-        else:
-            nodes = np.array(node_of_rank, np.int32)
-            _reduce_nodes_kernel(
-                addresses_R, *lists, nodes, num_nodes, biases, out, hidden, begin, end, like, sums
-            )
+        _reduce_kernel(
+            addresses_R,
+            *lists,
+            nodes,
+            num_nodes,
+            biases,
+            out,
+            hidden,
+            begin,
+            end,
+            streaming,
+            like,
+            scratch(like),
+        )
 
     in_channels(part, num_tokens, moved)

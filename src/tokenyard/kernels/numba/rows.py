@@ -13,7 +13,6 @@ from tokenyard.kernels.numba.intrinsics import copy_bytes, pointer
 from tokenyard.kernels.numba.threads import in_channels
 from tokenyard.types import Route
 
-# Streaming stores pay for long rows, if all of them are too much to be read again from the cache.
 _LONG_ROW = 1024
 _MUCH = 1 << 20
 
@@ -23,7 +22,7 @@ _FLOAT32 = np.empty(0, np.float32)
 
 
 @njit(nogil=True, cache=True)
-def _copy_row(target, source, num_bytes):
+def _stream_row(target, source, num_bytes):
     """Whole lines by streaming stores, the ends the ordinary way."""
     head = min((-target) % LINE, num_bytes)
     if head > 0:
@@ -37,15 +36,26 @@ def _copy_row(target, source, num_bytes):
 
 
 @njit(nogil=True, cache=True)
+def copy_row(target, source, num_bytes, streaming):
+    if streaming:
+        _stream_row(target, source, num_bytes)
+    else:
+        copy_bytes(target, source, num_bytes)
+
+
+def may_stream(num_bytes: int, moved: int) -> bool:
+    """Whether rows go past the cache: long ones do, if all of them are too much to be read again
+    from it.
+    """
+    return num_bytes >= _LONG_ROW and moved >= _MUCH
+
+
+@njit(nogil=True, cache=True)
 def _pack_kernel(x, x_stride, index, out, out_stride, num_bytes, begin, end, streaming):
     tokens = pointer(index, _INT32)
     for n in range(begin, end):
         token = np.int64(tokens[n]) if index != 0 else np.int64(n)
-        target, source = out + np.int64(n) * out_stride, x + token * x_stride
-        if streaming:
-            _copy_row(target, source, num_bytes)
-        else:
-            copy_bytes(target, source, num_bytes)
+        copy_row(out + np.int64(n) * out_stride, x + token * x_stride, num_bytes, streaming)
 
 
 def pack(x_TB: Tensor, index_N: Tensor | None, out_NB: Tensor) -> Tensor:
@@ -54,7 +64,7 @@ def pack(x_TB: Tensor, index_N: Tensor | None, out_NB: Tensor) -> Tensor:
     x, x_stride = x_TB.data_ptr(), x_TB.stride(0)
     out, out_stride = out_NB.data_ptr(), out_NB.stride(0)
 
-    streaming = num_bytes >= _LONG_ROW and num_rows * num_bytes >= _MUCH
+    streaming = may_stream(num_bytes, num_rows * num_bytes)
 
     def part(begin: int, end: int) -> None:
         _pack_kernel(x, x_stride, index, out, out_stride, num_bytes, begin, end, streaming)
@@ -86,10 +96,7 @@ def _scatter_kernel(columns, starts, ranks, slots, blocks, firsts, rows, begin, 
             row, width = columns[j, 0] + np.int64(t) * columns[j, 1], columns[j, 1]
             for c in range(first[t], first[t + 1]):
                 target = targets[j, to[c]] + np.int64(at[c]) * width
-                if much and width >= _LONG_ROW:
-                    _copy_row(target, row, width)
-                else:
-                    copy_bytes(target, row, width)
+                copy_row(target, row, width, much and width >= _LONG_ROW)
 
 
 def scatter(

@@ -1,0 +1,232 @@
+"""Ranks that share memory pass rows through rings: DeepEP's design, in a fixed amount of memory.
+
+Each rank owns a ring per (channel, source); senders write records and the owner takes them out, to
+their final place in dispatch and into the sum in combine. So a row is copied twice, and whatever is
+moved, the memory that ranks share stays `num_nvl_bytes` a rank. Choose it where that matters, as
+with many ranks or long batches; `direct` is faster. The kernels' file has the protocol.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokenyard import memory
+from tokenyard.errors import PeerError
+from tokenyard.transports.base import Move, RowKernels, Sum
+from tokenyard.transports.symmetric import LINE
+from tokenyard.transports.team import SignalKernels, Team
+from tokenyard.types import Config, Flow, Handle, Route, channel_ranges, round_up
+
+DEFAULT_BYTES = 16 << 20  # of a rank
+_PAGE = mmap.PAGESIZE
+_PATIENCE = 200  # rounds of a kernel in which nothing moves
+_BYTES_PER_THREAD = 4 << 20
+
+
+class RingKernels(RowKernels, SignalKernels, Protocol):
+    def make_rings(
+        self, rank: int, bases_R: np.ndarray, ring_bytes: int, num_channels: int
+    ) -> Any: ...
+
+    def ring_slots(self, ring_bytes: int, widths: Sequence[int]) -> int: ...
+
+    def ring_bytes(self, slots: int, widths: Sequence[int]) -> int: ...
+
+    def plan_ring_dispatch(
+        self,
+        rings: Any,
+        columns: Sequence[Tensor],
+        route: Route,
+        recv_counts: Sequence[int],
+        outs: Sequence[Tensor],
+        slots: int,
+        chunk: int,
+    ) -> Any: ...
+
+    def ring_dispatch(self, plan: Any, begin: int, end: int, patience: int) -> int: ...
+
+    def plan_ring_combine(
+        self,
+        rings: Any,
+        *,
+        x_ND: Tensor,
+        weights_NK: Tensor | None,
+        recv_src_idx_N: Tensor,
+        recv_counts: Sequence[int],
+        num_tokens_R: Sequence[int],
+        route: Route,
+        biases_TD: Sequence[Tensor],
+        node_of_rank: Sequence[int],
+        out_TD: Tensor,
+        weights_out_TK: Tensor | None,
+        slots: int,
+        chunk: int,
+    ) -> Any: ...
+
+    def ring_combine(self, plan: Any, begin: int, end: int, patience: int) -> int: ...
+
+
+class RingTransport:
+    name = "ring"
+    moves_alone = False
+
+    def __init__(
+        self,
+        team: Team,
+        kernels: RingKernels,
+        node_of_rank: Sequence[int],
+        num_bytes: int,
+        num_channels: int,
+    ) -> None:
+        """All ranks together. Raises SharedMemoryError on all if one of them has no memory."""
+        self._team = team
+        self._kernels = kernels
+        self._node_of_rank = node_of_rank
+        self.rank, self.size = team.rank, team.size
+        self._num_bytes, self._num_channels = num_bytes or DEFAULT_BYTES, num_channels
+        room = max(self._num_bytes - team.control_bytes, 0) // _PAGE * _PAGE
+        self._ring_bytes = room // (num_channels * team.size) // LINE * LINE
+        bases_R = team.share(max(room, _PAGE), "Buffer (attach)")
+        self._rings = kernels.make_rings(self.rank, bases_R, self._ring_bytes, num_channels)
+
+    def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
+        return self._team.exchange(message_RM, stage)
+
+    def offer_rows(self, flow: Flow | None, widths: Sequence[int]) -> Sequence[int]:
+        return ()
+
+    def send(
+        self,
+        columns: Sequence[Tensor],
+        flow: Flow,
+        told_RW: np.ndarray,
+        config: Config,
+        stage: str,
+    ) -> tuple[list[Tensor], Move]:
+        slots = self._slots(columns, config, stage)
+        arrive = [self.empty(flow.num_rows, column.shape[1], column.dtype) for column in columns]
+
+        def move() -> None:
+            plan = self._kernels.plan_ring_dispatch(
+                self._rings,
+                columns,
+                flow.route,
+                flow.recv_counts,
+                arrive,
+                slots,
+                config.num_max_nvl_chunked_send_tokens,
+            )
+            moved = (flow.num_received + sum(flow.route.send_counts)) * _width(columns)
+            self._drive(
+                lambda begin, end: self._kernels.ring_dispatch(plan, begin, end, _PATIENCE),
+                plan.awaited,
+                moved,
+                stage,
+            )
+
+        return arrive, move
+
+    def offer_back(self, columns: Sequence[Tensor], flow: Flow, ready: bool) -> np.ndarray:
+        return np.empty((self.size, 0), np.int64)
+
+    def sum_back(
+        self,
+        sums: Sequence[Sum],
+        handle: Handle,
+        told_RW: np.ndarray,
+        config: Config,
+        stage: str,
+    ) -> Move:
+        flow, columns = handle.flow, [one.rows_ND for one in sums]
+        slots = self._slots(columns, config, stage)
+        weights = sums[1] if len(sums) > 1 else None
+
+        def move() -> None:
+            plan = self._kernels.plan_ring_combine(
+                self._rings,
+                x_ND=sums[0].rows_ND,
+                weights_NK=None if weights is None else weights.rows_ND,
+                recv_src_idx_N=handle.recv_src_idx,
+                recv_counts=flow.recv_counts,
+                num_tokens_R=flow.tokens_R.tolist(),
+                route=flow.route,
+                biases_TD=sums[0].biases_TD,
+                node_of_rank=self._node_of_rank,
+                out_TD=sums[0].out_TD,
+                weights_out_TK=None if weights is None else weights.out_TD,
+                slots=slots,
+                chunk=config.num_max_nvl_chunked_send_tokens,
+            )
+            moved = (flow.num_received + sum(flow.route.send_counts)) * _width(columns)
+            self._drive(
+                lambda begin, end: self._kernels.ring_combine(plan, begin, end, _PATIENCE),
+                plan.awaited,
+                moved,
+                stage,
+            )
+
+        return move
+
+    def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        return memory.empty(num_rows, width, dtype=dtype)
+
+    def close(self) -> None:
+        self._team.close()
+
+    def _slots(self, columns: Sequence[Tensor], config: Config, stage: str) -> int:
+        """The rows that a ring holds: all ranks come to the same, and raise together."""
+        widths = [column.shape[1] * column.element_size() for column in columns]
+        slots = self._kernels.ring_slots(self._ring_bytes, widths)
+        if slots < 1:
+            rings = self._num_channels * self.size * self._kernels.ring_bytes(1, widths)
+            needed = self._team.control_bytes + round_up(rings, _PAGE)
+            hint = config.get_nvl_buffer_size_hint(widths[0], self.size)
+            raise ValueError(
+                f"{stage}: num_nvl_bytes is {self._num_bytes}, want at least {needed} for a row in "
+                f"each ring; get_nvl_buffer_size_hint says {hint}, on rank {self.rank}"
+            )
+        return min(slots, config.num_max_nvl_chunked_recv_tokens)
+
+    def _drive(
+        self,
+        kernel: Callable[[int, int], int],
+        awaits: Callable[[], list[int]],
+        num_bytes: int,
+        stage: str,
+    ) -> None:
+        """Both sides of all channels, by as many threads as torch was told to take, if it pays."""
+
+        def part(begin: int, end: int) -> None:
+            def step() -> int:
+                left = kernel(begin, end)
+                if left < 0:
+                    raise PeerError(
+                        f"{stage}: rank {-1 - left} wrote what no rank writes, on rank {self.rank}",
+                        ranks=(-1 - left,),
+                        stage=stage,
+                    )
+                return left
+
+            self._team.wait_until(step, awaits, stage)
+
+        num_threads = min(
+            torch.get_num_threads(), self._num_channels, num_bytes // _BYTES_PER_THREAD
+        )
+        if num_threads < 2:
+            part(0, self._num_channels)
+            return
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="tokenyard-channel") as pool:
+            parts = channel_ranges(self._num_channels, num_threads)
+            for done in [pool.submit(part, *one) for one in parts]:
+                done.result()
+
+
+def _width(columns: Sequence[Tensor]) -> int:
+    return sum(column.shape[1] * column.element_size() for column in columns)

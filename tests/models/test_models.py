@@ -1,0 +1,71 @@
+"""The ring's protocol, checked by spin: as it is, and with one rule at a time broken."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+MODEL = Path(__file__).with_name("ring.pml")
+
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("spin") and shutil.which("gcc")),
+    reason="spin and gcc are needed (Debian's packages have these names)",
+)
+
+# COMBINES, WIDE and SILENT have a bit for each call, the first call's lowest: see the model.
+TWO_THREADS = "-DC=2 -DTHREADS=2"
+COMBINE_OF_THREE = "-DR=3 -DCELLS=1 -DCALLS=1 -DCOMBINES=1 -DWIDE=0"
+
+
+def check(directory: Path, options: str) -> str:
+    """What the checker says of the model with these options, having seen all of its states."""
+
+    def run(*command: str) -> str:
+        done = subprocess.run(
+            command, cwd=directory, capture_output=True, text=True, timeout=100, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run("spin", *options.split(), "-a", str(MODEL))
+    run("gcc", "-O1", "-w", "-DSAFETY", "-DMEMLIM=2000", "-o", "pan", "pan.c")
+    return run("./pan", "-m100000")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param("", id="dispatch, dispatch, combine"),
+        pytest.param("-DCOMBINES=5 -DWIDE=5", id="combine, dispatch, combine"),
+        pytest.param("-DC=2", id="two channels"),
+        pytest.param(TWO_THREADS, id="two threads"),
+        pytest.param("-DC=2 -DSILENT=2 -DCOMBINES=0", id="a rank that is two calls ahead"),
+        pytest.param(COMBINE_OF_THREE, id="three ranks, one slot"),
+    ],
+)
+def test_the_protocol_holds(tmp_path: Path, options: str) -> None:
+    said = check(tmp_path, options)
+    assert "errors: 0" in said
+    assert "Search not completed" not in said
+    assert "too small" not in said
+
+
+@pytest.mark.parametrize(
+    "options, error",
+    [
+        pytest.param("-DNO_DRAIN", "assertion violated", id="another geometry too early"),
+        pytest.param("-DDRAIN_ONE -DC=2", "assertion violated", id="another call too early"),
+        pytest.param(f"-DHEAD_FIRST {TWO_THREADS}", "assertion violated", id="head before count"),
+        pytest.param(f"-DCOUNT_FIRST {TWO_THREADS}", "assertion violated", id="count before tail"),
+        pytest.param("-DTAIL_FIRST", "assertion violated", id="tail before record"),
+        pytest.param("-DBLOCK", "invalid end state", id="dispatch that blocks"),
+        pytest.param(f"-DBLOCK {COMBINE_OF_THREE}", "invalid end state", id="combine that blocks"),
+    ],
+)
+def test_a_broken_rule_is_caught(tmp_path: Path, options: str, error: str) -> None:
+    said = check(tmp_path, options)
+    assert f"pan:1: {error}" in said
+    assert "errors: 1" in said
