@@ -86,6 +86,14 @@ class Layout(NamedTuple):
     is_token_in_rank: Tensor  # [T, R] bool
 
 
+class Aligned(NamedTuple):
+    """Flat indices into topk_ids by expert, each expert's share padded to whole blocks."""
+
+    sorted_token_ids: Tensor  # [capacity] int32, topk_ids.numel() where padded or unused
+    expert_ids: Tensor  # [capacity // block_size] int32, each block's expert, -1 where unused
+    num_tokens_post_pad: Tensor  # [1] int32, the entries in use, padding included
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Route:
     """A layout's rows, listed twice: as they are sent, and as each token finds its copies again.

@@ -15,7 +15,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from tokenyard.types import Layout, Route
+from tokenyard.types import Aligned, Layout, Route
 
 _log = logging.getLogger("tokenyard")
 _SETS = ("numba", "reference")
@@ -66,6 +66,15 @@ class Kernels(Protocol):
         sent there. They need not share memory.
         """
 
+    def align(
+        self, topk_ids_TK: Tensor, block_size: int, num_experts: int, capacity: int
+    ) -> tuple[Aligned, int]:
+        """Group the (token, k) pairs by expert as `spec.moe_align_block_size` does.
+
+        The ids are int32 or int64, the capacity is enough for any routing. The number beside the
+        result is the flat place of the first id outside -1..E-1, or -1, as in `layout`.
+        """
+
 
 def available() -> tuple[str, ...]:
     return _SETS
@@ -83,6 +92,17 @@ def choose(device_type: str) -> str:
     name = "numba" if device_type == "cpu" else "reference"
     _log.info("kernels: %s, for tensors on %s", name, device_type)
     return name
+
+
+@cache
+def pick(name: str, device_type: str) -> Kernels:
+    """The set of this name; "auto" is the fastest for the device. Cached, since calls are short."""
+    if name == "auto":
+        return load(choose(device_type))
+    found = load(name)
+    if name == "numba" and device_type != "cpu":
+        raise ValueError(f"kernels is 'numba' for tensors on {device_type}, want auto or reference")
+    return found
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

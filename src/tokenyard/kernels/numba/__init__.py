@@ -6,15 +6,18 @@ apply to them, since they read raw addresses: to step through a kernel, take the
     layout  who gets each token, and the lists of rows
     rows    pack, scatter and localise: moving bytes, renaming experts
     reduce  the sum of combine
+    align   pairs by expert, in whole blocks
     signals for ranks that share memory
 """
 
+from tokenyard.kernels.numba.align import align
 from tokenyard.kernels.numba.layout import channel_prefix, layout, route
 from tokenyard.kernels.numba.reduce import reduce
 from tokenyard.kernels.numba.rows import localise, pack, scatter
 from tokenyard.kernels.numba.signals import await_signals, raise_signals
 
 __all__ = [
+    "align",
     "await_signals",
     "channel_prefix",
     "layout",

@@ -3,6 +3,7 @@
 Choose it to read what a kernel does, to step through it, or on devices that no other set knows.
 """
 
+from tokenyard.kernels.reference.align import align
 from tokenyard.kernels.reference.exchange import (
     channel_prefix,
     layout,
@@ -12,4 +13,4 @@ from tokenyard.kernels.reference.exchange import (
     route,
 )
 
-__all__ = ["channel_prefix", "layout", "localise", "pack", "reduce", "route"]
+__all__ = ["align", "channel_prefix", "layout", "localise", "pack", "reduce", "route"]
