@@ -94,6 +94,27 @@ class Aligned(NamedTuple):
     num_tokens_post_pad: Tensor  # [1] int32, the entries in use, padding included
 
 
+class Places(NamedTuple):
+    """Where each of a row's copies goes, once rows are grouped by local expert and padded."""
+
+    row_of: Tensor  # [N, K] int64, -1 where topk_idx is -1
+    offsets: Tensor  # [L] int32, the end of each group with its padding
+    num_rows: int  # of all groups: the last offset
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Permuted:
+    """Received rows as a grouped GEMM wants them: one after the other by local expert.
+
+    `row_of` is all that the way back needs, and what either way's gradient needs.
+    """
+
+    x: Tensor  # [M, D], padding rows are zeros
+    scales: Tensor | None  # [M, S], padding rows are zeros
+    row_of: Tensor  # [N, K] int64, the row of x that (row, k) went to, -1 where topk_idx is -1
+    offsets: Tensor  # [L] int32, the end of each group with its padding: `offs` of grouped_mm
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Route:
     """A layout's rows, listed twice: as they are sent, and as each token finds its copies again.

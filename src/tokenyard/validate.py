@@ -28,7 +28,7 @@ SUMMABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # Rows and counts are int32. Experts and SMs (two a channel) cost every call memory on every rank,
 # so a slip of the keyboard must not reach an allocation.
 MOST = 2**31 - 1
-_MOST_EXPERTS = 2**20
+MOST_EXPERTS = 2**20
 _MOST_SMS = 2**12
 
 _ID_DTYPES = (torch.int32, torch.int64)
@@ -130,19 +130,27 @@ def topk_idx(value: Any, num_tokens: int | str) -> Tensor:
     return value.contiguous()
 
 
-def topk_ids(value: Any) -> Tensor:
-    """Experts of any kind of integer, on any device; the short way is as in topk_idx."""
+def topk_ids(
+    value: Any,
+    what: str = "topk_ids",
+    *,
+    num_tokens: int | str = "tokens",
+    device: torch.device | None = None,
+) -> Tensor:
+    """Experts as int32 or int64, on any device if none is said. The short way is as in topk_idx."""
     if (
         type(value) is Tensor
         and value.dtype in _ID_DTYPES
         and value.dim() == 2
-        and value.is_cpu
         and value.is_contiguous()
         and value.numel()
+        and (num_tokens == "tokens" or num_tokens == value.shape[0])
+        and (device is None or device == value.device)
     ):
         return value
-    value = tensor("topk_ids", value, shape=("tokens", "topk"), dtypes=_ID_DTYPES, device=None)
-    require(value.shape[1] > 0, "topk_ids has top-k 0, want at least 1")
+    shape = (num_tokens, "topk")
+    value = tensor(what, value, shape=shape, dtypes=_ID_DTYPES, device=device)
+    require(value.shape[1] > 0, f"{what} has top-k 0, want at least 1")
     return value.contiguous()
 
 
@@ -233,7 +241,7 @@ def bad_expert(
 
 def num_experts(value: Any, owned: int | None) -> int:
     """`owned` is the number of experts in placement=, if one was given."""
-    integer("num_experts", value, at_least=1, at_most=_MOST_EXPERTS)
+    integer("num_experts", value, at_least=1, at_most=MOST_EXPERTS)
     if owned is not None and value != owned:
         raise ValueError(f"num_experts is {value}, want {owned}, the length of placement=")
     return value

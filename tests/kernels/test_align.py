@@ -13,7 +13,6 @@ from torch import Tensor
 
 import tokenyard
 from tokenyard import kernels, spec
-from tokenyard.kernels.numba import threads
 from tokenyard.testing import ROUTINGS, assert_same, poisoned, routing
 
 SETS = kernels.available()
@@ -80,19 +79,6 @@ def test_reads_as_the_tuple_of_sglang() -> None:
     assert got[1] is expert_ids is got.expert_ids
     assert got[2] is num_tokens_post_pad is got.num_tokens_post_pad
     assert sorted_token_ids.tolist() == [1, 2, 2, 2, 0, 2, 2, 2]
-
-
-@pytest.fixture
-def pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The sizes of the thread pools that the numba set makes; torch's number is put back."""
-    sizes: list[int] = []
-    make = threads.ThreadPoolExecutor
-    monkeypatch.setattr(
-        threads, "ThreadPoolExecutor", lambda size, **kw: sizes.append(size) or make(size, **kw)
-    )
-    before = torch.get_num_threads()
-    yield sizes
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)

@@ -15,7 +15,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from tokenyard.types import Aligned, Layout, Route
+from tokenyard.types import Aligned, Layout, Places, Route
 
 _log = logging.getLogger("tokenyard")
 _SETS = ("numba", "reference")
@@ -73,6 +73,26 @@ class Kernels(Protocol):
 
         The ids are int32 or int64, the capacity is enough for any routing. The number beside the
         result is the flat place of the first id outside -1..E-1, or -1, as in `layout`.
+        """
+
+    def place(
+        self, topk_idx_NK: Tensor, num_experts: int, expert_alignment: int
+    ) -> tuple[Places, int]:
+        """Where `spec.permute` puts each row's copies; the number beside it is as in `align`."""
+
+    def spread(self, x_NB: Tensor, row_of_NK: Tensor, out_MB: Tensor) -> Tensor:
+        """out[row_of[n, k]] = x[n], rows of bytes; zeros where nothing goes.
+
+        Rows are contiguous; they may lie apart on both sides.
+        """
+
+    def unpermute(
+        self, y_MD: Tensor, row_of_NK: Tensor, weights_NK: Tensor | None, out_ND: Tensor
+    ) -> int:
+        """Sum each row's results as `spec.unpermute` does, into `out`, which has y's dtype.
+
+        Weights have the dtype of the sums. Rows are as in `spread`. Returns the flat place of the
+        first index outside -1..M-1, or -1; if there is one, nothing is written.
         """
 
 

@@ -7,11 +7,13 @@ apply to them, since they read raw addresses: to step through a kernel, take the
     rows    pack, scatter and localise: moving bytes, renaming experts
     reduce  the sum of combine
     align   pairs by expert, in whole blocks
+    permute rows by local expert, and back
     signals for ranks that share memory
 """
 
 from tokenyard.kernels.numba.align import align
 from tokenyard.kernels.numba.layout import channel_prefix, layout, route
+from tokenyard.kernels.numba.permute import place, spread, unpermute
 from tokenyard.kernels.numba.reduce import reduce
 from tokenyard.kernels.numba.rows import localise, pack, scatter
 from tokenyard.kernels.numba.signals import await_signals, raise_signals
@@ -23,8 +25,11 @@ __all__ = [
     "layout",
     "localise",
     "pack",
+    "place",
     "raise_signals",
     "reduce",
     "route",
     "scatter",
+    "spread",
+    "unpermute",
 ]

@@ -22,40 +22,42 @@ _ENTRY = np.dtype(np.int32)
 _SIZE = 4  # bytes of an entry
 _INT32 = np.empty(0, np.int32)
 _INT64 = np.empty(0, np.int64)
-_UNROUTED = np.uint64(0xFFFFFFFFFFFFFFFF)  # -1
 
 _BYTES_A_PAIR = 32  # that could be copied while a pair is put in its place
 _FEW = 1 << 17  # pairs that one thread puts in place before a second has started
 
 
 @njit(nogil=True, cache=True)
+def slot_of(expert):
+    """A group's place in the tables of counts: 0 for -1, e + 1 for e, more than E for a bad id."""
+    return np.uint64(np.int64(expert)) + np.uint64(1)
+
+
+@njit(nogil=True, cache=True)
 def count_ids(ids, counts, ranks, begin, end, num_experts):
     """Count the pairs begin..end-1 of each expert, and rank them: ids [2, 0, 2] -> ranks [0, 0, 1].
 
-    Returns the place of the first id outside -1..E-1, or -1. A pair of -1 has no rank.
+    Those of -1 are counted too, in a group of their own: a branch that is taken at random costs
+    more. Returns the place of the first id outside -1..E-1, or -1.
     """
-    for e in range(num_experts):
-        counts[e] = 0
-    limit = np.uint64(num_experts)
+    for slot in range(num_experts + 1):
+        counts[slot] = 0
     for i in range(begin, end):
-        expert = np.uint64(np.int64(ids[i]))
-        if expert >= limit:
-            if expert == _UNROUTED:
-                continue
+        slot = slot_of(ids[i])
+        if slot > np.uint64(num_experts):
             return i
-        count = counts[expert]
+        count = counts[slot]
         ranks[i] = count
-        counts[expert] = count + np.int32(1)
+        counts[slot] = count + np.int32(1)
     return -1
 
 
 @njit(nogil=True, cache=True)
-def _put_pairs(ids, starts, ranks, begin, end, num_experts, entries):
-    limit = np.uint64(num_experts)
+def _put_pairs(ids, starts, ranks, begin, end, entries):
     for i in range(begin, end):
-        expert = np.uint64(np.int64(ids[i]))
-        if expert < limit:
-            entries[np.int64(starts[expert]) + ranks[i]] = i
+        slot = slot_of(ids[i])
+        if slot > np.uint64(0):
+            entries[np.int64(starts[slot]) + ranks[i]] = i
 
 
 @njit(nogil=True, cache=True)
@@ -77,7 +79,7 @@ def _count_kernel(topk_ids, is_wide, begin, end, num_experts, counts, ranks):
 def _open_kernel(
     counts, num_parts, numel, block_size, num_experts, capacity, sorted_ids, expert_ids, total
 ):
-    """Write all but the pairs, and turn the counts [parts, E] into where their pairs begin."""
+    """Write all but the pairs, and turn the counts [parts, E + 1] into where their pairs begin."""
     counted = pointer(counts, _INT32)
     entries, owners = pointer(sorted_ids, _INT32), pointer(expert_ids, _INT32)
     # Many short runs of padding take longer than filling everything, which few pairs allow.
@@ -86,12 +88,12 @@ def _open_kernel(
         _fill(entries, 0, capacity, numel)
     end, block = np.int64(0), np.int64(0)
     for e in range(num_experts):
-        at, row = end, e
+        at, slot = end, e + 1
         for _ in range(num_parts):
-            count = counted[row]
-            counted[row] = at
+            count = counted[slot]
+            counted[slot] = at
             at += count
-            row += num_experts
+            slot += num_experts + 1
         while end < at:
             owners[block] = e
             block += 1
@@ -105,13 +107,13 @@ def _open_kernel(
 
 
 @njit(nogil=True, cache=True)
-def _put_kernel(topk_ids, is_wide, begin, end, num_experts, starts, ranks, sorted_ids):
+def _put_kernel(topk_ids, is_wide, begin, end, starts, ranks, sorted_ids):
     first, ranked = pointer(starts, _INT32), pointer(ranks, _INT32)
     entries = pointer(sorted_ids, _INT32)
     if is_wide:
-        _put_pairs(pointer(topk_ids, _INT64), first, ranked, begin, end, num_experts, entries)
+        _put_pairs(pointer(topk_ids, _INT64), first, ranked, begin, end, entries)
     else:
-        _put_pairs(pointer(topk_ids, _INT32), first, ranked, begin, end, num_experts, entries)
+        _put_pairs(pointer(topk_ids, _INT32), first, ranked, begin, end, entries)
 
 
 @njit(nogil=True, cache=True)
@@ -119,14 +121,14 @@ def _align_kernel(
     topk_ids, is_wide, numel, block_size, num_experts, capacity, sorted_ids, expert_ids, total
 ):
     """All three steps by one thread, in one call: a call costs more than a token."""
-    scratch = np.empty(num_experts + numel, np.int32)
-    counts, ranks = scratch.ctypes.data, scratch.ctypes.data + num_experts * _SIZE
+    scratch = np.empty(num_experts + 1 + numel, np.int32)
+    counts, ranks = scratch.ctypes.data, scratch.ctypes.data + (num_experts + 1) * _SIZE
     first_bad = _count_kernel(topk_ids, is_wide, 0, numel, num_experts, counts, ranks)
     if first_bad == -1:
         _open_kernel(
             counts, 1, numel, block_size, num_experts, capacity, sorted_ids, expert_ids, total
         )
-        _put_kernel(topk_ids, is_wide, 0, numel, num_experts, counts, ranks, sorted_ids)
+        _put_kernel(topk_ids, is_wide, 0, numel, counts, ranks, sorted_ids)
     return first_bad
 
 
@@ -144,20 +146,21 @@ def _align_in_parts(
     """The same by several threads, if there are."""
     num_parts = num_channels(numel, numel * _BYTES_A_PAIR)
     parts = channel_ranges(numel, num_parts)
-    scratch = from_numpy(memory.empty_array(num_parts * num_experts + numel, _ENTRY))
+    num_slots = num_experts + 1
+    scratch = from_numpy(memory.empty_array(num_parts * num_slots + numel, _ENTRY))
     counts = scratch.data_ptr()
-    ranks = counts + num_parts * num_experts * _SIZE
+    ranks = counts + num_parts * num_slots * _SIZE
     bad = [-1] * num_parts
 
     def count(first: int, last: int) -> None:
         for part in range(first, last):
-            mine = counts + part * num_experts * _SIZE
+            mine = counts + part * num_slots * _SIZE
             bad[part] = _count_kernel(topk_ids, is_wide, *parts[part], num_experts, mine, ranks)
 
     def put(first: int, last: int) -> None:
         for part in range(first, last):
-            mine = counts + part * num_experts * _SIZE
-            _put_kernel(topk_ids, is_wide, *parts[part], num_experts, mine, ranks, sorted_ids)
+            mine = counts + part * num_slots * _SIZE
+            _put_kernel(topk_ids, is_wide, *parts[part], mine, ranks, sorted_ids)
 
     in_channels(count, num_parts, numel * _BYTES_A_PAIR)
     first_bad = min((place for place in bad if place >= 0), default=-1)

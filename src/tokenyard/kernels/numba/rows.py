@@ -20,8 +20,12 @@ _INT64 = np.empty(0, np.int64)
 _FLOAT32 = np.empty(0, np.float32)
 
 
+def pays_streaming(num_rows: int, num_bytes: int) -> bool:
+    return num_bytes >= _LONG_ROW and num_rows * num_bytes >= _MUCH
+
+
 @njit(nogil=True, cache=True)
-def _copy_row(target, source, num_bytes):
+def copy_row(target, source, num_bytes):
     """Whole lines by streaming stores, the ends the ordinary way."""
     head = min((-target) % LINE, num_bytes)
     if head > 0:
@@ -41,7 +45,7 @@ def _pack_kernel(x, x_stride, index, out, out_stride, num_bytes, begin, end, str
         token = np.int64(tokens[n]) if index != 0 else np.int64(n)
         target, source = out + np.int64(n) * out_stride, x + token * x_stride
         if streaming:
-            _copy_row(target, source, num_bytes)
+            copy_row(target, source, num_bytes)
         else:
             copy_bytes(target, source, num_bytes)
 
@@ -70,7 +74,7 @@ def _scatter_kernel(x, x_stride, starts, ranks, slots, bases, num_bytes, begin, 
         for c in range(first[t], first[t + 1]):
             target = bases[to[c]] + np.int64(at[c]) * num_bytes
             if streaming:
-                _copy_row(target, row, num_bytes)
+                copy_row(target, row, num_bytes)
             else:
                 copy_bytes(target, row, num_bytes)
 

@@ -12,5 +12,17 @@ from tokenyard.kernels.reference.exchange import (
     reduce,
     route,
 )
+from tokenyard.kernels.reference.permute import place, spread, unpermute
 
-__all__ = ["align", "channel_prefix", "layout", "localise", "pack", "reduce", "route"]
+__all__ = [
+    "align",
+    "channel_prefix",
+    "layout",
+    "localise",
+    "pack",
+    "place",
+    "reduce",
+    "route",
+    "spread",
+    "unpermute",
+]
