@@ -31,7 +31,7 @@ MOST = 2**31 - 1
 MOST_EXPERTS = 2**20
 _MOST_SMS = 2**12
 
-_ID_DTYPES = (torch.int32, torch.int64)
+ID_DTYPES = (torch.int32, torch.int64)
 _CPU = torch.device("cpu")
 
 
@@ -131,25 +131,11 @@ def topk_idx(value: Any, num_tokens: int | str) -> Tensor:
 
 
 def topk_ids(
-    value: Any,
-    what: str = "topk_ids",
-    *,
-    num_tokens: int | str = "tokens",
-    device: torch.device | None = None,
+    what: str, value: Any, *, num_tokens: int | str, device: torch.device | None
 ) -> Tensor:
-    """Experts as int32 or int64, on any device if none is said. The short way is as in topk_idx."""
-    if (
-        type(value) is Tensor
-        and value.dtype in _ID_DTYPES
-        and value.dim() == 2
-        and value.is_contiguous()
-        and value.numel()
-        and (num_tokens == "tokens" or num_tokens == value.shape[0])
-        and (device is None or device == value.device)
-    ):
-        return value
+    """Experts as int32 or int64, on any device if none is said."""
     shape = (num_tokens, "topk")
-    value = tensor(what, value, shape=shape, dtypes=_ID_DTYPES, device=device)
+    value = tensor(what, value, shape=shape, dtypes=ID_DTYPES, device=device)
     require(value.shape[1] > 0, f"{what} has top-k 0, want at least 1")
     return value.contiguous()
 

@@ -81,12 +81,17 @@ def test_reads_as_the_tuple_of_sglang() -> None:
     assert sorted_token_ids.tolist() == [1, 2, 2, 2, 0, 2, 2, 2]
 
 
+def many_ids() -> Tensor:
+    """As many as make the numba set take three threads."""
+    return torch.randint(-1, 37, (400_001, 4), generator=torch.Generator().manual_seed(0))
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("num_threads", [2, 3])
 def test_threads_do_not_change_places(
     pools: list[int], num_threads: int, dtype: torch.dtype
 ) -> None:
-    topk_ids = routing("holes", 100_001, 4, 37)[0].to(dtype)
+    topk_ids = many_ids().to(dtype)
     torch.set_num_threads(num_threads)
     with poisoned():
         got = tokenyard.moe_align_block_size(topk_ids, 16, 40, kernels="numba")
@@ -98,10 +103,10 @@ def test_threads_do_not_change_places(
 
 
 def test_threads_name_the_first_bad_id(pools: list[int]) -> None:
-    topk_ids = routing("holes", 100_001, 4, 37)[0]
-    topk_ids[99_000, 2] = topk_ids[60_000, 1] = 40  # both in the last part
+    topk_ids = many_ids()
+    topk_ids[390_000, 2] = 40
     torch.set_num_threads(2)
-    for first in (60_000, 100):
+    for first in (380_000, 100):  # in the second part, as the one before; then in the first
         topk_ids[first, 1] = 40
         with pytest.raises(ValueError) as caught:
             tokenyard.moe_align_block_size(topk_ids, 16, 40, kernels="numba")

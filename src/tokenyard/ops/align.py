@@ -27,12 +27,24 @@ def moe_align_block_size(
     >>> got.expert_ids.tolist(), got.num_tokens_post_pad.tolist()
     ([0, 1, 2, -1], [6])
     """
-    topk_ids = validate.topk_ids(topk_ids)
-    # Checked in full only where something looks odd, as in validate.topk_ids.
-    plain = type(block_size) is int and type(num_experts) is int
-    if not (plain and block_size > 0 and 0 < num_experts <= _USUAL):
+    # A short way for what is plainly right: the checks take as long as a token.
+    device = "cpu"
+    if not (
+        type(topk_ids) is Tensor
+        and topk_ids.dtype in validate.ID_DTYPES
+        and topk_ids.dim() == 2
+        and topk_ids.is_cpu
+        and topk_ids.is_contiguous()
+        and topk_ids.numel()
+        and type(block_size) is int
+        and type(num_experts) is int
+        and block_size > 0
+        and 0 < num_experts <= _USUAL
+    ):
+        topk_ids = validate.topk_ids("topk_ids", topk_ids, num_tokens="tokens", device=None)
         validate.integer("block_size", block_size, at_least=1)
         validate.num_experts(num_experts, None)
+        device = topk_ids.device.type
     numel = topk_ids.numel()
     if numel < num_experts:
         capacity = numel * block_size
@@ -43,7 +55,6 @@ def moe_align_block_size(
             f"{numel} pairs of {num_experts} experts in blocks of {block_size} take up to "
             f"{capacity} entries, want at most {validate.MOST}"
         )
-    device = "cpu" if topk_ids.is_cpu else topk_ids.device.type
     aligned, first_bad = kernel_sets.pick(kernels, device).align(
         topk_ids, block_size, num_experts, capacity
     )

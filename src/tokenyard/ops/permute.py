@@ -42,7 +42,7 @@ def permute(
     """
     x_ND, scales_NS = _quantised(x, scales)
     num_rows, device = x_ND.shape[0], x_ND.device
-    topk_idx = validate.topk_ids(topk_idx, "topk_idx", num_tokens=num_rows, device=device)
+    topk_idx = validate.topk_ids("topk_idx", topk_idx, num_tokens=num_rows, device=device)
     validate.integer("num_experts", num_experts, at_least=0, at_most=validate.MOST_EXPERTS)
     validate.integer("expert_alignment", expert_alignment, at_least=1)
     most = topk_idx.numel() + num_experts * (expert_alignment - 1)

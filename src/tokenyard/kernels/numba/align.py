@@ -14,6 +14,7 @@ from numba import njit
 from torch import Tensor, from_numpy
 
 from tokenyard import memory
+from tokenyard.kernels.numba.atomics import LINE
 from tokenyard.kernels.numba.intrinsics import pointer
 from tokenyard.kernels.numba.threads import in_channels, num_channels
 from tokenyard.types import Aligned, channel_ranges
@@ -23,8 +24,9 @@ _SIZE = 4  # bytes of an entry
 _INT32 = np.empty(0, np.int32)
 _INT64 = np.empty(0, np.int64)
 
-_BYTES_A_PAIR = 32  # that could be copied while a pair is put in its place
-_FEW = 1 << 17  # pairs that one thread puts in place before a second has started
+# Threads start twice, to count and to put pairs in their places, and pay only where there are many.
+_BYTES_A_PAIR = 8
+_FEW = 1 << 20
 
 
 @njit(nogil=True, cache=True)
@@ -85,7 +87,9 @@ def _open_kernel(
     # Many short runs of padding take longer than filling everything, which few pairs allow.
     is_sparse = 2 * numel < capacity
     if is_sparse:
-        _fill(entries, 0, capacity, numel)
+        head = min(-sorted_ids % LINE // _SIZE, capacity)  # vectors that cross lines take longer
+        _fill(entries, 0, head, numel)
+        _fill(entries, head, capacity, numel)
     end, block = np.int64(0), np.int64(0)
     for e in range(num_experts):
         at, slot = end, e + 1
