@@ -26,7 +26,10 @@ _HOMES = {
     "PeerTimeout": "errors",
     "SharedMemoryError": "errors",
     "TokenyardError": "errors",
+    "moe_align_block_size": "ops.align",
+    "permute": "ops.permute",
     "topk_idx_t": "types",
+    "unpermute": "ops.permute",
 }
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604
@@ -43,6 +46,9 @@ if TYPE_CHECKING:
     from tokenyard.errors import TokenyardError as TokenyardError
     from tokenyard.events import EventHandle as EventHandle
     from tokenyard.events import EventOverlap as EventOverlap
+    from tokenyard.ops.align import moe_align_block_size as moe_align_block_size
+    from tokenyard.ops.permute import permute as permute
+    from tokenyard.ops.permute import unpermute as unpermute
     from tokenyard.types import Config as Config
     from tokenyard.types import Handle as Handle
     from tokenyard.types import topk_idx_t as topk_idx_t

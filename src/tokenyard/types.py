@@ -86,6 +86,35 @@ class Layout(NamedTuple):
     is_token_in_rank: Tensor  # [T, R] bool
 
 
+class Aligned(NamedTuple):
+    """Flat indices into topk_ids by expert, each expert's share padded to whole blocks."""
+
+    sorted_token_ids: Tensor  # [capacity] int32, topk_ids.numel() where padded or unused
+    expert_ids: Tensor  # [capacity // block_size] int32, each block's expert, -1 where unused
+    num_tokens_post_pad: Tensor  # [1] int32, the entries in use, padding included
+
+
+class Places(NamedTuple):
+    """Where each of a row's copies goes, once rows are grouped by local expert and padded."""
+
+    row_of: Tensor  # [N, K] int64, -1 where topk_idx is -1
+    offsets: Tensor  # [L] int32, the end of each group with its padding
+    num_rows: int  # of all groups: the last offset
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Permuted:
+    """Received rows as a grouped GEMM wants them: one after the other by local expert.
+
+    `row_of` is all that the way back needs, and what either way's gradient needs.
+    """
+
+    x: Tensor  # [M, D], padding rows are zeros
+    scales: Tensor | None  # [M, S], padding rows are zeros
+    row_of: Tensor  # [N, K] int64, the row of x that (row, k) went to, -1 where topk_idx is -1
+    offsets: Tensor  # [L] int32, the end of each group with its padding: `offs` of grouped_mm
+
+
 class Route(NamedTuple):
     """A layout's rows, listed twice: as they are sent, and as each token finds its copies again.
 

@@ -27,10 +27,13 @@ SUMMABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 # Rows and counts are int32. Experts and SMs (two a channel) cost every call memory on every rank,
 # so a slip of the keyboard must not reach an allocation.
-_MOST = 2**31 - 1
-_MOST_EXPERTS = 2**20
+MOST = 2**31 - 1
+MOST_EXPERTS = 2**20
 _MOST_SMS = 2**12
 _FEW = 100  # numbers that Python compares sooner than a tensor's method is called
+
+ID_DTYPES = (torch.int32, torch.int64)
+_CPU = torch.device("cpu")
 
 
 def require(condition: bool, message: str) -> None:
@@ -58,11 +61,17 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
 
 
 def tensor(
-    what: str, value: Any, *, shape: Sequence[int | str], dtypes: Sequence[torch.dtype]
+    what: str,
+    value: Any,
+    *,
+    shape: Sequence[int | str],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device | None = _CPU,
 ) -> Tensor:
-    """A dense CPU tensor of this shape, in which a word stands for any length: ["tokens", 8].
+    """A dense tensor of this shape, in which a word stands for any length: ["tokens", 8].
 
-    On the path of every call, so messages are built only when they are needed.
+    Without a device it may be on any. On the path of every call, so messages are built only when
+    they are needed.
     """
     if not isinstance(value, Tensor):
         raise ValueError(f"{what} is {_kind(value)}, want a torch.Tensor")
@@ -75,8 +84,8 @@ def tensor(
         raise ValueError(f"{what} has shape {list(got)}, want {want}")
     if value.dtype not in dtypes:
         raise ValueError(f"{what} has dtype {name(value.dtype)}, want {_names(dtypes)}")
-    if not value.is_cpu:
-        raise ValueError(f"{what} is on device {value.device}, want cpu")
+    if device is not None and value.device != device:
+        raise ValueError(f"{what} is on device {value.device}, want {device}")
     if value.layout is not torch.strided:
         raise ValueError(f"{what} has layout {value.layout}, want torch.strided")
     return value.detach() if value.requires_grad else value
@@ -135,6 +144,16 @@ def topk_idx(value: Any, num_tokens: int | str) -> Tensor:
         return value
     value = tensor("topk_idx", value, shape=(num_tokens, "topk"), dtypes=(topk_idx_t,))
     require(value.shape[1] > 0, "topk_idx has top-k 0, want at least 1")
+    return value.contiguous()
+
+
+def topk_ids(
+    what: str, value: Any, *, num_tokens: int | str, device: torch.device | None
+) -> Tensor:
+    """Experts as int32 or int64, on any device if none is said."""
+    shape = (num_tokens, "topk")
+    value = tensor(what, value, shape=shape, dtypes=ID_DTYPES, device=device)
+    require(value.shape[1] > 0, f"{what} has top-k 0, want at least 1")
     return value.contiguous()
 
 
@@ -223,23 +242,25 @@ def same_counts(value: Layout, route: Route) -> None:
         )
 
 
-def bad_expert(topk_idx_TK: Tensor, place: int, num_experts: int) -> ValueError:
+def bad_expert(
+    topk_idx_TK: Tensor, place: int, num_experts: int, what: str = "topk_idx"
+) -> ValueError:
     token, k = divmod(place, topk_idx_TK.shape[1])
     return ValueError(
-        f"topk_idx[{token}, {k}] is {topk_idx_TK[token, k].item()}, want -1..{num_experts - 1} "
+        f"{what}[{token}, {k}] is {topk_idx_TK[token, k].item()}, want -1..{num_experts - 1} "
         f"(num_experts={num_experts})"
     )
 
 
 def num_experts(value: Any, owned: int | None) -> int:
     """`owned` is the number of experts in placement=, if one was given."""
-    integer("num_experts", value, at_least=1, at_most=_MOST_EXPERTS)
+    integer("num_experts", value, at_least=1, at_most=MOST_EXPERTS)
     if owned is not None and value != owned:
         raise ValueError(f"num_experts is {value}, want {owned}, the length of placement=")
     return value
 
 
-def integer(what: str, value: Any, *, at_least: int, at_most: int = _MOST) -> int:
+def integer(what: str, value: Any, *, at_least: int, at_most: int = MOST) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"{what} is {value!r}, want an integer")
     if value < at_least:

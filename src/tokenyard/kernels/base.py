@@ -15,7 +15,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from tokenyard.types import Layout, Route
+from tokenyard.types import Aligned, Layout, Places, Route
 
 _log = logging.getLogger("tokenyard")
 _SETS = ("numba", "reference")
@@ -63,6 +63,35 @@ class Kernels(Protocol):
         sent there. They need not share memory.
         """
 
+    def align(
+        self, topk_ids_TK: Tensor, block_size: int, num_experts: int, capacity: int
+    ) -> tuple[Aligned, int]:
+        """Group the (token, k) pairs by expert as `spec.moe_align_block_size` does.
+
+        The ids are int32 or int64, the capacity is enough for any routing. The number beside the
+        result is the flat place of the first id outside -1..E-1, or -1, as in `layout`.
+        """
+
+    def place(
+        self, topk_idx_NK: Tensor, num_experts: int, expert_alignment: int
+    ) -> tuple[Places, int]:
+        """Where `spec.permute` puts each row's copies; the number beside it is as in `align`."""
+
+    def spread(self, x_NB: Tensor, row_of_NK: Tensor, out_MB: Tensor) -> Tensor:
+        """out[row_of[n, k]] = x[n], rows of bytes; zeros where nothing goes.
+
+        Rows are contiguous; they may lie apart on both sides.
+        """
+
+    def unpermute(
+        self, y_MD: Tensor, row_of_NK: Tensor, weights_NK: Tensor | None, out_ND: Tensor
+    ) -> int:
+        """Sum each row's results as `spec.unpermute` does, into `out`, which has y's dtype.
+
+        Weights have the dtype of the sums. Rows are as in `spread`. Returns the flat place of the
+        first index outside -1..M-1, or -1; if there is one, nothing is written.
+        """
+
 
 def available() -> tuple[str, ...]:
     return _SETS
@@ -80,6 +109,17 @@ def choose(device_type: str) -> str:
     name = "numba" if device_type == "cpu" else "reference"
     _log.info("kernels: %s, for tensors on %s", name, device_type)
     return name
+
+
+@cache
+def pick(name: str, device_type: str) -> Kernels:
+    """The set of this name; "auto" is the fastest for the device. Cached, since calls are short."""
+    if name == "auto":
+        return load(choose(device_type))
+    found = load(name)
+    if name == "numba" and device_type != "cpu":
+        raise ValueError(f"kernels is 'numba' for tensors on {device_type}, want auto or reference")
+    return found
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -82,4 +82,6 @@ def _fill(out: Tensor) -> Tensor:
         return out.fill_(float("nan"))
     if out.dtype == torch.uint8:  # bytes of anything: 0xFF is NaN in every float format
         return out.fill_(0xFF)
-    return out.fill_(True if out.dtype == torch.bool else torch.iinfo(torch.int32).min)
+    if out.dtype == torch.bool:
+        return out.fill_(True)
+    return out.fill_(max(-(2**31), torch.iinfo(out.dtype).min))

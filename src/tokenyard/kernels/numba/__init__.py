@@ -6,11 +6,15 @@ apply to them, since they read raw addresses: to step through a kernel, take the
     layout  who gets each token, and the lists of rows
     rows    pack, scatter and localise: moving bytes, renaming experts
     reduce  the sum of combine
+    align   pairs by expert, in whole blocks
+    permute rows by local expert, and back
     signals for ranks that share memory
     ring    the same, through a fixed amount of it: the protocol and its two uses
 """
 
+from tokenyard.kernels.numba.align import align
 from tokenyard.kernels.numba.layout import layout, route
+from tokenyard.kernels.numba.permute import place, spread, unpermute
 from tokenyard.kernels.numba.reduce import reduce, reduce_at
 from tokenyard.kernels.numba.ring import make_rings, ring_bytes, ring_slots
 from tokenyard.kernels.numba.ring_combine import plan_ring_combine, ring_combine
@@ -19,12 +23,14 @@ from tokenyard.kernels.numba.rows import localise, pack, scatter
 from tokenyard.kernels.numba.signals import await_signals, meet, post
 
 __all__ = [
+    "align",
     "await_signals",
     "layout",
     "localise",
     "make_rings",
     "meet",
     "pack",
+    "place",
     "plan_ring_combine",
     "plan_ring_dispatch",
     "post",
@@ -36,4 +42,6 @@ __all__ = [
     "ring_slots",
     "route",
     "scatter",
+    "spread",
+    "unpermute",
 ]

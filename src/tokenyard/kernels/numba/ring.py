@@ -121,7 +121,7 @@ def _record(widths: tuple[int, ...]) -> tuple[list[int], int]:
     """Where columns lie in a record, and its size: narrow ones beside the number, then lines.
 
     >>> _record((14336, 4, 64, 32))
-    ([128, 8, 64, 16], 14464)
+    ([64, 8, 14400, 16], 14464)
     """
     offsets, end = [0] * len(widths), 8
     for unit in (8, LINE):

@@ -17,10 +17,16 @@ from tokenyard.types import channel_ranges
 _BYTES_PER_THREAD = 4 << 20
 
 
+def num_channels(num_items: int, num_bytes: int) -> int:
+    """How many threads pay for work on so many items that is worth a copy of so many bytes."""
+    most = min(num_items, num_bytes // _BYTES_PER_THREAD)
+    return 1 if most < 2 else min(most, torch.get_num_threads())
+
+
 def in_channels(body: Callable[[int, int], object], num_items: int, num_bytes: int) -> None:
     """Call body(begin, end) over consecutive parts of range(num_items), side by side if it pays."""
-    num_threads = min(torch.get_num_threads(), num_items, num_bytes // _BYTES_PER_THREAD)
-    if num_threads < 2:
+    num_threads = num_channels(num_items, num_bytes)
+    if num_threads == 1:
         body(0, num_items)
         return
     with ThreadPoolExecutor(num_threads, thread_name_prefix="tokenyard-channel") as pool:

@@ -3,6 +3,7 @@
 Choose it to read what a kernel does, to step through it, or on devices that no other set knows.
 """
 
+from tokenyard.kernels.reference.align import align
 from tokenyard.kernels.reference.exchange import (
     layout,
     localise,
@@ -10,5 +11,16 @@ from tokenyard.kernels.reference.exchange import (
     reduce,
     route,
 )
+from tokenyard.kernels.reference.permute import place, spread, unpermute
 
-__all__ = ["layout", "localise", "pack", "reduce", "route"]
+__all__ = [
+    "align",
+    "layout",
+    "localise",
+    "pack",
+    "place",
+    "reduce",
+    "route",
+    "spread",
+    "unpermute",
+]

@@ -1,0 +1,107 @@
+"""Sums of rows times factors, kept in registers from the first row to the last.
+
+A product is rounded before it is added: LLVM fuses the two only where it is told that it may, and
+here it is not. A factor of 1 changes nothing, so that a plain sum needs no code of its own.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import njit
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from tokenyard.kernels.numba.atomics import LINE
+from tokenyard.kernels.numba.intrinsics import (
+    LANES,
+    WIDE_LANES,
+    _element,
+    _load,
+    _narrow,
+    _splat,
+    _vector,
+    _wide,
+    _widen,
+)
+
+
+def _make(num_vectors, lanes, streaming=False):
+    @intrinsic
+    def scaled_sum(typingctx, out, sources, factors, count, at, like):
+        """out[at:] = narrow(0 + factors[0] * sources[0][at:] + factors[1] * sources[1][at:] ...)
+
+        For num_vectors * lanes elements. `sources` points to `count` addresses of rows, `factors`
+        to as many wide floats, `out` is the address of a row; `at` counts elements. If streaming,
+        out + at must be on a line's boundary.
+        """
+        dtype = like.dtype
+        sig = types.void(*[types.int64] * 5, like)
+
+        def codegen(context, builder, signature, args):
+            out, sources, factors, count, at, _ = args
+            narrow, wide = _element(dtype), _element(_wide(dtype))
+            sums = [
+                cgutils.alloca_once_value(builder, _splat(wide, 0.0, lanes))
+                for _ in range(num_vectors)
+            ]
+            addresses = builder.inttoptr(sources, at.type.as_pointer())
+            weights = builder.inttoptr(factors, wide.as_pointer())
+            with cgutils.for_range(builder, count) as loop:
+                row = builder.load(builder.gep(addresses, [loop.index]))
+                row = builder.inttoptr(row, narrow.as_pointer())
+                weight = builder.load(builder.gep(weights, [loop.index]))
+                weight = _broadcast(builder, weight, lanes)
+                for i, total in enumerate(sums):
+                    place = builder.add(at, at.type(i * lanes))
+                    term = _widen(builder, _load(builder, row, place, narrow, lanes), dtype, lanes)
+                    term = builder.fmul(weight, term)
+                    builder.store(builder.fadd(builder.load(total), term), total)
+            pointer = builder.inttoptr(out, narrow.as_pointer())
+            for i, total in enumerate(sums):
+                value = _narrow(builder, builder.load(total), dtype, lanes)
+                place = builder.gep(pointer, [builder.add(at, at.type(i * lanes))])
+                place = builder.bitcast(place, value.type.as_pointer())
+                if streaming:
+                    store = builder.store(
+                        value, place, align=min(LINE, lanes * like.dtype.bitwidth // 8)
+                    )
+                    one = ir.IntType(32)(1)
+                    store.set_metadata("nontemporal", builder.module.add_metadata([one]))
+                else:
+                    builder.store(value, place, align=1)
+            return context.get_dummy_value()
+
+        return sig, codegen
+
+    return scaled_sum
+
+
+def _broadcast(builder, value, lanes):
+    if lanes == 1:
+        return value
+    vector = _vector(value.type, lanes)
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.IntType(32)(0))
+    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), lanes), None))
+
+
+_sum_wide = _make(WIDE_LANES // LANES, LANES)
+_sum_wide_streaming = _make(WIDE_LANES // LANES, LANES, streaming=True)
+_sum_lanes = _make(1, LANES)
+_sum_one = _make(1, 1)
+
+
+@njit(nogil=True, cache=True)
+def sum_scaled(out, sources, factors, count, hidden, streaming, like):
+    """out[:] = the sum of `count` rows times their factors, at the addresses `sources`."""
+    wide = hidden - hidden % WIDE_LANES
+    whole = hidden - hidden % LANES
+    if streaming:
+        for d in range(0, wide, WIDE_LANES):
+            _sum_wide_streaming(out, sources, factors, count, d, like)
+    else:
+        for d in range(0, wide, WIDE_LANES):
+            _sum_wide(out, sources, factors, count, d, like)
+    for d in range(wide, whole, LANES):
+        _sum_lanes(out, sources, factors, count, d, like)
+    for d in range(whole, hidden):
+        _sum_one(out, sources, factors, count, d, like)

@@ -1,0 +1,23 @@
+"""What tests of several kernels share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tokenyard.kernels.numba import threads
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The sizes of the thread pools that the numba set makes. Torch's number is put back."""
+    sizes: list[int] = []
+    make = threads.ThreadPoolExecutor
+    monkeypatch.setattr(
+        threads, "ThreadPoolExecutor", lambda size, **kw: sizes.append(size) or make(size, **kw)
+    )
+    before = torch.get_num_threads()
+    yield sizes
+    torch.set_num_threads(before)
