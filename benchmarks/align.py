@@ -2,7 +2,9 @@
 
     python benchmarks/align.py
 
-Results are compared before anything is timed. Medians, and half the distance between quartiles.
+Results are compared before anything is timed. Both are timed in turn, 15 calls a round, so that
+what else the machine does hits both alike. Medians of the rounds, half the distance between their
+quartiles, and the median of their ratios.
 """
 
 import statistics
@@ -16,7 +18,7 @@ import tokenyard
 from tokenyard.testing import routing
 
 CASES = [(1, 64), (64, 64), (4096, 128), (65536, 128)]  # tokens, block size
-TOPK, EXPERTS = 8, 256
+TOPK, EXPERTS, ROUNDS = 8, 256, 9
 
 
 def in_torch(topk_ids: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,15 +34,18 @@ def in_torch(topk_ids: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor]
     return entries, owners, ends[-1:].int()
 
 
-def microseconds(call: Callable[[], object], repeat: int = 31) -> tuple[float, float]:
-    call()
+def microseconds(call: Callable[[], object], repeat: int = 15) -> float:
     times = []
     for _ in range(repeat):
         start = time.perf_counter()
         call()
         times.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(times)
+
+
+def spread(times: list[float]) -> str:
     low, middle, high = statistics.quantiles(times, n=4)
-    return middle, (high - low) / 2
+    return f"{middle:.1f} ± {(high - low) / 2:.1f}"
 
 
 def main() -> None:
@@ -52,14 +57,17 @@ def main() -> None:
         got = tokenyard.moe_align_block_size(topk_ids, block_size, EXPERTS)
         for mine, other in zip(got, in_torch(topk_ids, block_size)):
             assert torch.equal(mine[: len(other)], other)
-        theirs, their_spread = microseconds(lambda: in_torch(topk_ids, block_size))  # noqa: B023
-        ours, our_spread = microseconds(
-            lambda: tokenyard.moe_align_block_size(topk_ids, block_size, EXPERTS)  # noqa: B023
-        )
-        print(
-            f"| {tokens} | {TOPK} | {EXPERTS} | {block_size} | {theirs:.0f} ± {their_spread:.0f} "
-            f"| {ours:.1f} ± {our_spread:.1f} | {theirs / ours:.1f} |"
-        )
+        theirs, ours = [], []
+        for _ in range(ROUNDS):
+            theirs.append(microseconds(lambda: in_torch(topk_ids, block_size)))  # noqa: B023
+            ours.append(
+                microseconds(
+                    lambda: tokenyard.moe_align_block_size(topk_ids, block_size, EXPERTS)  # noqa: B023
+                )
+            )
+        ratio = statistics.median(torch_us / our_us for torch_us, our_us in zip(theirs, ours))
+        case = f"| {tokens} | {TOPK} | {EXPERTS} | {block_size}"
+        print(f"{case} | {spread(theirs)} | {spread(ours)} | {ratio:.1f} |")
 
 
 if __name__ == "__main__":
