@@ -26,6 +26,7 @@ _HOMES = {
     "PeerTimeout": "errors",
     "SharedMemoryError": "errors",
     "TokenyardError": "errors",
+    "rearrange": "ops.rearrange",
     "topk_idx_t": "types",
 }
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from tokenyard.errors import TokenyardError as TokenyardError
     from tokenyard.events import EventHandle as EventHandle
     from tokenyard.events import EventOverlap as EventOverlap
+    from tokenyard.ops.rearrange import rearrange as rearrange
     from tokenyard.types import Config as Config
     from tokenyard.types import Handle as Handle
     from tokenyard.types import topk_idx_t as topk_idx_t

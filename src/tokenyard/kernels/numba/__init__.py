@@ -3,13 +3,15 @@
 Kernels release the GIL and are compiled once, into a cache on disk. `NUMBA_DISABLE_JIT=1` does not
 apply to them, since they read raw addresses: to step through a kernel, take the reference set.
 
-    layout  who gets each token, and the lists of rows
-    rows    pack, scatter and localise: moving bytes, renaming experts
-    reduce  the sum of combine
-    signals for ranks that share memory
+    layout     who gets each token, and the lists of rows
+    rows       pack, scatter and localise: moving bytes, renaming experts
+    reduce     the sum of combine
+    rearrange  copies between any two strides
+    signals    for ranks that share memory
 """
 
 from tokenyard.kernels.numba.layout import channel_prefix, layout, route
+from tokenyard.kernels.numba.rearrange import rearrange
 from tokenyard.kernels.numba.reduce import reduce
 from tokenyard.kernels.numba.rows import localise, pack, scatter
 from tokenyard.kernels.numba.signals import await_signals, raise_signals
@@ -21,6 +23,7 @@ __all__ = [
     "localise",
     "pack",
     "raise_signals",
+    "rearrange",
     "reduce",
     "route",
     "scatter",

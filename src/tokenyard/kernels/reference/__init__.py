@@ -11,5 +11,6 @@ from tokenyard.kernels.reference.exchange import (
     reduce,
     route,
 )
+from tokenyard.kernels.reference.rearrange import rearrange
 
-__all__ = ["channel_prefix", "layout", "localise", "pack", "reduce", "route"]
+__all__ = ["channel_prefix", "layout", "localise", "pack", "rearrange", "reduce", "route"]
