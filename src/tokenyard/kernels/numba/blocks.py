@@ -84,34 +84,47 @@ def _move(target, t_I, t_J, source, s_I, s_J, n_I, n_J, unit, like):
 
 @njit(nogil=True, cache=True)
 def _transpose(target, t_J, source, s_I, n_I, n_J, next_source, streaming, like):
-    """By squares, along src, while what lies below them is fetched.
+    """By large squares, along src, while what lies below them is fetched; the edges by small ones.
 
-    Where the sides are not a number of squares, the last ones overlap those before. Squares whose
-    rows are whole lines of dst are streamed.
+    Where squares are whole lines of dst, they are streamed.
     """
     unit = like.itemsize
     side = large_side(unit) // unit
-    large = n_I >= side and n_J >= side
-    if not large:
-        side = LEAST_TILE // unit
-    lines = streaming and large and side * unit == LINE and (target | t_J | n_I * unit) % LINE == 0
     far = abs(s_I) >= 2 * LINE  # if rows are near each other, the machine fetches them by itself
-    for start_I in range(0, n_I, side):
-        i = min(start_I, n_I - side)
+    end_I, end_J = n_I - n_I % side, n_J - n_J % side
+    if end_I == 0 or end_J == 0:
+        _transpose_small(target, t_J, source, s_I, 0, n_I, 0, n_J, like)
+        return
+    lines = streaming and side * unit == LINE and (target | t_J | n_I * unit) % LINE == 0
+    if lines:
+        end_J = n_J  # the last squares overlap those before
+    for i in range(0, end_I, side):
         below = source + (i + side) * s_I if i + side < n_I else next_source
-        for start_J in range(0, n_J, side):
-            j = min(start_J, n_J - side)
-            to, of = target + i * unit + j * t_J, source + i * s_I + j * unit
-            if not large:
-                transpose_small(to, t_J, of, s_I, like)
-                continue
+        for start in range(0, end_J, side):
+            j = min(start, n_J - side)
             if far:
                 for k in range(side):
                     prefetch(below + k * s_I + j * unit)
+            to, of = target + i * unit + j * t_J, source + i * s_I + j * unit
             if lines:
                 transpose_streaming(to, t_J, of, s_I, like)
             else:
                 transpose_large(to, t_J, of, s_I, like)
+    _transpose_small(target, t_J, source, s_I, end_I, n_I, 0, n_J, like)
+    _transpose_small(target, t_J, source, s_I, 0, end_I, end_J, n_J, like)
+
+
+@njit(nogil=True, cache=True)
+def _transpose_small(target, t_J, source, s_I, begin_I, end_I, begin_J, end_J, like):
+    """Part of a block. The last squares overlap those before, or what is before the part."""
+    unit = like.itemsize
+    side = LEAST_TILE // unit
+    for start_I in range(begin_I, end_I, side):
+        i = min(start_I, end_I - side)
+        for start_J in range(begin_J, end_J, side):
+            j = min(start_J, end_J - side)
+            to, of = target + i * unit + j * t_J, source + i * s_I + j * unit
+            transpose_small(to, t_J, of, s_I, like)
 
 
 @njit(nogil=True, cache=True)
