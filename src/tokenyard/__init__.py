@@ -28,6 +28,7 @@ _HOMES = {
     "TokenyardError": "errors",
     "moe_align_block_size": "ops.align",
     "permute": "ops.permute",
+    "rearrange": "ops.rearrange",
     "topk_idx_t": "types",
     "unpermute": "ops.permute",
 }
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from tokenyard.ops.align import moe_align_block_size as moe_align_block_size
     from tokenyard.ops.permute import permute as permute
     from tokenyard.ops.permute import unpermute as unpermute
+    from tokenyard.ops.rearrange import rearrange as rearrange
     from tokenyard.types import Config as Config
     from tokenyard.types import Handle as Handle
     from tokenyard.types import topk_idx_t as topk_idx_t

@@ -10,8 +10,9 @@ import importlib
 import logging
 from collections.abc import Sequence
 from functools import cache
-from typing import Protocol, cast
+from typing import Protocol, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,8 @@ from tokenyard.types import Aligned, Layout, Places, Route
 
 _log = logging.getLogger("tokenyard")
 _SETS = ("numba", "reference")
+
+Array = TypeVar("Array", Tensor, np.ndarray)
 
 
 class Kernels(Protocol):
@@ -92,11 +95,19 @@ class Kernels(Protocol):
         first index outside -1..M-1, or -1; if there is one, nothing is written.
         """
 
+    def rearrange(self, dst: Array, src: Array) -> None:
+        """dst[i, j, ...] = src[i, j, ...] at every index, bytes whatever they mean.
+
+        Of the same kind, shape and dtype; strides of any sign and size, but the memory of src is
+        not that of dst. If elements of dst share memory, the last one in the order of indices wins.
+        """
+
 
 def available() -> tuple[str, ...]:
     return _SETS
 
 
+@cache
 def load(name: str) -> Kernels:
     if name not in _SETS:
         raise ValueError(f"unknown kernel set {name!r}; available: auto, {', '.join(_SETS)}")

@@ -3,18 +3,20 @@
 Kernels release the GIL and are compiled once, into a cache on disk. `NUMBA_DISABLE_JIT=1` does not
 apply to them, since they read raw addresses: to step through a kernel, take the reference set.
 
-    layout  who gets each token, and the lists of rows
-    rows    pack, scatter and localise: moving bytes, renaming experts
-    reduce  the sum of combine
-    align   pairs by expert, in whole blocks
-    permute rows by local expert, and back
-    signals for ranks that share memory
-    ring    the same, through a fixed amount of it: the protocol and its two uses
+    layout     who gets each token, and the lists of rows
+    rows       pack, scatter and localise: moving bytes, renaming experts
+    reduce     the sum of combine
+    align      pairs by expert, in whole blocks
+    permute    rows by local expert, and back
+    rearrange  copies between any two strides
+    signals    for ranks that share memory
+    ring       the same, through a fixed amount of it: the protocol and its two uses
 """
 
 from tokenyard.kernels.numba.align import align
 from tokenyard.kernels.numba.layout import layout, route
 from tokenyard.kernels.numba.permute import place, spread, unpermute
+from tokenyard.kernels.numba.rearrange import rearrange
 from tokenyard.kernels.numba.reduce import reduce, reduce_at
 from tokenyard.kernels.numba.ring import make_rings, ring_bytes, ring_slots
 from tokenyard.kernels.numba.ring_combine import plan_ring_combine, ring_combine
@@ -34,6 +36,7 @@ __all__ = [
     "plan_ring_combine",
     "plan_ring_dispatch",
     "post",
+    "rearrange",
     "reduce",
     "reduce_at",
     "ring_bytes",

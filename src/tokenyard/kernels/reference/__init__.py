@@ -12,6 +12,7 @@ from tokenyard.kernels.reference.exchange import (
     route,
 )
 from tokenyard.kernels.reference.permute import place, spread, unpermute
+from tokenyard.kernels.reference.rearrange import rearrange
 
 __all__ = [
     "align",
@@ -19,6 +20,7 @@ __all__ = [
     "localise",
     "pack",
     "place",
+    "rearrange",
     "reduce",
     "route",
     "spread",
