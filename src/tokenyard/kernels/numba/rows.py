@@ -56,7 +56,7 @@ def pack(x_TB: Tensor, index_N: Tensor | None, out_NB: Tensor) -> Tensor:
     x, x_stride = x_TB.data_ptr(), x_TB.stride(0)
     out, out_stride = out_NB.data_ptr(), out_NB.stride(0)
 
-    streaming = num_bytes >= _LONG_ROW and num_rows * num_bytes >= _MUCH
+    streaming = pays_streaming(num_rows, num_bytes)
 
     def part(begin: int, end: int) -> None:
         _pack_kernel(x, x_stride, index, out, out_stride, num_bytes, begin, end, streaming)
@@ -89,7 +89,7 @@ def scatter(x_TB: Tensor, route: Route, bases: np.ndarray) -> None:
     slots, x, stride = route.copy_slot.data_ptr(), x_TB.data_ptr(), x_TB.stride(0)
 
     moved = route.copy_rank.shape[0] * num_bytes
-    streaming = num_bytes >= _LONG_ROW and moved >= _MUCH
+    streaming = pays_streaming(route.copy_rank.shape[0], num_bytes)
 
     def part(begin: int, end: int) -> None:
         _scatter_kernel(x, stride, starts, ranks, slots, bases, num_bytes, begin, end, streaming)
