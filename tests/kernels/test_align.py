@@ -72,6 +72,14 @@ def test_any_ids(name: str, data: st.DataObject) -> None:
         assert_meets_spec(topk_ids, data.draw(st.integers(1, 20)), num_experts, name)
 
 
+@pytest.mark.parametrize("block_size", [1, 7, 128])
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_many_pairs(name: str, kind: str, block_size: int) -> None:
+    """As many as the numba set stacks before it lays them out."""
+    topk_ids, _ = routing(kind, 4200, 4, 20)
+    assert_meets_spec(topk_ids, block_size, 20, name)
+
+
 def test_reads_as_the_tuple_of_sglang() -> None:
     got = tokenyard.moe_align_block_size(torch.tensor([[1, 0]]), 4, 2)
     sorted_token_ids, expert_ids, num_tokens_post_pad = got
