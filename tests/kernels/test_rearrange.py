@@ -74,12 +74,19 @@ def in_small_boxes(dst: np.ndarray, src: np.ndarray, cut: float) -> planning.Pla
 
 
 class Layout:
-    """A view with shuffled axes, steps of either sign and a margin, and the memory around it."""
+    """A view with shuffled axes, steps of either sign and margins, and the memory around it."""
 
     def __init__(
-        self, shape: tuple, item: str, axes: list[int], steps: list[int], shift: int, seed: int
+        self,
+        shape: tuple[int, ...],
+        item: str,
+        axes: list[int],
+        steps: list[int],
+        margins: list[int],
+        shift: int,
+        seed: int,
     ) -> None:
-        base_shape = [shape[axis] * abs(steps[axis]) for axis in axes]
+        base_shape = [shape[axis] * abs(steps[axis]) + margins[axis] for axis in axes]
         itemsize = np.dtype(item).itemsize
         room = math.prod(base_shape) * itemsize
         # Some bytes before, some after; and the shift puts dst on a line's boundary, or beside it.
@@ -96,8 +103,9 @@ def layout(draw: st.DrawFn, shape: tuple[int, ...], item: str) -> Layout:
     axes = draw(st.permutations(range(len(shape))))
     step = st.sampled_from([1] * 12 + [2, -1, -1, -3])
     steps = [draw(step) for _ in shape]
+    margins = [draw(st.sampled_from([0] * 9 + [7])) for _ in shape]
     shift = draw(st.sampled_from([0, 0, 1, 16, 36]))
-    return Layout(shape, item, axes, steps, shift, draw(st.integers(0, 9)))
+    return Layout(shape, item, axes, steps, margins, shift, draw(st.integers(0, 9)))
 
 
 @st.composite
@@ -144,6 +152,20 @@ LENGTHS = st.one_of(
 @settings(max_examples=1000, deadline=None)
 def test_small_boxes_agree_with_numpy(case: tuple[Layout, np.ndarray], cut: float) -> None:
     check(*case, partial(in_small_boxes, cut=cut))
+
+
+def test_a_box_of_one_run_does_not_go_on_into_a_box_of_many() -> None:
+    """Runs of 203 with gaps, 81 of them in boxes of 40; no gap after the last of the 81."""
+    src = numbered((5, 203, 81), "u2").transpose(0, 2, 1)
+    memory = np.zeros(5 * 81 * 240, "u2")
+    strides = (2 * (80 * 240 + 203), 2 * 240, 2)
+    dst = np.lib.stride_tricks.as_strided(memory, src.shape, strides)
+    want = memory.copy()
+    np.lib.stride_tricks.as_strided(want, src.shape, strides)[...] = src
+    made = in_small_boxes(dst, src, cut=0)
+    assert made.staged
+    assert [axis.box for axis in made.axes] == [1, 40, 48]
+    assert memory.tobytes() == want.tobytes()
 
 
 def numbered(shape: tuple[int, ...], item: str) -> np.ndarray:

@@ -142,6 +142,15 @@ def _set_grid(grid, axes, num_axes, dst, src, box):
     return dst, src
 
 
+@njit(nogil=True, inline="always")
+def _has_same_runs(grid, run, num_axes):
+    """Whether the box at which the grid now stands is further along the runs of the one before."""
+    further = grid[4 * run]
+    for k in range(run + 1, num_axes):
+        further += grid[4 * k]
+    return further > 0
+
+
 @njit(nogil=True, cache=True)
 def _rearrange_kernel(dst, src, stage, table, begin, end, like):
     """Boxes begin..end."""
@@ -170,7 +179,8 @@ def _rearrange_kernel(dst, src, stage, table, begin, end, like):
             )  # fmt: skip
         if staged:
             goes_on = box + 1 < end and next_target == target + num_bytes
-            goes_on = goes_on and (goes_on_from or num_bytes >= LINE)
+            goes_on = goes_on and _has_same_runs(grid, run, num_axes)
+            goes_on = goes_on and (goes_on_from or num_bytes >= LINE)  # a line's worth to keep
             _drain(
                 axes, run, _INTO, size, wheels, target, first, num_bytes,
                 True, goes_on_from, goes_on,
