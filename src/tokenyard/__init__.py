@@ -26,6 +26,8 @@ _HOMES = {
     "PeerTimeout": "errors",
     "SharedMemoryError": "errors",
     "TokenyardError": "errors",
+    "per_token_cast_back": "ops.quantize",
+    "per_token_cast_to_fp8": "ops.quantize",
     "topk_idx_t": "types",
 }
 
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from tokenyard.errors import TokenyardError as TokenyardError
     from tokenyard.events import EventHandle as EventHandle
     from tokenyard.events import EventOverlap as EventOverlap
+    from tokenyard.ops.quantize import per_token_cast_back as per_token_cast_back
+    from tokenyard.ops.quantize import per_token_cast_to_fp8 as per_token_cast_to_fp8
     from tokenyard.types import Config as Config
     from tokenyard.types import Handle as Handle
     from tokenyard.types import topk_idx_t as topk_idx_t

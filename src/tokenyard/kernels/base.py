@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Protocol, cast
 
@@ -66,6 +66,20 @@ class Kernels(Protocol):
         sent there. They need not share memory.
         """
 
+    def plan_to_fp8(
+        self, num_rows: int, hidden: int, dtype: torch.dtype, round_scale: bool, use_ue8m0: bool
+    ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        """A function that does what `spec.cast_to_fp8` does to contiguous rows of this shape.
+
+        A cast of one token is over sooner than Python has settled what follows from its shape, so
+        that is done here, for all casts of that shape.
+        """
+
+    def plan_from_fp8(
+        self, num_rows: int, hidden: int, use_ue8m0: bool
+    ) -> Callable[[Tensor, Tensor], Tensor]:
+        """A function that does what `spec.cast_back` does to contiguous values and scales."""
+
 
 def available() -> tuple[str, ...]:
     return _SETS
@@ -83,6 +97,17 @@ def choose(device_type: str) -> str:
     name = "numba" if device_type == "cpu" else "reference"
     _log.info("kernels: %s, for tensors on %s", name, device_type)
     return name
+
+
+@cache
+def pick(name: str, device_type: str) -> Kernels:
+    """The set of this name; "auto" is the fastest for the device. Cached, since calls are short."""
+    if name == "auto":
+        return load(choose(device_type))
+    found = load(name)
+    if name == "numba" and device_type != "cpu":
+        raise ValueError(f"kernels is 'numba' for tensors on {device_type}, want auto or reference")
+    return found
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

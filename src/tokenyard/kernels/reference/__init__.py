@@ -11,5 +11,15 @@ from tokenyard.kernels.reference.exchange import (
     reduce,
     route,
 )
+from tokenyard.kernels.reference.quantize import plan_from_fp8, plan_to_fp8
 
-__all__ = ["channel_prefix", "layout", "localise", "pack", "reduce", "route"]
+__all__ = [
+    "channel_prefix",
+    "layout",
+    "localise",
+    "pack",
+    "plan_from_fp8",
+    "plan_to_fp8",
+    "reduce",
+    "route",
+]
