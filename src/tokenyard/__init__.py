@@ -29,6 +29,8 @@ _HOMES = {
     "moe_align_block_size": "ops.align",
     "permute": "ops.permute",
     "rearrange": "ops.rearrange",
+    "per_token_cast_back": "ops.quantize",
+    "per_token_cast_to_fp8": "ops.quantize",
     "topk_idx_t": "types",
     "unpermute": "ops.permute",
 }
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
     from tokenyard.ops.align import moe_align_block_size as moe_align_block_size
     from tokenyard.ops.permute import permute as permute
     from tokenyard.ops.permute import unpermute as unpermute
+    from tokenyard.ops.quantize import per_token_cast_back as per_token_cast_back
+    from tokenyard.ops.quantize import per_token_cast_to_fp8 as per_token_cast_to_fp8
     from tokenyard.ops.rearrange import rearrange as rearrange
     from tokenyard.types import Config as Config
     from tokenyard.types import Handle as Handle

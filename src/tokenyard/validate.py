@@ -74,21 +74,37 @@ def tensor(
     they are needed.
     """
     if not isinstance(value, Tensor):
-        raise ValueError(f"{what} is {_kind(value)}, want a torch.Tensor")
-    got = value.shape
+        raise not_a_tensor(what, value)
+    form(what, value.shape, value.dtype, value.layout, shape=shape, dtypes=dtypes)
+    if device is not None and value.device != device:
+        raise ValueError(f"{what} is on device {value.device}, want {device}")
+    return value.detach() if value.requires_grad else value
+
+
+def not_a_tensor(what: str, value: Any) -> ValueError:
+    return ValueError(f"{what} is {_kind(value)}, want a torch.Tensor")
+
+
+def form(
+    what: str,
+    got: Sequence[int],
+    dtype: torch.dtype,
+    layout: torch.layout,
+    *,
+    shape: Sequence[int | str],
+    dtypes: Sequence[torch.dtype],
+) -> None:
+    """What a tensor on any device must be, told by its attributes."""
     fits = len(got) == len(shape)
     for length, size in zip(shape, got):
         fits = fits and (length == size or isinstance(length, str))
     if not fits:
         want = "[" + ", ".join(map(str, shape)) + "]"
         raise ValueError(f"{what} has shape {list(got)}, want {want}")
-    if value.dtype not in dtypes:
-        raise ValueError(f"{what} has dtype {name(value.dtype)}, want {_names(dtypes)}")
-    if device is not None and value.device != device:
-        raise ValueError(f"{what} is on device {value.device}, want {device}")
-    if value.layout is not torch.strided:
-        raise ValueError(f"{what} has layout {value.layout}, want torch.strided")
-    return value.detach() if value.requires_grad else value
+    if dtype not in dtypes:
+        raise ValueError(f"{what} has dtype {name(dtype)}, want {_names(dtypes)}")
+    if layout is not torch.strided:
+        raise ValueError(f"{what} has layout {layout}, want torch.strided")
 
 
 def _contiguous(value: Tensor, after: EventHandle | None) -> Tensor:

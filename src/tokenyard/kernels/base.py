@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Protocol, TypeVar, cast
 
@@ -101,6 +101,20 @@ class Kernels(Protocol):
         Of the same kind, shape and dtype; strides of any sign and size, but the memory of src is
         not that of dst. If elements of dst share memory, the last one in the order of indices wins.
         """
+
+    def plan_to_fp8(
+        self, num_rows: int, hidden: int, dtype: torch.dtype, round_scale: bool, use_ue8m0: bool
+    ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        """A function that does what `spec.cast_to_fp8` does to contiguous rows of this shape.
+
+        A cast of one token is over sooner than Python has settled what follows from its shape, so
+        that is done here, for all casts of that shape.
+        """
+
+    def plan_from_fp8(
+        self, num_rows: int, hidden: int, use_ue8m0: bool
+    ) -> Callable[[Tensor, Tensor], Tensor]:
+        """A function that does what `spec.cast_back` does to contiguous values and scales."""
 
 
 def available() -> tuple[str, ...]:

@@ -62,19 +62,25 @@ def poisoned() -> Iterator[None]:
     Memory that nobody wrote then shows, instead of passing for zeros. For all threads of the
     process.
     """
-    empty, empty_array = memory.empty, memory.empty_array
+    honest = memory.empty, memory.empty_like, memory.empty_array
+    empty, empty_like, empty_array = honest
 
     def poisoned_empty(*shape: int, **options: Any) -> Tensor:
         return _fill(empty(*shape, **options))
 
+    def poisoned_like(*args: Any, **options: Any) -> Tensor:
+        return _fill(empty_like(*args, **options))
+
     def poisoned_array(*args: Any) -> np.ndarray:
         return _fill(torch.from_numpy(empty_array(*args))).numpy()
 
-    memory.empty, memory.empty_array = poisoned_empty, poisoned_array  # type: ignore[assignment]
+    memory.empty = poisoned_empty
+    memory.empty_like = poisoned_like
+    memory.empty_array = poisoned_array  # type: ignore[assignment]
     try:
         yield
     finally:
-        memory.empty, memory.empty_array = empty, empty_array
+        memory.empty, memory.empty_like, memory.empty_array = honest
 
 
 def _fill(out: Tensor) -> Tensor:

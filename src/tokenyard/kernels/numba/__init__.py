@@ -9,6 +9,7 @@ apply to them, since they read raw addresses: to step through a kernel, take the
     align      pairs by expert, in whole blocks
     permute    rows by local expert, and back
     rearrange  copies between any two strides
+    quantize   to FP8 and back
     signals    for ranks that share memory
     ring       the same, through a fixed amount of it: the protocol and its two uses
 """
@@ -16,6 +17,7 @@ apply to them, since they read raw addresses: to step through a kernel, take the
 from tokenyard.kernels.numba.align import align
 from tokenyard.kernels.numba.layout import layout, route
 from tokenyard.kernels.numba.permute import place, spread, unpermute
+from tokenyard.kernels.numba.quantize import plan_from_fp8, plan_to_fp8
 from tokenyard.kernels.numba.rearrange import rearrange
 from tokenyard.kernels.numba.reduce import reduce, reduce_at
 from tokenyard.kernels.numba.ring import make_rings, ring_bytes, ring_slots
@@ -33,8 +35,10 @@ __all__ = [
     "meet",
     "pack",
     "place",
+    "plan_from_fp8",
     "plan_ring_combine",
     "plan_ring_dispatch",
+    "plan_to_fp8",
     "post",
     "rearrange",
     "reduce",

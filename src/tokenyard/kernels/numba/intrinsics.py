@@ -15,6 +15,8 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from tokenyard.kernels.numba import vectors
+
 # One compiled kernel serves each of these.
 LIKE: dict[torch.dtype, np.ndarray] = {
     torch.bfloat16: np.empty(0, np.uint16),
@@ -23,8 +25,7 @@ LIKE: dict[torch.dtype, np.ndarray] = {
     torch.float64: np.empty(0, np.float64),
 }
 
-LANES = 16
-_I32 = ir.IntType(32)
+LANES = vectors.LANES
 
 
 @intrinsic
@@ -65,63 +66,6 @@ def trailing_zeros(typingctx, word):
     return sig, codegen
 
 
-def _element(dtype):
-    """How elements of a numba dtype lie in memory."""
-    return {
-        types.uint16: ir.IntType(16),
-        types.int16: ir.HalfType(),
-        types.float32: ir.FloatType(),
-        types.float64: ir.DoubleType(),
-    }[dtype]
-
-
-def _wide(dtype):
-    return types.float64 if dtype == types.float64 else types.float32
-
-
-def _vector(kind, lanes):
-    return kind if lanes == 1 else ir.VectorType(kind, lanes)
-
-
-def _splat(kind, value, lanes):
-    return kind(value) if lanes == 1 else ir.Constant(ir.VectorType(kind, lanes), [value] * lanes)
-
-
-def _load(builder, pointer, index, kind, lanes):
-    """`lanes` elements from pointer[index], at any alignment."""
-    at = builder.gep(builder.bitcast(pointer, kind.as_pointer()), [index])
-    return builder.load(builder.bitcast(at, _vector(kind, lanes).as_pointer()), align=1)
-
-
-def _store(builder, value, pointer, index, kind, lanes):
-    at = builder.gep(builder.bitcast(pointer, kind.as_pointer()), [index])
-    builder.store(value, builder.bitcast(at, _vector(kind, lanes).as_pointer()), align=1)
-
-
-def _widen(builder, value, dtype, lanes):
-    if dtype == types.uint16:
-        bits = builder.shl(builder.zext(value, _vector(_I32, lanes)), _splat(_I32, 16, lanes))
-        return builder.bitcast(bits, _vector(ir.FloatType(), lanes))
-    if dtype == types.int16:
-        return builder.fpext(value, _vector(ir.FloatType(), lanes))
-    return value
-
-
-def _narrow(builder, value, dtype, lanes):
-    """Round to nearest, ties to even."""
-    if dtype == types.uint16:
-        bits = builder.bitcast(value, _vector(_I32, lanes))
-        odd = builder.and_(builder.lshr(bits, _splat(_I32, 16, lanes)), _splat(_I32, 1, lanes))
-        up = builder.add(builder.add(bits, _splat(_I32, 0x7FFF, lanes)), odd)
-        half = builder.lshr(up, _splat(_I32, 16, lanes))
-        is_nan = builder.fcmp_unordered("uno", value, value)
-        half = builder.select(is_nan, _splat(_I32, 0x7FC0, lanes), half)
-        return builder.trunc(half, _vector(ir.IntType(16), lanes))
-    if dtype == types.int16:
-        return builder.fptrunc(value, _vector(ir.HalfType(), lanes))
-    return value
-
-
 def _make(lanes):
     """The three steps of a sum, for `lanes` neighbouring elements at once."""
 
@@ -129,14 +73,19 @@ def _make(lanes):
     def add(typingctx, total, rows, index, at):
         """total[index:] += wide(rows[at:])"""
         dtype = rows.dtype
-        sig = types.void(types.CPointer(_wide(dtype)), rows, types.int64, types.int64)
+        sig = types.void(types.CPointer(vectors.wide(dtype)), rows, types.int64, types.int64)
 
         def codegen(context, builder, signature, args):
             total, rows, index, at = args
-            wide = _element(_wide(dtype))
-            term = _widen(builder, _load(builder, rows, at, _element(dtype), lanes), dtype, lanes)
-            term = builder.fadd(_load(builder, total, index, wide, lanes), term)
-            _store(builder, term, total, index, wide, lanes)
+            wide = vectors.element(vectors.wide(dtype))
+            term = vectors.widen(
+                builder,
+                vectors.load(builder, rows, at, vectors.element(dtype), lanes),
+                dtype,
+                lanes,
+            )
+            term = builder.fadd(vectors.load(builder, total, index, wide, lanes), term)
+            vectors.store(builder, term, total, index, wide, lanes)
             return context.get_dummy_value()
 
         return sig, codegen
@@ -145,16 +94,18 @@ def _make(lanes):
     def fold(typingctx, total, partial, index, like):
         """total[index:] += wide(narrow(partial[index:])): a node's partial sum, rounded"""
         dtype = like.dtype
-        sum_type = types.CPointer(_wide(dtype))
+        sum_type = types.CPointer(vectors.wide(dtype))
         sig = types.void(sum_type, sum_type, types.int64, like)
 
         def codegen(context, builder, signature, args):
             total, partial, index, _ = args
-            wide = _element(_wide(dtype))
-            term = _narrow(builder, _load(builder, partial, index, wide, lanes), dtype, lanes)
-            term = _widen(builder, term, dtype, lanes)
-            term = builder.fadd(_load(builder, total, index, wide, lanes), term)
-            _store(builder, term, total, index, wide, lanes)
+            wide = vectors.element(vectors.wide(dtype))
+            term = vectors.narrow(
+                builder, vectors.load(builder, partial, index, wide, lanes), dtype, lanes
+            )
+            term = vectors.widen(builder, term, dtype, lanes)
+            term = builder.fadd(vectors.load(builder, total, index, wide, lanes), term)
+            vectors.store(builder, term, total, index, wide, lanes)
             return context.get_dummy_value()
 
         return sig, codegen
@@ -163,13 +114,15 @@ def _make(lanes):
     def put(typingctx, out, at, total, index):
         """out[at:] = narrow(total[index:])"""
         dtype = out.dtype
-        sig = types.void(out, types.int64, types.CPointer(_wide(dtype)), types.int64)
+        sig = types.void(out, types.int64, types.CPointer(vectors.wide(dtype)), types.int64)
 
         def codegen(context, builder, signature, args):
             out, at, total, index = args
-            wide = _element(_wide(dtype))
-            value = _narrow(builder, _load(builder, total, index, wide, lanes), dtype, lanes)
-            _store(builder, value, out, at, _element(dtype), lanes)
+            wide = vectors.element(vectors.wide(dtype))
+            value = vectors.narrow(
+                builder, vectors.load(builder, total, index, wide, lanes), dtype, lanes
+            )
+            vectors.store(builder, value, out, at, vectors.element(dtype), lanes)
             return context.get_dummy_value()
 
         return sig, codegen
@@ -197,9 +150,9 @@ def _make_sum(streaming):
 
         def codegen(context, builder, signature, args):
             out, sources, count, at, _ = args
-            narrow, wide = _element(dtype), _element(_wide(dtype))
+            narrow, wide = vectors.element(dtype), vectors.element(vectors.wide(dtype))
             sums = [
-                cgutils.alloca_once_value(builder, _splat(wide, 0.0, LANES))
+                cgutils.alloca_once_value(builder, vectors.splat(wide, 0.0, LANES))
                 for _ in range(WIDE_LANES // LANES)
             ]
             addresses = builder.inttoptr(sources, at.type.as_pointer())
@@ -208,19 +161,14 @@ def _make_sum(streaming):
                 pointer = builder.inttoptr(row, narrow.as_pointer())
                 for i, total in enumerate(sums):
                     place = builder.add(at, at.type(i * LANES))
-                    term = _load(builder, pointer, place, narrow, LANES)
-                    term = _widen(builder, term, dtype, LANES)
+                    term = vectors.load(builder, pointer, place, narrow, LANES)
+                    term = vectors.widen(builder, term, dtype, LANES)
                     builder.store(builder.fadd(builder.load(total), term), total)
             pointer = builder.inttoptr(out, narrow.as_pointer())
             for i, total in enumerate(sums):
-                value = _narrow(builder, builder.load(total), dtype, LANES)
-                place = builder.gep(pointer, [builder.add(at, at.type(i * LANES))])
-                place = builder.bitcast(place, value.type.as_pointer())
-                if streaming:
-                    store = builder.store(value, place, align=dtype.bitwidth // 8 * LANES)
-                    store.set_metadata("nontemporal", builder.module.add_metadata([_I32(1)]))
-                else:
-                    builder.store(value, place, align=1)
+                value = vectors.narrow(builder, builder.load(total), dtype, LANES)
+                place = builder.add(at, at.type(i * LANES))
+                vectors.store(builder, value, pointer, place, narrow, LANES, streaming)
             return context.get_dummy_value()
 
         return sig, codegen

@@ -11,18 +11,9 @@ from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from tokenyard.kernels.numba import vectors
 from tokenyard.kernels.numba.atomics import LINE
-from tokenyard.kernels.numba.intrinsics import (
-    LANES,
-    WIDE_LANES,
-    _element,
-    _load,
-    _narrow,
-    _splat,
-    _vector,
-    _wide,
-    _widen,
-)
+from tokenyard.kernels.numba.intrinsics import LANES, WIDE_LANES
 
 
 def _make(num_vectors, lanes, streaming=False):
@@ -39,9 +30,9 @@ def _make(num_vectors, lanes, streaming=False):
 
         def codegen(context, builder, signature, args):
             out, sources, factors, count, at, _ = args
-            narrow, wide = _element(dtype), _element(_wide(dtype))
+            narrow, wide = vectors.element(dtype), vectors.element(vectors.wide(dtype))
             sums = [
-                cgutils.alloca_once_value(builder, _splat(wide, 0.0, lanes))
+                cgutils.alloca_once_value(builder, vectors.splat(wide, 0.0, lanes))
                 for _ in range(num_vectors)
             ]
             addresses = builder.inttoptr(sources, at.type.as_pointer())
@@ -53,12 +44,14 @@ def _make(num_vectors, lanes, streaming=False):
                 weight = _broadcast(builder, weight, lanes)
                 for i, total in enumerate(sums):
                     place = builder.add(at, at.type(i * lanes))
-                    term = _widen(builder, _load(builder, row, place, narrow, lanes), dtype, lanes)
+                    term = vectors.widen(
+                        builder, vectors.load(builder, row, place, narrow, lanes), dtype, lanes
+                    )
                     term = builder.fmul(weight, term)
                     builder.store(builder.fadd(builder.load(total), term), total)
             pointer = builder.inttoptr(out, narrow.as_pointer())
             for i, total in enumerate(sums):
-                value = _narrow(builder, builder.load(total), dtype, lanes)
+                value = vectors.narrow(builder, builder.load(total), dtype, lanes)
                 place = builder.gep(pointer, [builder.add(at, at.type(i * lanes))])
                 place = builder.bitcast(place, value.type.as_pointer())
                 if streaming:
@@ -79,7 +72,7 @@ def _make(num_vectors, lanes, streaming=False):
 def _broadcast(builder, value, lanes):
     if lanes == 1:
         return value
-    vector = _vector(value.type, lanes)
+    vector = vectors.vector(value.type, lanes)
     one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.IntType(32)(0))
     return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), lanes), None))
 

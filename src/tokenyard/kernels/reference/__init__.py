@@ -12,6 +12,7 @@ from tokenyard.kernels.reference.exchange import (
     route,
 )
 from tokenyard.kernels.reference.permute import place, spread, unpermute
+from tokenyard.kernels.reference.quantize import plan_from_fp8, plan_to_fp8
 from tokenyard.kernels.reference.rearrange import rearrange
 
 __all__ = [
@@ -20,6 +21,8 @@ __all__ = [
     "localise",
     "pack",
     "place",
+    "plan_from_fp8",
+    "plan_to_fp8",
     "rearrange",
     "reduce",
     "route",

@@ -1,0 +1,172 @@
+"""Rows to FP8 and back: groups of 128 elements, each in registers from load to store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numba import int64, njit, typeof
+from torch import Tensor, bfloat16, float8_e4m3fn, from_numpy
+
+from tokenyard import memory
+from tokenyard.kernels.numba.atomics import fence_stores
+from tokenyard.kernels.numba.fp8 import (
+    GROUP,
+    bits_float,
+    float_bits,
+    group_amax,
+    group_from_fp8,
+    group_from_fp8_streaming,
+    group_to_fp8,
+    group_to_fp8_streaming,
+)
+from tokenyard.kernels.numba.intrinsics import LIKE, pointer
+from tokenyard.kernels.numba.threads import in_channels
+
+_UINT8 = np.empty(0, np.uint8)
+_FLOAT32 = np.empty(0, np.float32)
+_MUCH = 1 << 21  # bytes from which a result is unlikely to be read again from the cache
+
+# Groups whose scales are found before any of them is converted. One by one, the conversion of each
+# would wait for its own scale, and fill the core's queues so that nothing else can run meanwhile.
+_CHUNK = 8
+
+_PLAIN, _ROUNDED, _PACKED = 0, 1, 2  # scales: amax / 448, a power of two, its exponent alone
+
+_LEAST = np.float32(1e-4)
+_ONE, _FP8_MAX = np.float32(1), np.float32(448)
+_FRACTION, _INF = 0x7FFFFF, 0x7F800000  # of a float32's bits
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _to_fp8_kernel(x, values, scales, num_groups, kind, streaming, like):
+    floats, exponents = pointer(scales, _FLOAT32), pointer(scales, _UINT8)
+    group_bytes = GROUP * np.int64(like.itemsize)
+    factors = np.empty(_CHUNK, np.float32)
+    for begin in range(0, num_groups, _CHUNK):
+        end = min(begin + _CHUNK, num_groups)
+        for g in range(begin, end):
+            factors[g - begin] = group_amax(x + g * group_bytes, like)
+        for g in range(begin, end):
+            amax = factors[g - begin]
+            if amax < _LEAST:  # and not max(), since NaN must stay
+                amax = _LEAST
+            scale = amax / _FP8_MAX
+            if kind == _PLAIN:
+                factors[g - begin] = _ONE / amax * _FP8_MAX
+            else:
+                bits = float_bits(scale)
+                if bits <= _INF:  # and not NaN
+                    scale = bits_float((bits + _FRACTION) & _INF)
+                factors[g - begin] = _ONE / scale
+            if kind == _PACKED:
+                exponents[g] = float_bits(scale) >> 23
+            else:
+                floats[g] = scale
+        for g in range(begin, end):
+            factor = factors[g - begin]
+            if streaming:
+                group_to_fp8_streaming(values + g * GROUP, x + g * group_bytes, factor, like)
+            else:
+                group_to_fp8(values + g * GROUP, x + g * group_bytes, factor, like)
+    if streaming:
+        fence_stores()
+
+
+@njit(nogil=True, cache=True)
+def _from_fp8_kernel(x, scales, out, num_groups, kind, streaming):
+    floats, exponents = pointer(scales, _FLOAT32), pointer(scales, _UINT8)
+    for group in range(num_groups):
+        if kind == _PACKED:
+            scale = bits_float(np.int64(exponents[group]) << 23)
+        else:
+            scale = floats[group]
+        source, target = x + group * GROUP, out + group * (2 * GROUP)
+        if streaming:
+            group_from_fp8_streaming(target, source, scale)
+        else:
+            group_from_fp8(target, source, scale)
+    if streaming:
+        fence_stores()
+
+
+def _model(num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
+    """One element that stands for all: to make a tensor like it is quicker than to spell it out."""
+    return torch.empty(1, 1, dtype=dtype).expand(num_rows, hidden)
+
+
+def plan_to_fp8(
+    num_rows: int, hidden: int, dtype: torch.dtype, round_scale: bool, use_ue8m0: bool
+) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    num_scales = hidden // GROUP
+    num_groups, like = num_rows * num_scales, LIKE[dtype]
+    kind = _PACKED if use_ue8m0 else _ROUNDED if round_scale else _PLAIN
+    scales_shape = (num_rows, num_scales // 4 if use_ue8m0 else num_scales)
+    scale = np.dtype(np.int32 if use_ue8m0 else np.float32)
+    model = _model(num_rows, hidden, float8_e4m3fn)
+    # The compiled function itself: the dispatcher would ask each argument's type at every call.
+    kernel = _to_fp8_kernel.compile((int64,) * 6 + (typeof(like),))
+
+    def cast(x_ND: Tensor) -> tuple[Tensor, Tensor]:
+        values = memory.empty_like(model)
+        scales = from_numpy(memory.empty_array(scales_shape, scale))
+        x, to, to_scales = x_ND.data_ptr(), values.data_ptr(), scales.data_ptr()
+        kernel(x, to, to_scales, num_groups, kind, 0, like)
+        return values, scales
+
+    def cast_much(x_ND: Tensor) -> tuple[Tensor, Tensor]:
+        values = memory.empty(num_rows, hidden, dtype=float8_e4m3fn)
+        scales = from_numpy(memory.empty_array(scales_shape, scale))
+        x, to, to_scales = x_ND.data_ptr(), values.data_ptr(), scales.data_ptr()
+        x_bytes, scale_bytes = GROUP * like.itemsize, 1 if use_ue8m0 else 4
+
+        def part(begin: int, end: int) -> None:
+            kernel(
+                x + begin * x_bytes,
+                to + begin * GROUP,
+                to_scales + begin * scale_bytes,
+                end - begin,
+                kind,
+                1,
+                like,
+            )
+
+        in_channels(part, num_groups, num_groups * (x_bytes + GROUP))
+        return values, scales
+
+    return cast_much if num_rows * hidden >= _MUCH else cast
+
+
+def plan_from_fp8(
+    num_rows: int, hidden: int, use_ue8m0: bool
+) -> Callable[[Tensor, Tensor], Tensor]:
+    num_groups = num_rows * (hidden // GROUP)
+    kind, scale_bytes = (_PACKED, 1) if use_ue8m0 else (_PLAIN, 4)
+    model = _model(num_rows, hidden, bfloat16)
+    kernel = _from_fp8_kernel.compile((int64,) * 6)
+
+    def cast_back(x_fp8: Tensor, scales_NS: Tensor) -> Tensor:
+        out_ND = memory.empty_like(model)
+        x, scales, out = x_fp8.data_ptr(), scales_NS.data_ptr(), out_ND.data_ptr()
+        kernel(x, scales, out, num_groups, kind, 0)
+        return out_ND
+
+    def cast_much_back(x_fp8: Tensor, scales_NS: Tensor) -> Tensor:
+        out_ND = memory.empty(num_rows, hidden, dtype=bfloat16)
+        x, scales, out = x_fp8.data_ptr(), scales_NS.data_ptr(), out_ND.data_ptr()
+
+        def part(begin: int, end: int) -> None:
+            kernel(
+                x + begin * GROUP,
+                scales + begin * scale_bytes,
+                out + begin * (2 * GROUP),
+                end - begin,
+                kind,
+                1,
+            )
+
+        in_channels(part, num_groups, num_groups * 3 * GROUP)
+        return out_ND
+
+    return cast_much_back if 2 * num_rows * hidden >= _MUCH else cast_back
