@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,15 +18,15 @@ from torch import Tensor
 
 from tokenyard import memory
 from tokenyard.errors import PeerError
+from tokenyard.threads import in_channels
 from tokenyard.transports.base import Move, RowKernels, Sum
 from tokenyard.transports.symmetric import LINE
 from tokenyard.transports.team import SignalKernels, Team
-from tokenyard.types import Config, Flow, Handle, Route, channel_ranges, round_up
+from tokenyard.types import Config, Flow, Handle, Route, round_up
 
 DEFAULT_BYTES = 16 << 20  # of a rank
 _PAGE = mmap.PAGESIZE
 _PATIENCE = 200  # rounds of a kernel in which nothing moves
-_BYTES_PER_THREAD = 4 << 20
 
 
 class RingKernels(RowKernels, SignalKernels, Protocol):
@@ -216,16 +215,7 @@ class RingTransport:
 
             self._team.wait_until(step, awaits, stage)
 
-        num_threads = min(
-            torch.get_num_threads(), self._num_channels, num_bytes // _BYTES_PER_THREAD
-        )
-        if num_threads < 2:
-            part(0, self._num_channels)
-            return
-        with ThreadPoolExecutor(num_threads, thread_name_prefix="tokenyard-channel") as pool:
-            parts = channel_ranges(self._num_channels, num_threads)
-            for done in [pool.submit(part, *one) for one in parts]:
-                done.result()
+        in_channels(part, self._num_channels, num_bytes)
 
 
 def _width(columns: Sequence[Tensor]) -> int:

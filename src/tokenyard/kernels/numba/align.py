@@ -19,7 +19,7 @@ from torch import Tensor, from_numpy
 from tokenyard import memory
 from tokenyard.kernels.numba.atomics import LINE
 from tokenyard.kernels.numba.intrinsics import pointer
-from tokenyard.kernels.numba.threads import in_channels, num_channels
+from tokenyard.threads import in_channels, num_channels
 from tokenyard.types import Aligned, channel_ranges
 
 _ENTRY = np.dtype(np.int32)

@@ -13,7 +13,7 @@ from tokenyard.kernels.numba.atomics import LINE
 from tokenyard.kernels.numba.intrinsics import LIKE, pointer
 from tokenyard.kernels.numba.rows import copy_row, may_stream
 from tokenyard.kernels.numba.sums import sum_scaled
-from tokenyard.kernels.numba.threads import in_channels
+from tokenyard.threads import in_channels
 from tokenyard.types import Places
 
 _UINT8 = np.empty(0, np.uint8)

@@ -22,7 +22,7 @@ from tokenyard.kernels.numba.fp8 import (
     group_to_fp8_streaming,
 )
 from tokenyard.kernels.numba.intrinsics import LIKE, pointer
-from tokenyard.kernels.numba.threads import in_channels
+from tokenyard.threads import in_channels
 
 _UINT8 = np.empty(0, np.uint8)
 _FLOAT32 = np.empty(0, np.float32)

@@ -21,8 +21,8 @@ from tokenyard.kernels.numba.atomics import LINE, fence_stores, stream_line
 from tokenyard.kernels.numba.blocks import KERNELS, LIKE, RUNS, fill_block
 from tokenyard.kernels.numba.intrinsics import copy_bytes, pointer
 from tokenyard.kernels.numba.shuffles import copy_line, stack
-from tokenyard.kernels.numba.threads import in_channels
 from tokenyard.kernels.plan import MOST_AXES, Plan, plan
+from tokenyard.threads import in_channels
 
 _INT64 = np.empty(0, np.int64)
 

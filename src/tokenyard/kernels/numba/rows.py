@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tokenyard.kernels.numba.atomics import LINE, stream_line
 from tokenyard.kernels.numba.intrinsics import copy_bytes, pointer
-from tokenyard.kernels.numba.threads import in_channels
+from tokenyard.threads import in_channels
 from tokenyard.types import Route
 
 _LONG_ROW = 1024
