@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from tokenyard import validate
-from tokenyard.engine import DispatchRequest, Engine
+from tokenyard.engine import Engine
 from tokenyard.errors import BufferClosed, PeerError
 from tokenyard.events import EventHandle, EventOverlap
 from tokenyard.opening import open_engine
+from tokenyard.prepare import DispatchRequest
 from tokenyard.types import Config, Handle
 
 if TYPE_CHECKING:

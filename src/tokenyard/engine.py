@@ -8,7 +8,7 @@ Buffer's thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from tokenyard import memory, notify, validate
 from tokenyard.agreement import STAGES, Agreed, Agreement, Call, Terms
 from tokenyard.events import EventHandle, EventOverlap, Worker
 from tokenyard.kernels import Kernels
+from tokenyard.prepare import DispatchRequest, Outgoing, Preparation, wait
 from tokenyard.topology import Placement, Topology
 from tokenyard.transports import Sum, Transport
 from tokenyard.types import (
@@ -27,41 +28,9 @@ from tokenyard.types import (
     Handle,
     Layout,
     Received,
-    Route,
 )
 
 _SMALL = 1 << 16  # bytes of a sum that are not worth a segment of shared memory
-
-
-class DispatchRequest(NamedTuple):
-    """What a user asked dispatch for, unchecked."""
-
-    x: Any
-    topk_idx: Any
-    topk_weights: Any
-    num_tokens_per_rank: Any
-    is_token_in_rank: Any
-    num_tokens_per_expert: Any
-    num_experts: Any
-    expert_alignment: Any
-    num_worst_tokens: Any
-    config: Any
-    previous_event: Any
-
-
-class _Outgoing(NamedTuple):
-    """The rows of a dispatch, checked, listed and counted."""
-
-    x: Tensor
-    scales: Tensor | None
-    topk_idx: Tensor | None
-    topk_weights: Tensor | None
-    layout: Layout
-    route: Route
-    placement: Placement
-    expert_alignment: int
-    num_worst_tokens: int
-    config: Config
 
 
 class Engine:
@@ -81,11 +50,9 @@ class Engine:
         self._kernels = kernels
         self._agreement = agreement
         self._worker = Worker(f"tokenyard-rank-{self.rank}")
-        self._given_placement = placement
-        self._even_placements: dict[int, Placement] = {}
         self._one_node = topology.num_nodes == 1
-        self._numbers = torch.empty(0, 1, dtype=torch.int32)
-        self._checked_config: Config | None = None
+        nodes = None if self._one_node else topology.node_of_rank
+        self._local = Preparation(kernels, self.num_ranks, nodes, placement)
 
     @property
     def failure(self) -> Exception | None:
@@ -95,8 +62,8 @@ class Engine:
     def layout(self, topk_idx: Any, num_experts: Any, previous_event: Any) -> Layout:
         """Who gets each token. Local, so bad input raises on this rank alone."""
         try:
-            _wait(previous_event)
-            return self._layout(topk_idx, num_experts)
+            wait(previous_event)
+            return self._local.layout(topk_idx, num_experts)
         except ValueError as error:
             raise self._agreement.named("get_dispatch_layout", error) from None
 
@@ -107,7 +74,7 @@ class Engine:
         self._before_words()
         call = self._agreement.number
         out, agreed = self._agreement.agree(
-            stage, lambda: self._prepare_dispatch(request), self._terms
+            stage, lambda: self._local.dispatch(request), self._terms
         )
         flow, per_expert = notify.hear(
             agreed.payload,
@@ -118,7 +85,13 @@ class Engine:
             agreed.num_worst_tokens,
         )
         self._check_worst(stage, agreed, flow)
-        columns = [out.x, out.scales, out.topk_idx, out.topk_weights, self._token_numbers(out.x)]
+        columns = [
+            out.x,
+            out.scales,
+            out.topk_idx,
+            out.topk_weights,
+            self._local.token_numbers(out.x.shape[0]),
+        ]
         arrive, move = self._send(columns, flow, agreed, out.config, stage)
         x, scales, topk_idx, topk_weights, src_idx = arrive
         assert x is not None
@@ -180,7 +153,7 @@ class Engine:
                 values.shape[0] == known.num_tokens,
                 f"x has {values.shape[0]} tokens, want {known.num_tokens}, those of the handle",
             )
-            self._config(config)
+            self._local.config(config)
             return values, scales, known, pending
 
         def terms(made: tuple[Tensor, Tensor | None, Handle, EventHandle | None]) -> Terms:
@@ -217,7 +190,7 @@ class Engine:
             known = validate.handle(handle, self.buffer_id)
             num_rows, num_tokens = known.flow.num_rows, known.num_tokens
             rows = validate.rows("x", x, num_rows=num_rows, dtypes=validate.SUMMABLE, after=pending)
-            self._config(config)
+            self._local.config(config)
             sums = [
                 Sum(rows, validate.biases(bias, rows, num_tokens, pending), self._sum(rows, known))
             ]
@@ -274,24 +247,6 @@ class Engine:
         later()
         return EventOverlap(None)
 
-    def _layout(self, topk_idx: Any, num_experts: Any) -> Layout:
-        topk_idx = validate.topk_idx(topk_idx, "tokens")
-        placement = self._placement(num_experts)
-        nodes = None if self._one_node else self.topology.node_of_rank
-        layout, first_bad = self._kernels.layout(
-            topk_idx, placement.rank_of_expert, self.num_ranks, nodes
-        )
-        if first_bad >= 0:
-            raise validate.bad_expert(topk_idx, first_bad, placement.num_experts)
-        return layout
-
-    def _token_numbers(self, x_TD: Tensor) -> Tensor:
-        """[T, 1] int32: 0, 1, 2, ..., made anew only if there were not as many."""
-        num_tokens = x_TD.shape[0]
-        if num_tokens != self._numbers.shape[0]:
-            self._numbers = torch.arange(num_tokens, dtype=torch.int32)[:, None]
-        return self._numbers
-
     def _sum(self, rows_ND: Tensor, handle: Handle) -> Tensor:
         """Memory for the sums of these rows."""
         num_tokens, width, dtype = handle.num_tokens, rows_ND.shape[1], rows_ND.dtype
@@ -299,60 +254,7 @@ class Engine:
             return memory.empty(num_tokens, width, dtype=dtype)
         return self.transport.empty(num_tokens, width, dtype)
 
-    def _placement(self, num_experts: Any) -> Placement:
-        given = self._given_placement
-        validate.num_experts(num_experts, None if given is None else given.num_experts)
-        if given is not None:
-            return given
-        if num_experts not in self._even_placements:
-            self._even_placements[num_experts] = Placement.even(num_experts, self.num_ranks)
-        return self._even_placements[num_experts]
-
-    def _config(self, config: Any) -> Config:
-        if config is not self._checked_config:
-            self._checked_config = validate.config(config)
-        return config
-
-    def _prepare_dispatch(self, request: DispatchRequest) -> _Outgoing:
-        _wait(request.previous_event)  # counting reads what it made
-        x, scales = validate.dispatched(request.x)
-        topk_idx, topk_weights = validate.topk(request.topk_idx, request.topk_weights, x.shape[0])
-        alignment = validate.integer("expert_alignment", request.expert_alignment, at_least=1)
-        num_worst = validate.integer("num_worst_tokens", request.num_worst_tokens, at_least=0)
-        config = self._config(request.config)
-        layout = validate.layout(
-            request.num_tokens_per_rank,
-            request.is_token_in_rank,
-            request.num_tokens_per_expert,
-            num_tokens=x.shape[0],
-            num_ranks=self.num_ranks,
-        )
-        if layout is None:
-            validate.require(
-                topk_idx is not None and request.num_experts is not None,
-                "no layout is given, want num_tokens_per_rank, is_token_in_rank and "
-                "num_tokens_per_expert, or topk_idx and num_experts",
-            )
-            layout = self._layout(topk_idx, request.num_experts)
-        else:
-            validate.layout_fits(layout, topk_idx, request.num_experts)
-        route = self._kernels.route(layout.is_token_in_rank)
-        validate.same_counts(layout, route)
-        placement = self._placement(layout.num_tokens_per_expert.shape[0])
-        return _Outgoing(
-            x,
-            scales,
-            topk_idx,
-            topk_weights,
-            layout,
-            route,
-            placement,
-            alignment,
-            num_worst,
-            config,
-        )
-
-    def _terms(self, out: _Outgoing) -> Terms:
+    def _terms(self, out: Outgoing) -> Terms:
         call = _call(
             "dispatch",
             out.x,
@@ -398,12 +300,6 @@ class Engine:
         each = iter(arrive)
         placed = [None if column is None else next(each) for column in columns]
         return placed, move_and_fill if flow.num_rows > flow.num_received else move
-
-
-def _wait(previous_event: Any) -> None:
-    pending = validate.previous_event(previous_event)
-    if pending is not None:
-        pending.current_stream_wait()
 
 
 def _call(stage: str, x: Tensor, scales: Tensor | None, **more: int) -> Call:

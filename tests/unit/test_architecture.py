@@ -23,6 +23,7 @@ FLOORS = {
     "validate": 2,
     "notify": 2,
     "ops": 3,
+    "prepare": 3,
     "agreement": 3,
     "engine": 4,
     "opening": 5,

@@ -1,0 +1,141 @@
+"""What a rank does before it speaks to others: check what it was given, count it and list its rows.
+
+Local, so everything that is wrong with one rank's input is found here, before any word is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenyard import validate
+from tokenyard.kernels import Kernels
+from tokenyard.topology import Placement
+from tokenyard.types import Config, Layout, Route
+
+
+class DispatchRequest(NamedTuple):
+    """What a user asked dispatch for, unchecked."""
+
+    x: Any
+    topk_idx: Any
+    topk_weights: Any
+    num_tokens_per_rank: Any
+    is_token_in_rank: Any
+    num_tokens_per_expert: Any
+    num_experts: Any
+    expert_alignment: Any
+    num_worst_tokens: Any
+    config: Any
+    previous_event: Any
+
+
+class Outgoing(NamedTuple):
+    """The rows of a dispatch, checked, listed and counted."""
+
+    x: Tensor
+    scales: Tensor | None
+    topk_idx: Tensor | None
+    topk_weights: Tensor | None
+    layout: Layout
+    route: Route
+    placement: Placement
+    expert_alignment: int
+    num_worst_tokens: int
+    config: Config
+
+
+class Preparation:
+    def __init__(
+        self,
+        kernels: Kernels,
+        num_ranks: int,
+        node_of_rank: Sequence[int] | None,
+        placement: Placement | None,
+    ) -> None:
+        """`node_of_rank` is None on one node, `placement` where experts are spread evenly."""
+        self._kernels = kernels
+        self._num_ranks = num_ranks
+        self._node_of_rank = node_of_rank
+        self._given_placement = placement
+        self._even_placements: dict[int, Placement] = {}
+        self._numbers = torch.empty(0, 1, dtype=torch.int32)
+        self._checked_config: Config | None = None
+
+    def layout(self, topk_idx: Any, num_experts: Any) -> Layout:
+        topk_idx = validate.topk_idx(topk_idx, "tokens")
+        placement = self._placement(num_experts)
+        layout, first_bad = self._kernels.layout(
+            topk_idx, placement.rank_of_expert, self._num_ranks, self._node_of_rank
+        )
+        if first_bad >= 0:
+            raise validate.bad_expert(topk_idx, first_bad, placement.num_experts)
+        return layout
+
+    def _placement(self, num_experts: Any) -> Placement:
+        given = self._given_placement
+        validate.num_experts(num_experts, None if given is None else given.num_experts)
+        if given is not None:
+            return given
+        if num_experts not in self._even_placements:
+            self._even_placements[num_experts] = Placement.even(num_experts, self._num_ranks)
+        return self._even_placements[num_experts]
+
+    def config(self, config: Any) -> Config:
+        if config is not self._checked_config:
+            self._checked_config = validate.config(config)
+        return config
+
+    def dispatch(self, request: DispatchRequest) -> Outgoing:
+        wait(request.previous_event)  # counting reads what it made
+        x, scales = validate.dispatched(request.x)
+        topk_idx, topk_weights = validate.topk(request.topk_idx, request.topk_weights, x.shape[0])
+        alignment = validate.integer("expert_alignment", request.expert_alignment, at_least=1)
+        num_worst = validate.integer("num_worst_tokens", request.num_worst_tokens, at_least=0)
+        config = self.config(request.config)
+        layout = validate.layout(
+            request.num_tokens_per_rank,
+            request.is_token_in_rank,
+            request.num_tokens_per_expert,
+            num_tokens=x.shape[0],
+            num_ranks=self._num_ranks,
+        )
+        if layout is None:
+            validate.require(
+                topk_idx is not None and request.num_experts is not None,
+                "no layout is given, want num_tokens_per_rank, is_token_in_rank and "
+                "num_tokens_per_expert, or topk_idx and num_experts",
+            )
+            layout = self.layout(topk_idx, request.num_experts)
+        else:
+            validate.layout_fits(layout, topk_idx, request.num_experts)
+        route = self._kernels.route(layout.is_token_in_rank)
+        validate.same_counts(layout, route)
+        placement = self._placement(layout.num_tokens_per_expert.shape[0])
+        return Outgoing(
+            x,
+            scales,
+            topk_idx,
+            topk_weights,
+            layout,
+            route,
+            placement,
+            alignment,
+            num_worst,
+            config,
+        )
+
+    def token_numbers(self, num_tokens: int) -> Tensor:
+        """[T, 1] int32: 0, 1, 2, ..., made anew only if there were not as many."""
+        if num_tokens != self._numbers.shape[0]:
+            self._numbers = torch.arange(num_tokens, dtype=torch.int32)[:, None]
+        return self._numbers
+
+
+def wait(previous_event: Any) -> None:
+    pending = validate.previous_event(previous_event)
+    if pending is not None:
+        pending.current_stream_wait()
