@@ -21,7 +21,7 @@ from tokenyard.errors import PeerError
 from tokenyard.threads import in_channels
 from tokenyard.transports.base import Move, RowKernels, Sum
 from tokenyard.transports.symmetric import LINE
-from tokenyard.transports.team import SignalKernels, Team
+from tokenyard.transports.team import ROWS, SignalKernels, Team
 from tokenyard.types import Config, Flow, Handle, Route, round_up
 
 DEFAULT_BYTES = 16 << 20  # of a rank
@@ -216,6 +216,9 @@ class RingTransport:
             self._team.wait_until(step, awaits, stage)
 
         in_channels(part, self._num_channels, num_bytes)
+        # Rings do not need this, but survivors of a death do: a rank that went on alone would wait
+        # elsewhere for those that were told of it here.
+        self._team.meet(ROWS, stage)
 
 
 def _width(columns: Sequence[Tensor]) -> int:
