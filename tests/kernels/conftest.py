@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tokenyard.kernels.numba import threads
+from tokenyard import threads
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from torch import Tensor, bfloat16, float8_e4m3fn, from_numpy
 
 from tokenyard import memory
 from tokenyard.kernels.numba.atomics import fence_stores
+from tokenyard.kernels.numba.compiled import compiled
 from tokenyard.kernels.numba.fp8 import (
     GROUP,
     bits_float,
@@ -74,7 +75,7 @@ def _to_fp8_kernel(x, values, scales, num_groups, kind, streaming, like):
         fence_stores()
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _from_fp8_kernel(x, scales, out, num_groups, kind, streaming):
     floats, exponents = pointer(scales, _FLOAT32), pointer(scales, _UINT8)
     for group in range(num_groups):
