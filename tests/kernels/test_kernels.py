@@ -195,7 +195,7 @@ def test_reduce_of_all_bfloat16_bit_patterns(kernel_set: Kernels) -> None:
 
 @pytest.mark.parametrize("num_threads", [2, 5])
 def test_threads_do_not_change_bits(num_threads: int) -> None:
-    """Enough bytes that the numba set takes threads; see kernels/numba/threads.py."""
+    """Enough bytes that the numba set takes threads; see threads.py."""
     numba = kernels.load("numba")
     sent = marks(1501, 3, 0.7)
     route = numba.route(sent)
