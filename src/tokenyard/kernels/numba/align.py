@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numba import njit
 from torch import Tensor, from_numpy
 
 from tokenyard import memory
 from tokenyard.kernels.numba.atomics import LINE
-from tokenyard.kernels.numba.compiled import compiled
 from tokenyard.kernels.numba.intrinsics import pointer
 from tokenyard.threads import in_channels, num_channels
 from tokenyard.types import Aligned, channel_ranges
@@ -32,13 +32,13 @@ _MANY = 1 << 14  # pairs
 _BYTES_A_PAIR = 8  # a pair's worth to in_channels; threads start twice, and must pay for both
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def slot_of(expert):
     """A group's place in tables: 0 for -1, e + 1 for expert e, more than E for a bad id."""
     return np.uint64(np.int64(expert)) + np.uint64(1)
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def count_ids(ids, counts, ranks, begin, end, num_experts):
     """Count the pairs begin..end-1 of each expert, and rank them: ids [2, 0, 2] -> ranks [0, 0, 1].
 
@@ -57,7 +57,7 @@ def count_ids(ids, counts, ranks, begin, end, num_experts):
     return -1
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _put_pairs(ids, starts, ranks, begin, end, out):
     for i in range(begin, end):
         slot = slot_of(ids[i])
@@ -65,13 +65,13 @@ def _put_pairs(ids, starts, ranks, begin, end, out):
             out[np.int64(starts[slot]) + ranks[i]] = i
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _fill(entries, begin, end, value):
     for i in range(begin, end):
         entries[i] = value
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _align_ids(ids, numel, block_size, num_experts, capacity, sorted_ids, expert_ids, total):
     entries, owners = pointer(sorted_ids, _INT32), pointer(expert_ids, _INT32)
     table, ranks = np.empty(num_experts + 1, np.int32), np.empty(numel, np.int32)
@@ -95,7 +95,7 @@ def _align_ids(ids, numel, block_size, num_experts, capacity, sorted_ids, expert
     return -1
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _align_few_kernel(
     topk_ids, is_wide, numel, block_size, num_experts, capacity, sorted_ids, expert_ids, total
 ):
@@ -108,7 +108,7 @@ def _align_few_kernel(
     return _align_ids(ids_32, numel, block_size, num_experts, capacity, *outputs)
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _count_kernel(topk_ids, is_wide, begin, end, num_experts, table, ranks):
     counts, ranked = pointer(table, _INT32), pointer(ranks, _INT32)
     if is_wide:
@@ -116,7 +116,7 @@ def _count_kernel(topk_ids, is_wide, begin, end, num_experts, table, ranks):
     return count_ids(pointer(topk_ids, _INT32), counts, ranked, begin, end, num_experts)
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _divide_kernel(tables, num_parts, num_experts):
     """Turn counts [parts, E + 2] into where each part's share of each stack begins."""
     table, at = pointer(tables, _INT32), np.int64(0)
@@ -131,7 +131,7 @@ def _divide_kernel(tables, num_parts, num_experts):
     table[num_experts + 1] = at  # a stack ends a gap before the next, the last one too
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _stack_kernel(topk_ids, is_wide, begin, end, table, ranks, stacks):
     starts, ranked, out = pointer(table, _INT32), pointer(ranks, _INT32), pointer(stacks, _INT32)
     if is_wide:
@@ -140,7 +140,7 @@ def _stack_kernel(topk_ids, is_wide, begin, end, table, ranks, stacks):
         _put_pairs(pointer(topk_ids, _INT32), starts, ranked, begin, end, out)
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _lay_kernel(
     table, stacks, numel, block_size, num_experts, capacity, sorted_ids, expert_ids, total
 ):

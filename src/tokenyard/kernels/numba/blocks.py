@@ -11,7 +11,6 @@ import numpy as np
 from numba import njit
 
 from tokenyard.kernels.numba.atomics import LINE
-from tokenyard.kernels.numba.compiled import compiled
 from tokenyard.kernels.numba.intrinsics import copy_bytes
 from tokenyard.kernels.numba.shuffles import (
     deinterleave_2,
@@ -61,7 +60,7 @@ def fill_block(
         _move(target, t_I, t_J, source, s_I, s_J, n_I, n_J, unit, like)
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _move(target, t_I, t_J, source, s_I, s_J, n_I, n_J, unit, like):
     """Unit by unit, the longer axis inside."""
     if n_I > n_J:
@@ -83,7 +82,7 @@ def _move(target, t_I, t_J, source, s_I, s_J, n_I, n_J, unit, like):
         source += s_I
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _transpose(target, t_J, source, s_I, n_I, n_J, next_source, streaming, like):
     """By large squares, along src, while what lies below them is fetched; the edges by small ones.
 
@@ -115,7 +114,7 @@ def _transpose(target, t_J, source, s_I, n_I, n_J, next_source, streaming, like)
     _transpose_small(target, t_J, source, s_I, 0, end_I, end_J, n_J, like)
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _transpose_small(target, t_J, source, s_I, begin_I, end_I, begin_J, end_J, like):
     """Part of a block. The last squares overlap those before, or what is before the part."""
     unit = like.itemsize
@@ -128,7 +127,7 @@ def _transpose_small(target, t_J, source, s_I, begin_I, end_I, begin_J, end_J, l
             transpose_small(to, t_J, of, s_I, like)
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _interleave(target, source, s_I, n_I, n_J, like):
     """n_I streams into one, 64 bytes of each at a time; the last ones overlap those before."""
     unit = like.itemsize
@@ -144,7 +143,7 @@ def _interleave(target, source, s_I, n_I, n_J, like):
             interleave_4(to, of, s_I, like)
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _deinterleave(target, t_J, source, n_I, n_J, like):
     """One stream into n_J, 64 bytes of each at a time; the last ones overlap those before."""
     unit = like.itemsize

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numba import njit
 from torch import Tensor, from_numpy
 
 from tokenyard import memory
-from tokenyard.kernels.numba.compiled import compiled
 from tokenyard.kernels.numba.intrinsics import pointer, trailing_zeros
 from tokenyard.types import Layout, Route
 
@@ -23,7 +23,7 @@ _DIAGONAL = np.uint64(0x8040201008040201)
 _CARRY = np.uint64(0x00406070787C7E7F)
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _layout_words_kernel(
     topk_idx, table, per_rank, per_expert, in_rank, num_tokens, num_topk, num_experts, num_ranks
 ):
@@ -74,7 +74,7 @@ def _layout_words_kernel(
     return -1
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _layout_kernel(
     topk_idx,
     table,
@@ -172,7 +172,7 @@ def layout(
     return Layout(per_rank, per_node, per_expert, in_rank), first_bad
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _count_kernel(in_rank, num_tokens, counts):
     """counts[r] = the tokens marked for rank r; returns their sum."""
     num_ranks = counts.shape[0]
@@ -184,7 +184,7 @@ def _count_kernel(in_rank, num_tokens, counts):
     return counts.sum()
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _route_kernel(in_rank, num_tokens, counts, send_token, copy_start, copy_rank, copy_slot):
     num_ranks = counts.shape[0]
     marks = pointer(in_rank, _UINT8)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numba import njit
 from torch import Tensor, from_numpy
 
 from tokenyard import memory
 from tokenyard.kernels.numba.align import count_ids, slot_of
 from tokenyard.kernels.numba.atomics import LINE
-from tokenyard.kernels.numba.compiled import compiled
 from tokenyard.kernels.numba.intrinsics import LIKE, pointer
 from tokenyard.kernels.numba.rows import copy_row, may_stream
 from tokenyard.kernels.numba.sums import sum_scaled
@@ -21,7 +21,7 @@ _INT32 = np.empty(0, np.int32)
 _INT64 = np.empty(0, np.int64)
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _place_pairs(ids, starts, places, numel):
     for i in range(numel):
         slot = slot_of(ids[i])
@@ -29,7 +29,7 @@ def _place_pairs(ids, starts, places, numel):
         places[i] = place if slot > np.uint64(0) else -1
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _place_kernel(topk_idx, is_wide, numel, num_experts, alignment, row_of, offsets):
     """The number of rows, padding included; or -1 - p, where p is the first bad id's place.
 
@@ -73,7 +73,7 @@ def place(topk_idx_NK: Tensor, num_experts: int, expert_alignment: int) -> tuple
     return Places(row_of, offsets, num_rows), -1
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _spread_kernel(
     x, x_stride, row_of, num_topk, out, out_stride, num_bytes, begin, end, streaming
 ):
@@ -87,7 +87,7 @@ def _spread_kernel(
             copy_row(target, source, num_bytes, streaming)
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _mark_kernel(row_of, numel, marks):
     """marks[m] = 1 for every row that a pair went to; how many pairs did."""
     places, marked = pointer(row_of, _INT64), np.int64(0)
@@ -98,7 +98,7 @@ def _mark_kernel(row_of, numel, marks):
     return marked
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _zero_kernel(out, out_stride, num_bytes, marks, begin, end):
     for m in range(begin, end):
         if marks[m] == 0:
@@ -131,7 +131,7 @@ def spread(x_NB: Tensor, row_of_NK: Tensor, out_MB: Tensor) -> Tensor:
     return out_MB
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _find_outside(row_of, numel, num_rows):
     places = pointer(row_of, _INT64)
     for i in range(numel):
@@ -140,7 +140,7 @@ def _find_outside(row_of, numel, num_rows):
     return -1
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _unpermute_kernel(
     y,
     y_stride,

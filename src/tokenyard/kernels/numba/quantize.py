@@ -11,7 +11,6 @@ from torch import Tensor, bfloat16, float8_e4m3fn, from_numpy
 
 from tokenyard import memory
 from tokenyard.kernels.numba.atomics import fence_stores
-from tokenyard.kernels.numba.compiled import compiled
 from tokenyard.kernels.numba.fp8 import (
     GROUP,
     bits_float,
@@ -75,7 +74,7 @@ def _to_fp8_kernel(x, values, scales, num_groups, kind, streaming, like):
         fence_stores()
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _from_fp8_kernel(x, scales, out, num_groups, kind, streaming):
     floats, exponents = pointer(scales, _FLOAT32), pointer(scales, _UINT8)
     for group in range(num_groups):

@@ -19,7 +19,6 @@ from tokenyard import memory
 from tokenyard.kernels.base import Array
 from tokenyard.kernels.numba.atomics import LINE, fence_stores, stream_line
 from tokenyard.kernels.numba.blocks import KERNELS, LIKE, RUNS, fill_block
-from tokenyard.kernels.numba.compiled import compiled
 from tokenyard.kernels.numba.intrinsics import copy_bytes, pointer
 from tokenyard.kernels.numba.shuffles import copy_line, stack
 from tokenyard.kernels.plan import MOST_AXES, Plan, plan
@@ -41,7 +40,7 @@ def _set_wheel(wheels, k, index, count, target_step, source_step):
     wheels[4 * k + 3] = source_step
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _turn(wheels, num_wheels, target, source):
     """One step of nested loops, of which the last wheel is the inmost."""
     for k in range(4 * (num_wheels - 1), -1, -4):
@@ -85,7 +84,7 @@ def _fill(
         )  # fmt: skip
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _stream_run(target, source, num_bytes, goes_on_from, goes_on):
     """Whole lines by streaming stores, the ends the ordinary way.
 
@@ -108,7 +107,7 @@ def _stream_run(target, source, num_bytes, goes_on_from, goes_on):
         copy_bytes(line, line + shift, end - line)
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _drain(
     axes, run, of, size, wheels, target, source, num_bytes, streaming, goes_on_from, goes_on
 ):
@@ -152,7 +151,7 @@ def _has_same_runs(grid, run, num_axes):
     return further > 0
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _rearrange_kernel(dst, src, stage, table, begin, end, like):
     """Boxes begin..end."""
     head, axes = pointer(table, _INT64), pointer(table + 8 * _HEAD, _INT64)

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
+from numba import njit
 from torch import Tensor
 
 from tokenyard.kernels.numba.atomics import LINE
-from tokenyard.kernels.numba.compiled import compiled
 from tokenyard.kernels.numba.intrinsics import (
     LANES,
     LIKE,
@@ -38,7 +38,7 @@ NO_NODE = -1  # the home of a bias
 _PIECE = 512  # elements of a row whose sum is kept in L1 while all ranks' pieces are added
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _add_piece(total, rows, at, count):
     whole = count - count % LANES
     for i in range(0, whole, LANES):
@@ -47,7 +47,7 @@ def _add_piece(total, rows, at, count):
         add_one(total, rows, i, at + i)
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _fold_piece(total, partial, count, like):
     whole = count - count % LANES
     for i in range(0, whole, LANES):
@@ -56,7 +56,7 @@ def _fold_piece(total, partial, count, like):
         fold_one(total, partial, i, like)
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _put_piece(out, at, total, count):
     whole = count - count % LANES
     for i in range(0, whole, LANES):
@@ -65,7 +65,7 @@ def _put_piece(out, at, total, count):
         put_one(out, at + i, total, i)
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _sum_one_node(out, sources, count, hidden, streaming, like, total):
     whole = hidden - hidden % WIDE_LANES
     if streaming:
@@ -83,7 +83,7 @@ def _sum_one_node(out, sources, count, hidden, streaming, like, total):
         _put_piece(pointer(out, like), whole, total, hidden - whole)
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _sum_nodes(out, sources, homes, count, num_nodes, hidden, like, total, partial):
     rows, home = pointer(sources, _INT64), pointer(homes, _INT32)
     for d in range(0, hidden, _PIECE):
@@ -103,7 +103,7 @@ def _sum_nodes(out, sources, homes, count, num_nodes, hidden, like, total, parti
         _put_piece(pointer(out, like), d, total, width)
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def sum_token(out, sources, homes, count, num_nodes, hidden, streaming, like, sums):
     """out[:] = the sum of `count` rows, whose addresses `sources` points to, in their order.
 
@@ -135,7 +135,7 @@ def may_stream(out: int, row_bytes: int, moved: int) -> bool:
     return moved >= _STREAMING and out % LINE == 0 and row_bytes % LINE == 0
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _reduce_kernel(
     bases,
     copy_start,

@@ -60,10 +60,10 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
+from numba import njit
 from torch import Tensor
 
 from tokenyard.kernels.numba.atomics import LINE, load_acquire, store_release
-from tokenyard.kernels.numba.compiled import compiled
 from tokenyard.kernels.numba.intrinsics import pointer
 from tokenyard.kernels.numba.rows import copy_row, may_stream
 from tokenyard.types import round_up
@@ -197,7 +197,7 @@ def begin_call(
     return call, table
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _cut_kernel(lanes, tokens, starts, num_tokens):
     """Begin all lanes' call: cut the rows for each rank where a channel's tokens end."""
     token = pointer(tokens, _INT32)
@@ -220,14 +220,14 @@ def _cut_kernel(lanes, tokens, starts, num_tokens):
             first = low
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def column_at(call, column, place, at):
     """The address of a column's bytes: in ROWS or OUT of row `at`, in the SLOT at that address."""
     words = pointer(call.columns + column * _COLUMN_WORDS * 8, _INT64)
     return words[place + _BASE] + at * words[place + _STEP]
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def copy_columns(call, target, target_at, source, source_at):
     """Copy one row of all columns. Slots are read again at once: only OUT is streamed to."""
     for column in range(call.num_columns):
@@ -240,30 +240,30 @@ def copy_columns(call, target, target_at, source, source_at):
         )
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _ring_at(call, owner, channel, source):
     ring = np.int64(channel) * call.num_ranks + source
     return pointer(call.bases, _INT64)[owner] + ring * call.ring_bytes
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _lane_at(call, peer, channel):
     return call.lanes + (np.int64(peer) * call.num_channels + channel) * LINE
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _slot_at(call, ring, record):
     return ring + _SLOTS + record % call.slots * call.slot_bytes
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def unsent(call, peer, channel):
     """How many rows this rank has yet to send."""
     lane = pointer(_lane_at(call, peer, channel), _INT64)
     return lane[_COUNT] - (lane[_SENT] - lane[_SENT_BEFORE])
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def next_row(call, peer, channel):
     """Of the next row to be sent: its number among all for that peer, and where in x it lies."""
     lane = pointer(_lane_at(call, peer, channel), _INT64)
@@ -272,12 +272,12 @@ def next_row(call, peer, channel):
     return number, np.int64(pointer(call.order, _INT32)[place]) if call.order != 0 else place
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def count_sent(call, peer, channel):
     pointer(_lane_at(call, peer, channel), _INT64)[_SENT] += 1
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _is_drained(call, peer):
     """Rule 1: whether the peer took all records of earlier calls."""
     for c in range(call.num_channels):
@@ -287,7 +287,7 @@ def _is_drained(call, peer):
     return True
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def room(call, peer, channel):
     """How many records this rank may write to the peer's ring."""
     lane = pointer(_lane_at(call, peer, channel), _INT64)
@@ -298,7 +298,7 @@ def room(call, peer, channel):
     return lane[_HEAD_SEEN] + call.slots - lane[_SENT]
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def send(call, peer, channel):
     """Write a chunk of rows to the peer's ring, or as many as there is room for. How many?"""
     count = min(unsent(call, peer, channel), call.chunk)
@@ -318,7 +318,7 @@ def send(call, peer, channel):
     return count
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def waiting(call, source, channel):
     """How many records are there to be taken from this rank's ring for the source."""
     lane = pointer(_lane_at(call, source, channel), _INT64)
@@ -328,7 +328,7 @@ def waiting(call, source, channel):
     return lane[_TAIL_SEEN] - lane[_TAKEN]
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def next_slot(call, source, channel, ahead):
     """The address of the next record to be taken, or of one that comes so many after it."""
     lane = pointer(_lane_at(call, source, channel), _INT64)
@@ -336,7 +336,7 @@ def next_slot(call, source, channel, ahead):
     return _slot_at(call, _ring_at(call, call.rank, channel, source), record)
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def take(call, source, channel, count):
     """The next records were read: count them, then let the source write over them."""
     lane = _lane_at(call, source, channel)
@@ -345,7 +345,7 @@ def take(call, source, channel, count):
     store_release(_ring_at(call, call.rank, channel, source) + _HEAD, taken)
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def taken(call, source):
     """How many records of this call were taken from the source, by all threads of this rank."""
     total = np.int64(0)

@@ -8,10 +8,10 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
+from numba import njit
 from torch import Tensor
 
 from tokenyard.kernels.numba.atomics import fence_stores, pause
-from tokenyard.kernels.numba.compiled import compiled
 from tokenyard.kernels.numba.intrinsics import LIKE, pointer
 from tokenyard.kernels.numba.reduce import NO_NODE, may_stream, node_table, scratch, sum_token
 from tokenyard.kernels.numba.ring import (
@@ -138,7 +138,7 @@ def plan_ring_combine(
     return RingCombine(rings, call, sums, LIKE[out_TD.dtype], tokens_C, kept)
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _has_come(call, sums, token, channel):
     """Whether the token's row has come from all ranks that owe one."""
     starts, ranks = pointer(sums.copy_start, _INT32), pointer(sums.copy_rank, _INT32)
@@ -148,7 +148,7 @@ def _has_come(call, sums, token, channel):
     return True
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _list_rows(call, sums, token, channel, column, sources, homes):
     """Write down where the token's rows of this column lie, and on which node. How many?"""
     starts, ranks, slots = (
@@ -173,7 +173,7 @@ def _list_rows(call, sums, token, channel, column, sources, homes):
     return count
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _sum_next(call, sums, token, channel, sources, homes, like, scratch, weight_scratch):
     """Sum one token's rows, and let their sources write over them."""
     row_bytes = sums.hidden * np.int64(like.itemsize)
@@ -212,7 +212,7 @@ def _sum_next(call, sums, token, channel, sources, homes, like, scratch, weight_
             take(call, ranks[copy], channel, 1)
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _left(call, tokens, begin, end):
     """Rows that these channels have yet to send, and tokens that they have yet to sum."""
     left = np.int64(0)
@@ -224,7 +224,7 @@ def _left(call, tokens, begin, end):
     return left
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _combine_kernel(call, sums, tokens, begin, end, patience, like, scratch, weight_scratch):
     sources = np.empty(sums.num_biases + call.num_ranks, np.int64)
     homes = np.full(sums.num_biases + call.num_ranks, NO_NODE, np.int32)
@@ -278,7 +278,7 @@ def ring_combine(plan: RingCombine, begin: int, end: int, patience: int) -> int:
     )
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _awaited_kernel(call, sums, tokens, rows, rooms):
     starts, ranks = pointer(sums.copy_start, _INT32), pointer(sums.copy_rank, _INT32)
     for c in range(call.num_channels):

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
+from numba import njit
 from torch import Tensor
 
 from tokenyard.kernels.numba.atomics import fence_stores, pause
-from tokenyard.kernels.numba.compiled import compiled
 from tokenyard.kernels.numba.intrinsics import pointer
 from tokenyard.kernels.numba.ring import (
     OUT,
@@ -84,7 +84,7 @@ def plan_ring_dispatch(
     )
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _keep(call, starts, channel):
     """Copy a chunk of rows that stay on this rank, past the ring. How many?"""
     count = min(unsent(call, call.rank, channel), call.chunk)
@@ -97,7 +97,7 @@ def _keep(call, starts, channel):
     return count
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _receive(call, starts, counts, source, channel):
     """Take a chunk of records, or as many as there are. How many? -1 if one is not of this call."""
     count = min(waiting(call, source, channel), call.chunk)
@@ -114,7 +114,7 @@ def _receive(call, starts, counts, source, channel):
     return count
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _left(call, counts, begin, end):
     """Rows that these channels have yet to send, and those that this rank has yet to get."""
     left = np.int64(0)
@@ -125,7 +125,7 @@ def _left(call, counts, begin, end):
     return left
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _dispatch_kernel(call, starts, counts, begin, end, patience):
     idle = 0
     while idle < patience:
@@ -159,7 +159,7 @@ def ring_dispatch(plan: RingDispatch, begin: int, end: int, patience: int) -> in
     return _dispatch_kernel(plan.call, plan.starts_R, plan.counts_R, begin, end, patience)
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _awaited_kernel(call, counts, rows, rooms):
     for peer in range(call.num_ranks):
         if peer != call.rank:

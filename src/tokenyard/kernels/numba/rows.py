@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numba import njit
 from torch import Tensor
 
 from tokenyard.kernels.numba.atomics import LINE, stream_line
-from tokenyard.kernels.numba.compiled import compiled
 from tokenyard.kernels.numba.intrinsics import copy_bytes, pointer
 from tokenyard.threads import in_channels
 from tokenyard.types import Route
@@ -21,7 +21,7 @@ _INT64 = np.empty(0, np.int64)
 _FLOAT32 = np.empty(0, np.float32)
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _stream_row(target, source, num_bytes):
     """Whole lines by streaming stores, the ends the ordinary way."""
     head = min((-target) % LINE, num_bytes)
@@ -35,7 +35,7 @@ def _stream_row(target, source, num_bytes):
         copy_bytes(target + done, source + done, num_bytes - done)
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def copy_row(target, source, num_bytes, streaming):
     if streaming:
         _stream_row(target, source, num_bytes)
@@ -50,7 +50,7 @@ def may_stream(num_bytes: int, moved: int) -> bool:
     return num_bytes >= _LONG_ROW and moved >= _MUCH
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _pack_kernel(x, x_stride, index, out, out_stride, num_bytes, begin, end, streaming):
     tokens = pointer(index, _INT32)
     for n in range(begin, end):
@@ -74,7 +74,7 @@ def pack(x_TB: Tensor, index_N: Tensor | None, out_NB: Tensor) -> Tensor:
     return out_NB
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _targets(columns, blocks, firsts, rows):
     """[columns, R]: where this rank's first row of each column goes in each rank's block."""
     targets = np.empty((columns.shape[0], blocks.shape[0]), np.int64)
@@ -87,7 +87,7 @@ def _targets(columns, blocks, firsts, rows):
     return targets
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _scatter_kernel(columns, starts, ranks, slots, blocks, firsts, rows, begin, end, much):
     first, to, at = pointer(starts, _INT32), pointer(ranks, _INT32), pointer(slots, _INT32)
     targets = _targets(columns, blocks, firsts, rows)
@@ -130,7 +130,7 @@ def scatter(
     in_channels(part, num_tokens, moved)
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _localise_kernel(topk_idx, topk_weights, table, num_pairs, num_experts):
     ids = pointer(topk_idx, _INT64)
     weights = pointer(topk_weights, _FLOAT32)

@@ -8,15 +8,15 @@ decides whether to go on waiting.
 from __future__ import annotations
 
 import numpy as np
+from numba import njit
 
 from tokenyard.kernels.numba.atomics import fence_stores, load_acquire, pause, store_release
-from tokenyard.kernels.numba.compiled import compiled
 from tokenyard.kernels.numba.intrinsics import copy_bytes, pointer
 
 _INT64 = np.empty(0, np.int64)
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _raise_kernel(outgoing, size, epoch):
     fence_stores()
     signals = pointer(outgoing, _INT64)
@@ -24,7 +24,7 @@ def _raise_kernel(outgoing, size, epoch):
         store_release(signals[i], epoch)
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _await_kernel(incoming, size, epoch, first, patience):
     signals = pointer(incoming, _INT64)
     for i in range(first, size):
@@ -37,13 +37,13 @@ def _await_kernel(incoming, size, epoch, first, patience):
     return size
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _meet_kernel(outgoing, incoming, size, epoch, patience):
     _raise_kernel(outgoing, size, epoch)
     return _await_kernel(incoming, size, epoch, 0, patience)
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def _post_kernel(message, outboxes, outgoing, incoming, size, epoch, patience):
     boxes = pointer(outboxes, _INT64)
     num_bytes = message.shape[1] * np.int64(8)

@@ -7,12 +7,12 @@ here it is not. A factor of 1 changes nothing, so that a plain sum needs no code
 from __future__ import annotations
 
 from llvmlite import ir
+from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from tokenyard.kernels.numba import vectors
 from tokenyard.kernels.numba.atomics import LINE
-from tokenyard.kernels.numba.compiled import compiled
 from tokenyard.kernels.numba.intrinsics import LANES, WIDE_LANES
 
 
@@ -83,7 +83,7 @@ _sum_lanes = _make(1, LANES)
 _sum_one = _make(1, 1)
 
 
-@compiled
+@njit(nogil=True, cache=True)
 def sum_scaled(out, sources, factors, count, hidden, streaming, like):
     """out[:] = the sum of `count` rows times their factors, at the addresses `sources`."""
     wide = hidden - hidden % WIDE_LANES
