@@ -16,6 +16,8 @@ from tokenyard.errors import BufferClosed, PeerDied, PeerError, PeerTimeout, nam
 _NOTICED = "tokenyard/noticed"  # in the group's store, by rank: when it noticed a failure
 _GRACE = 0.5  # seconds that the other ranks get to say that they live, once an exchange has failed
 _FRESH = 5.0
+_LOOK = 0.1  # seconds between looks for words of a failure
+_BEFORE = 1.0  # how long before an exchange a word may have been left that concerns it
 
 
 class TorchCommunicator:
@@ -42,9 +44,32 @@ class TorchCommunicator:
             work = dist.all_to_all_single(
                 out_NB, rows_NB, list(out_counts), list(counts), group=group, async_op=True
             )
-            work.wait(timedelta(seconds=self._timeout))
+            self._wait(work)
         except RuntimeError as error:
             raise self._blame(stage, error) from error
+
+    def _wait(self, work: dist.Work) -> None:
+        """A rank that has noticed a failure elsewhere does not come here, and lives: so whoever
+        waits for long looks whether any rank has left word of one.
+        """
+        begin = time.time()
+        while True:
+            try:
+                work.wait(timedelta(seconds=min(_LOOK, self._timeout)))
+                return
+            except RuntimeError as error:
+                late = time.time() - begin >= self._timeout
+                if late or "timed out" not in str(error).lower():
+                    raise
+            if self._word_since(begin - _BEFORE):
+                raise RuntimeError("another rank has noticed a failure")
+
+    def _word_since(self, moment: float) -> bool:
+        try:
+            store = self._store()
+            return store.check([_NOTICED]) and float(store.get(_NOTICED)) > moment
+        except RuntimeError:  # the store is gone, and the exchange will fail by itself
+            return False
 
     def close(self) -> None:
         """The group is the user's, and stays."""
@@ -76,7 +101,9 @@ class TorchCommunicator:
 
     def leave_word(self) -> None:
         with suppress(RuntimeError, BufferClosed):
-            self._store().set(f"{_NOTICED}/{self.rank}", str(time.time()))
+            store, now = self._store(), str(time.time())
+            store.set(f"{_NOTICED}/{self.rank}", now)
+            store.set(_NOTICED, now)
 
     def _silent_ranks(self) -> tuple[int, ...]:
         self.leave_word()
