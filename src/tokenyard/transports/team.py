@@ -85,6 +85,8 @@ class Team:
             self._deaths.register(fd, select.POLLIN)
         cores = len(os.sched_getaffinity(0))
         self._patience = 2000 if self.size <= cores else 20
+        # Some milliseconds where each rank has a core: two that sleep keep making each other wait.
+        self._yields = 2000 if self.size <= cores else 50
 
     def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
         """Row r of an int64 message goes to rank r; row r of the answer came from it."""
@@ -146,10 +148,10 @@ class Team:
                     stage=stage,
                 )
             rounds += 1
-            if rounds < 50:
+            if rounds < self._yields:
                 os.sched_yield()
             else:
-                time.sleep(min(1e-3, 2e-5 * (rounds - 49)))
+                time.sleep(min(1e-3, 2e-5 * (rounds - self._yields + 1)))
 
     def memory(self, rank: int, fd: int, num_bytes: int, stage: str) -> int:
         """The address here of a peer's segment, which is mapped when it is first asked for."""
