@@ -26,8 +26,9 @@ FLOORS = {
     "engine": 3,
     "opening": 4,
     "buffer": 5,
-    "testing": 6,
-    "__init__": 7,
+    "nn": 6,
+    "testing": 7,
+    "__init__": 8,
 }
 
 # Packages that only one room may know.

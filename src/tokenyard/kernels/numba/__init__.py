@@ -16,6 +16,7 @@ apply to them, since they read raw addresses: to step through a kernel, take the
 from tokenyard.kernels.numba.align import align
 from tokenyard.kernels.numba.layout import layout, route
 from tokenyard.kernels.numba.permute import place, spread, unpermute
+from tokenyard.kernels.numba.permute_backward import unpermute_backward
 from tokenyard.kernels.numba.rearrange import rearrange
 from tokenyard.kernels.numba.reduce import reduce, reduce_at
 from tokenyard.kernels.numba.ring import make_rings, ring_bytes, ring_slots
@@ -47,4 +48,5 @@ __all__ = [
     "scatter",
     "spread",
     "unpermute",
+    "unpermute_backward",
 ]

@@ -11,7 +11,7 @@ from tokenyard.kernels.reference.exchange import (
     reduce,
     route,
 )
-from tokenyard.kernels.reference.permute import place, spread, unpermute
+from tokenyard.kernels.reference.permute import place, spread, unpermute, unpermute_backward
 from tokenyard.kernels.reference.rearrange import rearrange
 
 __all__ = [
@@ -25,4 +25,5 @@ __all__ = [
     "route",
     "spread",
     "unpermute",
+    "unpermute_backward",
 ]
