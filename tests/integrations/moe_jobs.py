@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import warnings
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of transformers' own imports
     from transformers import (
+        AutoModelForCausalLM,
         DeepseekV3Config,
         DeepseekV3ForCausalLM,
         MixtralConfig,
@@ -18,8 +20,13 @@ with warnings.catch_warnings():
         Qwen3MoeConfig,
         Qwen3MoeForCausalLM,
     )
+    from transformers.distributed import DistributedConfig
 
-from tokenyard.integrations.transformers import expert_parallel
+from tokenyard.integrations.transformers import (
+    expert_parallel,
+    from_pretrained,
+    replace_dispatch,
+)
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 97,
@@ -103,3 +110,37 @@ def generate(group: Any, kind: str, tokens: str, num_tokens: int) -> Tensor:
 
 def continued(model: Any, rank: int, num_tokens: int) -> Tensor:
     return model.generate(tokens_of(rank), max_new_tokens=num_tokens, do_sample=False)
+
+
+def load(group: Any, path: str, auto: bool, tokens: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """As train, from a checkpoint."""
+    kinds = {"mixtral": MixtralForCausalLM, "qwen3_moe": Qwen3MoeForCausalLM}
+    kinds["deepseek_v3"] = DeepseekV3ForCausalLM
+    model_class = AutoModelForCausalLM if auto else kinds[path.rpartition("/")[2]]
+    model = from_pretrained(model_class, path, group, tokens=tokens)
+    assert type(model).__name__.endswith("ForCausalLM")
+    assert type(model) in kinds.values()
+    return gradients(model, tokens_of(group.rank() if tokens == "own" else 0))
+
+
+def bytes_to_load(group: Any, path: str, alone: bool) -> tuple[int, int]:
+    """How much the process grew at most, and the bytes of the model's parameters."""
+    warm = torch.randn(64, 64) @ torch.randn(64, 64)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if alone:
+        model = AutoModelForCausalLM.from_pretrained(path)
+    else:
+        model = from_pretrained(AutoModelForCausalLM, path, group)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return grown * 1024, sum(one.nbytes for one in model.parameters()) + 0 * int(warm.sum())
+
+
+def by_their_own_plan(group: Any, path: str, sizes: dict[str, Any]) -> tuple[Tensor, int]:
+    """transformers' expert parallelism, with the style in the place of its own."""
+    replace_dispatch()
+    config = DistributedConfig(ep_size=group.size(), **sizes)
+    model = AutoModelForCausalLM.from_pretrained(path, distributed_config=config)
+    same = "tp_size" in sizes
+    logits = model(tokens_of(0 if same else group.rank())).logits
+    used = sum(hasattr(one, "tokenyard") for one in model.modules())
+    return logits.detach(), used

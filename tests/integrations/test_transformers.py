@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHConfig, 
 
 from tests.integrations import moe_jobs as jobs
 from tokenyard.integrations.transformers import expert_parallel, experts_forward
-from tokenyard.testing import Processes, run_virtual
+from tokenyard.testing import Processes, run_processes, run_virtual
 
 pytestmark = pytest.mark.processes
 
@@ -48,8 +49,11 @@ def assert_near(got: Tensor, want: Tensor, what: str) -> None:
 @TOKENS
 @KINDS
 def test_logits_and_gradients(ranks: Processes, kind: str, tokens: str) -> None:
-    num_ranks = ranks.num_ranks
-    results = ranks.run(jobs.train, kind, tokens)
+    check_training(ranks.run(jobs.train, kind, tokens), kind, tokens)
+
+
+def check_training(results: list[Any], kind: str, tokens: str) -> None:
+    num_ranks = len(results)
     alone = [one_process(kind, rank if tokens == "own" else 0) for rank in range(num_ranks)]
     for (logits, _), (want, _) in zip(results, alone):
         assert want.abs().max() > 1
@@ -88,6 +92,58 @@ def generated(kind: str, rank: int) -> Tensor:
     tokens = jobs.continued(jobs.whole_model(kind), rank, 64)
     assert len(tokens[0, -64:].unique()) > 3, "it says the same all the time, which proves nothing"
     return tokens
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Processes]:
+    with Processes(2) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    paths = {kind: str(tmp_path_factory.mktemp("saved") / kind) for kind in jobs.MODELS}
+    for kind, path in paths.items():
+        jobs.whole_model(kind).save_pretrained(path)
+    return paths
+
+
+@pytest.mark.parametrize("auto", [False, True], ids=["class", "auto"])
+@KINDS
+def test_from_pretrained(
+    two_ranks: Processes, saved: dict[str, str], kind: str, auto: bool
+) -> None:
+    tokens = "same" if auto else "own"
+    check_training(two_ranks.run(jobs.load, saved[kind], auto, tokens), kind, tokens)
+
+
+def test_loading_takes_the_memory_of_its_experts(tmp_path: Path) -> None:
+    path = str(tmp_path / "large")
+    large = {"hidden_size": 256, "moe_intermediate_size": 512, "num_experts": 32}
+    model = jobs.whole_model("qwen3_moe", num_hidden_layers=4, **large)
+    experts = sum(one.nbytes for one in expert_parameters(model).values())
+    rest = sum(one.nbytes for one in model.parameters()) - experts
+    model.save_pretrained(path)
+    alone = run_processes(jobs.bytes_to_load, 1, path, True)[0]
+    assert experts > 190e6
+    assert alone[1] == experts + rest
+    for grown, held in run_processes(jobs.bytes_to_load, 4, path, False):
+        assert held == experts // 4 + rest
+        assert grown < alone[0] - experts // 2, "more than half of the experts at once"
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"tp_size": 2, "tp_plan": {}}, {"fsdp_size": 2}], ids=["same-tokens", "fsdp"]
+)
+def test_in_the_place_of_their_own_dispatch(
+    two_ranks: Processes, saved: dict[str, str], sizes: dict[str, Any]
+) -> None:
+    pytest.importorskip("accelerate", reason="transformers' own loading wants accelerate")
+    results = two_ranks.run(jobs.by_their_own_plan, saved["qwen3_moe"], sizes)
+    for rank, (logits, num_used) in enumerate(results):
+        want, _ = one_process("qwen3_moe", 0 if "tp_size" in sizes else rank)
+        torch.testing.assert_close(logits, want, rtol=0, atol=1e-5)
+        assert num_used == 2
 
 
 def gpt_oss() -> nn.Module:
