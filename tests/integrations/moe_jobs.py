@@ -144,3 +144,19 @@ def by_their_own_plan(group: Any, path: str, sizes: dict[str, Any]) -> tuple[Ten
     logits = model(tokens_of(0 if same else group.rank())).logits
     used = sum(hasattr(one, "tokenyard") for one in model.modules())
     return logits.detach(), used
+
+
+def generate_unequally(group: Any, kind: str) -> Tensor:
+    """Ranks that want different numbers of tokens."""
+    model = expert_parallel(whole_model(kind), group)
+    more = 3 + 4 * group.rank()
+    return model.generate(
+        tokens_of(group.rank()), max_new_tokens=more, do_sample=False, synced_gpus=True
+    )
+
+
+def train_with_ddp(group: Any, kind: str) -> dict[str, Tensor]:
+    model = expert_parallel(whole_model(kind), group)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    _, grads = gradients(wrapped, tokens_of(group.rank()))
+    return {name.removeprefix("module."): one for name, one in grads.items()}

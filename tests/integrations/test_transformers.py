@@ -253,10 +253,24 @@ def test_leaves_the_config_of_others_alone() -> None:
     torch.testing.assert_close(other(input_ids).logits, want, rtol=0, atol=0)
 
 
-def test_ddp_leaves_experts_alone() -> None:
-    model = run_virtual(lambda group: expert_parallel(jobs.whole_model("mixtral"), group), 1)
-    ignored = model.results[0]._ddp_params_and_buffers_to_ignore
-    assert ignored == list(expert_parameters(model.results[0]))
+def test_data_parallel(two_ranks: Processes) -> None:
+    """DistributedDataParallel means all gradients but those of the experts."""
+    results = two_ranks.run(jobs.train_with_ddp, "mixtral")
+    alone = [one_process("mixtral", rank)[1] for rank in range(2)]
+    for name in alone[0]:
+        want = alone[0][name] + alone[1][name]
+        if ".experts." in name:
+            assert_near(torch.cat([grads[name] for grads in results]), want, name)
+        else:
+            for grads in results:
+                assert_near(grads[name], want / 2, name)
+
+
+def test_ranks_that_want_different_numbers_of_tokens(two_ranks: Processes) -> None:
+    results = two_ranks.run(jobs.generate_unequally, "mixtral")
+    for rank, got in enumerate(results):
+        want = generated("mixtral", rank)[:, : jobs.tokens_of(rank).shape[1] + 3 + 4 * rank]
+        assert got.tolist() == want.tolist()
 
 
 BAD = {
