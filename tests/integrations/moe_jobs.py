@@ -21,12 +21,15 @@ with warnings.catch_warnings():
         Qwen3MoeForCausalLM,
     )
     from transformers.distributed import DistributedConfig
+    from transformers.utils.logging import disable_progress_bar
 
 from tokenyard.integrations.transformers import (
     expert_parallel,
     from_pretrained,
     replace_dispatch,
 )
+
+disable_progress_bar()
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 97,
