@@ -1,0 +1,1 @@
+"""Expert parallelism in models: differentiable functions, and a layer made of them."""
