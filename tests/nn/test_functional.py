@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,12 +18,6 @@ from tokenyard.nn import operators, tickets
 from tokenyard.testing import Processes, assert_same, run_virtual
 
 NUM_EXPERTS = jobs.NUM_EXPERTS
-
-
-@pytest.fixture(scope="module")
-def two_processes() -> Iterator[Processes]:
-    with Processes(2, timeout=110) as ranks:
-        yield ranks
 
 
 def leaves(rank: int, num_tokens: int = 5, hidden: int = 8) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,12 +23,6 @@ from tokenyard.testing import (
 )
 
 Run = Callable[..., list[Any]]
-
-
-@pytest.fixture(scope="module")
-def two_processes() -> Iterator[Processes]:
-    with Processes(2) as ranks:
-        yield ranks
 
 
 def virtual(num_ranks: int) -> Run:
