@@ -29,6 +29,7 @@ FLOORS = {
     "opening": 5,
     "buffer": 6,
     "nn": 7,
+    "integrations": 8,
     "testing": 9,
     "__init__": 10,
 }

@@ -87,9 +87,16 @@ def _grouped_mm_backward(ctx: Any, grad: Tensor) -> Any:
     need_x, need_weights, _ = ctx.needs_input_grad
     return (
         grouped_mm(grad, weights.transpose(1, 2), offsets) if need_x else None,
-        grouped_outer(x, grad, offsets) if need_weights else None,
+        _grad_of_weights(x, weights, grad, offsets) if need_weights else None,
         None,
     )
+
+
+def _grad_of_weights(x: Tensor, weights: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
+    """With the strides of the weights, since autograd copies a gradient that has others."""
+    if weights.is_contiguous():
+        return grouped_outer(x, grad, offsets)
+    return grouped_outer(grad, x, offsets).transpose(1, 2)
 
 
 def _grouped_outer_backward(ctx: Any, grad: Tensor) -> Any:
