@@ -81,8 +81,16 @@ def test_gradcheck_on_virtual_ranks(name: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("transport", ["direct", "ring", "collective"])
-@pytest.mark.parametrize("name", ["dispatched_both", "combined"])
+@pytest.mark.parametrize(
+    "name, transport",
+    [
+        ("dispatched_both", "direct"),
+        ("dispatched_both", "collective"),
+        ("combined", "direct"),
+        ("combined", "collective"),
+        ("combined", "ring"),
+    ],
+)
 def test_gradcheck_on_processes(two_processes: Processes, name: str, transport: str) -> None:
     check(two_processes.run, 2, name, transport)
 
