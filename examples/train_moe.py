@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 4 examples/train_moe.py --plot loss.png
 torchrun --nproc-per-node 2 examples/train_moe.py --steps 100 --save checkpoint
 torchrun --nproc-per-node 4 examples/train_moe.py --load checkpoint  # goes on, on other ranks
+python examples/train_moe.py --losses one.txt  # numbers, for --plot loss.png --beside one.txt
 
 Its text is the language reference that comes with Python. The batch of a step is the same whatever
 the number of ranks, and so are the losses, but for rounding. Number of ranks: any that divides the
@@ -15,6 +16,7 @@ import argparse
 import os
 import pydoc_data.topics
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -125,18 +127,28 @@ def show(losses: Iterator[float], first: int, last: int) -> Iterator[float]:
             yield loss
 
 
-def plot(losses: list[float], first: int, num_ranks: int, path: str) -> None:
+def plot(curve: list[float], first: int, num_ranks: int, args: argparse.Namespace) -> None:
+    """This run's losses, and above them how far those of `--beside` are from them."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(range(first + 1, first + 1 + len(losses)), losses)
-    axes.set(
-        xlabel="step",
-        ylabel="nats a byte",
-        title=f"{ROUTER.num_experts} experts on {num_ranks} ranks",
+    figure, (top, bottom) = plt.subplots(
+        2, sharex=True, figsize=(7, 5), height_ratios=(1, 3), layout="constrained"
     )
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
+    steps = range(first + 1, first + 1 + len(curve))
+    bottom.plot(steps, curve, label=f"{num_ranks} ranks")
+    for path in args.beside:
+        other = [float(line) for line in Path(path).read_text().split()]
+        bottom.plot(steps, other, linestyle="--", label=Path(path).stem)
+        far = [abs(a - b) for a, b in zip(curve, other, strict=True)]
+        top.plot(steps, far, label=f"{Path(path).stem}: at most {max(far):.1e}")
+    top.set(ylabel="difference", title=f"{ROUTER.num_experts} experts on {num_ranks} ranks")
+    bottom.set(xlabel="step", ylabel="nats a byte")
+    top.set_visible(bool(args.beside))
+    for axes in (top, bottom):
+        axes.grid(alpha=0.3)
+        if args.beside:
+            axes.legend()
+    figure.savefig(args.plot, dpi=150)
 
 
 def train(buffer: tokenyard.Buffer, args: argparse.Namespace) -> None:
@@ -149,8 +161,10 @@ def train(buffer: tokenyard.Buffer, args: argparse.Namespace) -> None:
         training.save(args.save)
     if buffer.rank == 0 and curve:
         print(f"loss {curve[0]:.4f} at step {first + 1}, {curve[-1]:.4f} at step {args.steps}")
+        if args.losses:
+            Path(args.losses).write_text("".join(f"{loss}\n" for loss in curve))
         if args.plot:
-            plot(curve, first, buffer.group_size, args.plot)
+            plot(curve, first, buffer.group_size, args)
 
 
 def main() -> None:
@@ -159,6 +173,8 @@ def main() -> None:
     parser.add_argument("--save", metavar="FOLDER")
     parser.add_argument("--load", metavar="FOLDER")
     parser.add_argument("--plot", metavar="FILE", help="the loss curve; needs matplotlib")
+    parser.add_argument("--losses", metavar="FILE", help="the losses, a line each")
+    parser.add_argument("--beside", metavar="FILE", nargs="*", default=[], help="others to draw")
     args = parser.parse_args()
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
