@@ -113,6 +113,7 @@ def sizes(group: Any) -> int:
 def compiled(group: Any, backend: str, num_worst_tokens: int, dtype: torch.dtype) -> None:
     """torch.compile of the layer without a graph break equals eager, backward too."""
     torch._inductor.config.compile_threads = 1
+    torch._dynamo.reset()
     with open_buffer(group) as buffer:
         given = _leaves(group.rank(), dtype, group.size())
         eager = _step(moe, buffer, given, 0)

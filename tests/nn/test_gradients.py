@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,12 +23,6 @@ from tokenyard.testing import (
 )
 
 Run = Callable[..., list[Any]]
-
-
-@pytest.fixture(scope="module")
-def two_processes() -> Iterator[Processes]:
-    with Processes(2) as ranks:
-        yield ranks
 
 
 def virtual(num_ranks: int) -> Run:
@@ -87,8 +81,16 @@ def test_gradcheck_on_virtual_ranks(name: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("transport", ["direct", "ring", "collective"])
-@pytest.mark.parametrize("name", ["dispatched_both", "combined"])
+@pytest.mark.parametrize(
+    "name, transport",
+    [
+        ("dispatched_both", "direct"),
+        ("dispatched_both", "collective"),
+        ("combined", "direct"),
+        ("combined", "collective"),
+        ("combined", "ring"),
+    ],
+)
 def test_gradcheck_on_processes(two_processes: Processes, name: str, transport: str) -> None:
     check(two_processes.run, 2, name, transport)
 

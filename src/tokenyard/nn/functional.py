@@ -86,5 +86,18 @@ def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 
     As torch.nn.functional.grouped_mm with `offs`, and besides in float64, for any A and B, for
     gradients of any strides, and with zeros after the last group.
+
+    >>> from torch import int32, tensor
+    >>> x, weights = tensor([[1.0], [2.0], [3.0], [4.0]]), tensor([[[10.0]], [[100.0]]])
+    >>> grouped_mm(x, weights, tensor([1, 3], dtype=int32)).flatten().tolist()
+    [10.0, 200.0, 300.0, 0.0]
     """
     return operators.grouped_mm(x, weights, offsets)
+
+
+def sum_over_ranks(buffer: Buffer, x: Tensor, num_experts: int) -> Tensor:
+    """[D]: the sum of x [D] of all ranks, on all ranks. For a few numbers, such as loads.
+
+    num_experts is that of the Buffer's other calls.
+    """
+    return operators.sum_over_ranks(x, number_of(buffer), num_experts)

@@ -115,7 +115,7 @@ def unpermute(
     kernel_set = kernel_sets.pick(kernels, device.type)
     first_bad = kernel_set.unpermute(y_MD, row_of, weights, out_ND)
     if first_bad >= 0:
-        raise _bad_row(row_of, first_bad, len(y_MD))
+        raise _bad_row(row_of, first_bad, len(y_MD), f"y has {len(y_MD)} rows")
     return out_ND
 
 
@@ -145,7 +145,7 @@ def unpermute_backward(
     kernel_set = kernel_sets.pick(kernels, device.type)
     first_bad = kernel_set.unpermute_backward(grad_ND, y_MD, row_of, wide, grad_y, grad_weights)
     if first_bad >= 0:
-        raise _bad_row(row_of, first_bad, len(y_MD))
+        raise _bad_row(row_of, first_bad, len(y_MD), f"y has {len(y_MD)} rows")
     return grad_y, grad_weights.to(weights.dtype)
 
 
@@ -162,7 +162,7 @@ def spread(x: Tensor, row_of: Tensor, num_rows: int, *, kernels: str = "auto") -
     validate.integer("num_rows", num_rows, at_least=0)
     outside = ((row_of < -1) | (row_of >= num_rows)).flatten()
     if outside.any():
-        raise _bad_row(row_of, int(outside.nonzero()[0]), num_rows)
+        raise _bad_row(row_of, int(outside.nonzero()[0]), num_rows, f"num_rows={num_rows}")
     out = memory.empty(num_rows, x_ND.shape[1], dtype=x_ND.dtype, device=x_ND.device)
     kernel_set = kernel_sets.pick(kernels, x_ND.device.type)
     kernel_set.spread(memory.as_bytes(x_ND), row_of, memory.as_bytes(out))
@@ -219,11 +219,10 @@ def _weights(value: Any, row_of: Tensor, y_MD: Tensor) -> Tensor:
     return value.to(kernel_sets.wide_dtype(y_MD.dtype)).contiguous()
 
 
-def _bad_row(row_of: Tensor, place: int, num_rows: int) -> ValueError:
+def _bad_row(row_of: Tensor, place: int, num_rows: int, why: str) -> ValueError:
     row, k = divmod(place, row_of.shape[1])
     return ValueError(
-        f"row_of[{row}, {k}] is {row_of[row, k].item()}, want -1..{num_rows - 1} "
-        f"(y has {num_rows} rows)"
+        f"row_of[{row}, {k}] is {row_of[row, k].item()}, want -1..{num_rows - 1} ({why})"
     )
 
 

@@ -6,12 +6,19 @@
     permute         unpermute                   spread
     unpermute       unpermute_backward          unpermute and unpermute_backward
     grouped_mm      grouped_mm, grouped_outer   grouped_mm
+    sum_over_ranks  sum_over_ranks              sum_over_ranks
 
 Every gradient is made of these operators again, so that gradients of gradients need no more code. A
 gradient that autograd never got arrives as zeros: a rank then exchanges rows like the others.
 """
 
-from tokenyard.nn.operators.exchange import combine, combine_both, dispatch, dispatch_again
+from tokenyard.nn.operators.exchange import (
+    combine,
+    combine_both,
+    dispatch,
+    dispatch_again,
+    sum_over_ranks,
+)
 from tokenyard.nn.operators.grouped import grouped_mm, grouped_outer
 from tokenyard.nn.operators.permute import permute, spread, unpermute, unpermute_backward
 
@@ -24,6 +31,7 @@ __all__ = [
     "grouped_outer",
     "permute",
     "spread",
+    "sum_over_ranks",
     "unpermute",
     "unpermute_backward",
 ]

@@ -95,6 +95,25 @@ def _(
     return y.new_empty(num_tokens, y.shape[1]), weights.new_empty(num_tokens, weights.shape[1])
 
 
+@torch.library.custom_op("tokenyard::sum_over_ranks", mutates_args=())
+def sum_over_ranks(x: Tensor, buffer: int, num_experts: int) -> Tensor:
+    """[D]: the sum of all ranks' x, ranks ascending: one token that goes to every rank."""
+    known = tickets.buffer_of(buffer)
+    got = known.dispatch(
+        x[None],
+        num_tokens_per_rank=torch.ones(known.group_size, dtype=torch.int32),
+        is_token_in_rank=torch.ones(1, known.group_size, dtype=torch.bool),
+        num_tokens_per_expert=torch.zeros(num_experts, dtype=torch.int32),
+    )
+    assert isinstance(got.recv_x, Tensor)
+    return got.recv_x.sum(0)
+
+
+@sum_over_ranks.register_fake
+def _(x: Tensor, buffer: int, num_experts: int) -> Tensor:
+    return torch.empty_like(x)
+
+
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(output[1], output[3])
     ctx.num_tokens, ctx.buffer = inputs[0].shape[0], inputs[3]
@@ -139,3 +158,14 @@ dispatch.register_autograd(_dispatch_backward, setup_context=_save_dispatch)
 combine.register_autograd(_combine_backward, setup_context=_save_way)
 dispatch_again.register_autograd(_dispatch_again_backward, setup_context=_save_way)
 combine_both.register_autograd(_combine_both_backward, setup_context=_save_way)
+
+
+def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.buffer, ctx.num_experts = inputs
+
+
+def _sum_backward(ctx: Any, grad: Tensor) -> Any:
+    return sum_over_ranks(grad.contiguous(), ctx.buffer, ctx.num_experts), None, None
+
+
+sum_over_ranks.register_autograd(_sum_backward, setup_context=_save_sum)
