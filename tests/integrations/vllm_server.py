@@ -12,7 +12,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,14 +103,10 @@ def _wait_until_ready(server: Server) -> None:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
-    try:
+    with suppress(subprocess.TimeoutExpired):
         process.wait(END_SECONDS)
-    except subprocess.TimeoutExpired:
-        pass
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # the session that it leads
-    except ProcessLookupError:
-        pass
     process.wait(END_SECONDS)
 
 

@@ -9,16 +9,27 @@ experts that such ranks own, and vLLM adds up what tensor parallel ranks have fo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokenyard.buffer import Buffer
+from tokenyard.buffer import Buffer, Rows
 from tokenyard.integrations.vllm.settings import Settings
 from tokenyard.ops.permute import permute, unpermute
 from tokenyard.topology import even_split
-from tokenyard.types import Handle
+from tokenyard.types import Handle, Permuted
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Arrived:
+    """What came to this rank's experts."""
+
+    rows: Permuted  # one a (token, local expert), by expert
+    weights: Tensor  # [N, K] float32, of rows.row_of
+    handle: Handle
 
 
 class Exchange:
@@ -33,6 +44,12 @@ class Exchange:
 
     def num_local_experts(self, num_experts: int) -> int:
         return even_split(num_experts, self.ep_size).count(self.ep_ranks[self.buffer.rank])
+
+    def expert_map(self, num_experts: int) -> list[int]:
+        """What vLLM should say of this rank: the local id of each expert, -1 if it is elsewhere."""
+        local, mine = count(), self.ep_ranks[self.buffer.rank]
+        owners = even_split(num_experts, self.ep_size)
+        return [next(local) if owner == mine else -1 for owner in owners]
 
     def ids(self, topk_ids: Tensor, num_experts: int) -> tuple[Tensor, int]:
         """The ids that the Buffer knows these experts by, -1 for others; and how many it knows."""
@@ -52,21 +69,48 @@ class Exchange:
             return None
         return torch.where(known, known.cumsum(0) - 1, -1)
 
-    def warm_up(self, dtype: torch.dtype) -> None:
-        """Compile, or load, what a request will need: one token to every rank and back."""
-        size, hidden = self.buffer.group_size, 128
-        topk_ids = torch.arange(size)[None]
+    def send(self, x: Rows, topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> Arrived:
+        """Each token to the ranks of its experts; and there a row for each (token, expert)."""
+        ids, num_ids = self.ids(topk_ids, num_experts)
         got = self.buffer.dispatch(
-            torch.zeros(1, hidden, dtype=dtype),
-            topk_idx=topk_ids,
-            topk_weights=torch.ones(1, size, dtype=torch.float32),
+            x, topk_idx=ids, topk_weights=topk_weights.float(), num_experts=num_ids
+        )
+        assert got.recv_topk_idx is not None
+        assert got.recv_topk_weights is not None
+        assert got.handle is not None
+        rows = permute(got.recv_x, got.recv_topk_idx, self.num_local_experts(num_experts))
+        return Arrived(rows=rows, weights=got.recv_topk_weights, handle=got.handle)
+
+    def send_back(self, y: Tensor, arrived: Arrived, weights: Tensor | None) -> Tensor:
+        """[T, D] the sums of what experts made of each token's rows, y [M, D], times weights."""
+        summed = self.buffer.get_next_combine_buffer(arrived.handle)
+        unpermute(y, arrived.rows.row_of, weights=weights, out=summed)
+        return self.buffer.combine(summed, arrived.handle).x
+
+    def gather(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Handle]:
+        """Each of these [T, ...] of all ranks, by rank; and the way back for their sums."""
+        first, *others = (one.reshape(one.shape[0], -1).contiguous() for one in tensors)
+        size = self.buffer.group_size
+        to_all = torch.arange(size).repeat(first.shape[0], 1)
+        got = self.buffer.dispatch(
+            first,
+            topk_idx=to_all,
+            topk_weights=torch.ones(to_all.shape, dtype=torch.float32),
             num_experts=size,
         )
-        x, recv_ids, handle = got.recv_x, got.recv_topk_idx, got.handle
-        assert isinstance(x, Tensor)
-        assert recv_ids is not None
-        assert isinstance(handle, Handle)
-        grouped = permute(x, recv_ids, 1)
-        rows = self.buffer.get_next_combine_buffer(handle)
-        unpermute(grouped.x, grouped.row_of, weights=got.recv_topk_weights, out=rows)
-        self.buffer.combine(rows, handle)
+        assert got.handle is not None
+        arrived = [got.recv_x]
+        for one in others:
+            # As bytes, since ids and logits may have dtypes that no row of a Buffer has.
+            arrived.append(self.buffer.dispatch(one.view(torch.uint8), handle=got.handle).recv_x)
+        gathered = []
+        for rows, one in zip(arrived, tensors):
+            assert isinstance(rows, Tensor)
+            gathered.append(rows.view(one.dtype).reshape(-1, *one.shape[1:]))
+        return gathered, got.handle
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compile, or load, what a request will need: one token to every rank and back."""
+        x, weights = torch.zeros(1, 128, dtype=dtype), torch.ones(1, self.ep_size)
+        arrived = self.send(x, torch.arange(self.ep_size)[None], weights, self.ep_size)
+        self.send_back(arrived.rows.x, arrived, arrived.weights)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.distributed import get_pcp_group
@@ -91,23 +90,5 @@ class TokenyardAll2AllManager(All2AllManagerBase):
             one.buffer.close()
 
     def _gather(self, tensors: list[Tensor], is_sequence_parallel: bool) -> list[Tensor]:
-        """Each of these [T, ...] of all ranks, by rank."""
-        buffer = self.exchange(is_sequence_parallel).buffer
-        size = buffer.group_size
-        to_all = torch.arange(size).expand(tensors[0].shape[0], size)
-        got = buffer.dispatch(
-            tensors[0].contiguous(),
-            topk_idx=to_all.contiguous(),
-            topk_weights=torch.ones(to_all.shape, dtype=torch.float32),
-            num_experts=size,
-        )
-        assert isinstance(got.recv_x, Tensor)
-        self._gathered = got.handle
-        gathered = [got.recv_x]
-        for one in tensors[1:]:
-            # As bytes: ids and the like are no rows that a Buffer would sum.
-            flat = one.reshape(one.shape[0], -1).contiguous()
-            rows = buffer.dispatch(flat.view(torch.uint8), handle=got.handle).recv_x
-            assert isinstance(rows, Tensor)
-            gathered.append(rows.view(one.dtype).reshape(-1, *one.shape[1:]))
+        gathered, self._gathered = self.exchange(is_sequence_parallel).gather(tensors)
         return gathered

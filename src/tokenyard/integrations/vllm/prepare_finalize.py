@@ -8,15 +8,11 @@ are summed again, in float32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
-from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import (
-    MoEPrepareAndFinalizeNoDPEPModular,
-)
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceContiguous,
     TopKWeightAndReduceDelegate,
@@ -24,24 +20,13 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 )
 from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 
-from tokenyard.integrations.vllm.exchange import Exchange
+from tokenyard.integrations.vllm.exchange import Arrived, Exchange
 from tokenyard.ops.permute import permute, unpermute
-from tokenyard.types import Handle, Permuted
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Way:
-    """What finalize needs to know of prepare."""
-
-    row_of: Tensor  # [N, K], of Permuted
-    weights: Tensor | None  # [N, K], None where they were applied to the input
-    handle: Handle | None  # None where no row has travelled
+from tokenyard.types import Permuted
 
 
 class _OneExpertARow(mk.FusedMoEPrepareAndFinalizeModular):
     """The part that needs no other rank."""
-
-    _way: _Way | None = None
 
     @property
     def activation_format(self) -> mk.FusedMoEActivationFormat:
@@ -56,12 +41,6 @@ class _OneExpertARow(mk.FusedMoEPrepareAndFinalizeModular):
     def output_is_reduced(self) -> bool:
         return False  # over tensor parallel ranks
 
-    def _take_way(self) -> _Way:
-        way, self._way = self._way, None
-        if way is None:
-            raise ValueError("finalize without a prepare before it")
-        return way
-
 
 class ExchangingPrepareAndFinalize(_OneExpertARow):
     """Ranks have tokens of their own, which travel to the experts' ranks and back."""
@@ -69,6 +48,8 @@ class ExchangingPrepareAndFinalize(_OneExpertARow):
     def __init__(self, exchange: Exchange) -> None:
         super().__init__()
         self._exchange = exchange
+        self._arrived: Arrived | None = None
+        self._checked = False
 
     def num_dispatchers(self) -> int:
         return self._exchange.buffer.group_size
@@ -84,24 +65,14 @@ class ExchangingPrepareAndFinalize(_OneExpertARow):
         quant_config: Any,
         defer_input_quant: bool = False,
     ) -> Any:
-        exchange = self._exchange
-        num_local = exchange.num_local_experts(num_experts)
         if apply_router_weight_on_input:
             a1 = _weighted(a1, topk_weights)
-        x, scales = (a1, None) if defer_input_quant else _quantised(a1, quant_config)
-        travels = scales is not None and scales.ndim == 2  # and not one for all tokens
-        ids, num_ids = exchange.ids(topk_ids, num_experts)
-        got = exchange.buffer.dispatch(
-            (x.contiguous(), scales) if travels and scales is not None else x.contiguous(),
-            topk_idx=ids,
-            topk_weights=topk_weights.float(),
-            num_experts=num_ids,
-        )
-        assert got.recv_topk_idx is not None
-        grouped = permute(got.recv_x, got.recv_topk_idx, num_local)
-        weights = None if apply_router_weight_on_input else got.recv_topk_weights
-        self._way = _Way(row_of=grouped.row_of, weights=weights, handle=got.handle)
-        return _for_kernel(grouped, grouped.scales if travels else scales)
+        self._check_places(expert_map, num_experts)
+        x, scales, own_scales = _quantised(a1, quant_config, defer_input_quant)
+        sent = x.contiguous() if own_scales is None else (x.contiguous(), own_scales)
+        arrived = self._exchange.send(sent, topk_ids, topk_weights, num_experts)
+        self._arrived = arrived
+        return _for_kernel(arrived.rows, scales if own_scales is None else arrived.rows.scales)
 
     def finalize(
         self,
@@ -112,23 +83,32 @@ class ExchangingPrepareAndFinalize(_OneExpertARow):
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any,
     ) -> None:
-        way = self._take_way()
-        assert way.handle is not None
+        arrived, self._arrived = self._arrived, None
+        if arrived is None:
+            raise ValueError("finalize without a prepare before it")
         y = _one_a_row(fused_expert_output, weight_and_reduce_impl, topk_weights, topk_ids)
-        buffer = self._exchange.buffer
-        rows = buffer.get_next_combine_buffer(way.handle)
-        unpermute(y, way.row_of, weights=way.weights, out=rows)
-        output.copy_(buffer.combine(rows, way.handle).x)
+        weights = None if apply_router_weight_on_input else arrived.weights
+        output.copy_(self._exchange.send_back(y, arrived, weights))
+
+    def _check_places(self, expert_map: Tensor | None, num_experts: int) -> None:
+        """Experts must be where the exchange takes them to be."""
+        if self._checked or expert_map is None:
+            return
+        local, wanted = expert_map.tolist(), self._exchange.expert_map(num_experts)
+        if local != wanted:
+            raise ValueError(f"expert_map is {local}, want experts in blocks by rank, {wanted}")
+        self._checked = True
 
 
-class LocalPrepareAndFinalize(MoEPrepareAndFinalizeNoDPEPModular, _OneExpertARow):
+class LocalPrepareAndFinalize(_OneExpertARow):
     """Ranks have the same tokens, and each runs its own experts: vLLM sums over ranks."""
 
-    def supports_deferred_moe_finalize(self) -> bool:
-        return False
+    def __init__(self) -> None:
+        super().__init__()
+        self._way: tuple[Tensor, Tensor] | None = None  # row_of of Permuted, weights, both [T, K]
 
-    def topk_indices_dtype(self) -> torch.dtype | None:
-        return torch.int64
+    def num_dispatchers(self) -> int:
+        return 1
 
     def prepare(
         self,
@@ -141,29 +121,16 @@ class LocalPrepareAndFinalize(MoEPrepareAndFinalizeNoDPEPModular, _OneExpertARow
         quant_config: Any,
         defer_input_quant: bool = False,
     ) -> Any:
-        if expert_map is None:  # all experts are here
-            self._way = None
-            return super().prepare(
-                a1,
-                topk_weights,
-                topk_ids,
-                num_experts,
-                expert_map,
-                apply_router_weight_on_input,
-                quant_config,
-                defer_input_quant,
-            )
         if apply_router_weight_on_input:
             a1 = _weighted(a1, topk_weights)
-        x, scales = (a1, None) if defer_input_quant else _quantised(a1, quant_config)
-        travels = scales is not None and scales.ndim == 2
-        num_local = int((expert_map >= 0).sum())
-        grouped = permute(
-            x, expert_map[topk_ids.long()], num_local, scales=scales if travels else None
-        )
-        weights = None if apply_router_weight_on_input else topk_weights
-        self._way = _Way(row_of=grouped.row_of, weights=weights, handle=None)
-        return _for_kernel(grouped, grouped.scales if travels else scales)
+        x, scales, own_scales = _quantised(a1, quant_config, defer_input_quant)
+        num_local = num_experts
+        if expert_map is not None:  # it is None where this rank has all experts
+            num_local = int((expert_map >= 0).sum())
+            topk_ids = expert_map[topk_ids.long()]
+        rows = permute(x, topk_ids, num_local, scales=own_scales)
+        self._way = rows.row_of, topk_weights
+        return _for_kernel(rows, scales if own_scales is None else rows.scales)
 
     def finalize(
         self,
@@ -174,19 +141,12 @@ class LocalPrepareAndFinalize(MoEPrepareAndFinalizeNoDPEPModular, _OneExpertARow
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any,
     ) -> None:
-        if self._way is None:
-            super().finalize(
-                output,
-                fused_expert_output,
-                topk_weights,
-                topk_ids,
-                apply_router_weight_on_input,
-                weight_and_reduce_impl,
-            )
-            return
-        way = self._take_way()
+        way, self._way = self._way, None
+        if way is None:
+            raise ValueError("finalize without a prepare before it")
+        row_of, weights = way
         y = _one_a_row(fused_expert_output, weight_and_reduce_impl, topk_weights, topk_ids)
-        unpermute(y, way.row_of, weights=way.weights, out=output)
+        unpermute(y, row_of, weights=None if apply_router_weight_on_input else weights, out=output)
 
 
 def _weighted(a1: Tensor, topk_weights: Tensor) -> Tensor:
@@ -196,15 +156,23 @@ def _weighted(a1: Tensor, topk_weights: Tensor) -> Tensor:
     return a1 * topk_weights.to(a1.dtype)
 
 
-def _quantised(a1: Tensor, quant_config: Any) -> tuple[Tensor, Tensor | None]:
-    """For kernels that take quantised rows: with scales of their own, or one for all."""
-    return moe_kernel_quantize_input(
+def _quantised(
+    a1: Tensor, quant_config: Any, later: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Rows as the kernel wants them, its scales, and those if each row has its own. Kernels that
+    quantise for themselves want rows as they are `later`: all of vLLM 0.32's for CPUs do.
+    """
+    if later:
+        return a1, None, None
+    x, scales = moe_kernel_quantize_input(
         a1,
         quant_config.a1_scale,
         quant_dtype=quant_config.quant_dtype,
         per_act_token_quant=quant_config.per_act_token_quant,
         block_shape=quant_config.block_shape,
     )
+    each = quant_config.per_act_token_quant or quant_config.block_shape is not None
+    return x, scales, scales if each else None
 
 
 def _for_kernel(grouped: Permuted, scales: Tensor | None) -> Any:
