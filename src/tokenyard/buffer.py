@@ -250,6 +250,17 @@ class Buffer:
         """The global ids of this rank's experts, in the order of their local ids."""
         return self._open_engine().local_experts(num_experts)
 
+    def explain(self, stage: str, error: RuntimeError) -> PeerError:
+        """What an error of torch.distributed between the same ranks means: PeerDied with the ranks
+        that are gone, or PeerTimeout. For collectives of yours, which tell no names:
+
+        try:
+            dist.all_reduce(tensor, group=group)
+        except RuntimeError as error:
+            raise buffer.explain("all_reduce", error) from error
+        """
+        return self._open_engine().explain(stage, error)
+
     def close(self) -> None:
         """Give back what the Buffer holds. Local, and never waits for others; twice is fine."""
         engine, self._engine = self._engine, None

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tokenyard import memory, notify, validate
 from tokenyard.agreement import STAGES, Agreed, Agreement, Call, Terms
+from tokenyard.errors import PeerError
 from tokenyard.events import EventHandle, EventOverlap, Worker
 from tokenyard.kernels import Kernels
 from tokenyard.prepare import DispatchRequest, Outgoing, Preparation, wait
@@ -226,6 +227,9 @@ class Engine:
             return list(self._local.placement(num_experts).experts_of_rank[self.rank])
         except ValueError as error:
             raise self._agreement.named("get_local_experts", error) from None
+
+    def explain(self, stage: str, error: RuntimeError) -> PeerError:
+        return self.transport.explain(stage, error)
 
     def close(self) -> None:
         """Calls that go on are waited for: they end, or fail, as any call does."""

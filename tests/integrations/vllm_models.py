@@ -46,6 +46,8 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "n_routed_experts": 16,
             "num_experts_per_tok": 4,
             "n_shared_experts": 1,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
             "n_group": 4,
             "topk_group": 2,
             "first_k_dense_replace": 1,
@@ -68,11 +70,11 @@ def save(kind: str, directory: Path, **changes: Any) -> Path:
     torch.manual_seed(20)
     model = getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16)
     with torch.no_grad():
-        for key, one in model.named_parameters():
+        for key, one in (*model.named_parameters(), *model.named_buffers()):
             if one.ndim > 1:
                 # Large enough that the next token depends on what the experts say.
                 one.normal_(std=1.5 / one.shape[-1] ** 0.5)
-            elif "bias" in key:
+            elif key.endswith("bias"):
                 one.normal_(std=0.1)
     model.save_pretrained(directory)
     return directory

@@ -27,8 +27,10 @@ class Server:
     log: Path
     process: subprocess.Popen[bytes]
 
-    def complete(self, prompt: Sequence[int], num_tokens: int, **more: Any) -> dict[str, Any]:
-        """Greedy tokens after these. Raises HTTPError where the server says 500."""
+    def complete(
+        self, prompt: Sequence[int], num_tokens: int, dp_rank: int | None = None, **more: Any
+    ) -> dict[str, Any]:
+        """Greedy tokens after these, from a data parallel rank. Raises HTTPError on a 500."""
         body = {
             "model": "model",
             "prompt": list(prompt),
@@ -38,10 +40,11 @@ class Server:
             "return_token_ids": True,
             **more,
         }
+        headers = {"Content-Type": "application/json"}
+        if dp_rank is not None:
+            headers["X-data-parallel-rank"] = str(dp_rank)
         request = urllib.request.Request(
-            f"{self.url}/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
+            f"{self.url}/v1/completions", json.dumps(body).encode(), headers
         )
         with urllib.request.urlopen(request, timeout=300) as answer:
             return json.loads(answer.read())["choices"][0]

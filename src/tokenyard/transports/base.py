@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokenyard.errors import PeerError
 from tokenyard.types import Config, Flow, Handle, Route
 
 
@@ -60,6 +61,9 @@ class Communicator(Protocol):
         stage: str,
     ) -> None:
         """Send counts[r] rows to each rank r, in order; out_counts[r] rows come from it."""
+
+    def explain(self, stage: str, error: RuntimeError) -> PeerError:
+        """Who is to blame for an error of the engine beneath."""
 
     def leave_word(self) -> None:
         """This rank lives, and has noticed that something is wrong: so others need not blame it."""
@@ -111,6 +115,9 @@ class Transport(Protocol):
         stage: str,
     ) -> Move:
         """Combine's exchange: rows go back the way they came, and each token's are summed."""
+
+    def explain(self, stage: str, error: RuntimeError) -> PeerError:
+        """Who is to blame for an error between these ranks, of ours or of somebody else."""
 
     def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """Memory for a result: such that `sum_back` need not copy it, if there is such memory."""

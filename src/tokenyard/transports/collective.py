@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenyard import memory
+from tokenyard.errors import PeerError
 from tokenyard.memory import as_bytes
 from tokenyard.transports.base import Communicator, Move, RowKernels, Sum
 from tokenyard.types import Config, Flow, Handle
@@ -108,6 +109,9 @@ class CollectiveTransport:
 
     def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         return memory.empty(num_rows, width, dtype=dtype)
+
+    def explain(self, stage: str, error: RuntimeError) -> PeerError:
+        return self._communicator.explain(stage, error)
 
     def close(self) -> None:
         self._communicator.close()

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.errors import SharedMemoryError
+from tokenyard.errors import PeerError, SharedMemoryError
 from tokenyard.memory import as_bytes
 from tokenyard.transports.base import Move, RowKernels, Sum
 from tokenyard.transports.symmetric import LINE, rows, size_class
@@ -185,6 +185,9 @@ class DirectTransport:
     def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         _, array = self._team.pool.take(num_rows * width * dtype.itemsize)
         return rows(array, 0, num_rows, width, dtype)
+
+    def explain(self, stage: str, error: RuntimeError) -> PeerError:
+        return self._team.explain(stage, error)
 
     def close(self) -> None:
         self._team.close()

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenyard.errors import PeerDied, PeerTimeout, name_ranks
+from tokenyard.errors import PeerDied, PeerError, PeerTimeout, name_ranks
 
 
 class LoopbackWorld:
@@ -120,6 +120,9 @@ class LoopbackCommunicator:
         assert sent == list(out_counts), f"rank {self.rank} expects {out_counts} rows, gets {sent}"
         torch.cat(parcels, out=out_NB)
         world.meet(self.rank, stage, self._timeout)  # nobody's rows are let go before all were read
+
+    def explain(self, stage: str, error: RuntimeError) -> PeerError:
+        return PeerDied(f"{stage}: {error}, on rank {self.rank}", ranks=(), stage=stage)
 
     def leave_word(self) -> None: ...
 

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from tokenyard.errors import PeerDied, PeerTimeout, SharedMemoryError, name_ranks
+from tokenyard.errors import PeerDied, PeerError, PeerTimeout, SharedMemoryError, name_ranks
 from tokenyard.transports.base import Communicator
 from tokenyard.transports.symmetric import LINE, Pool, Segment, attach
 from tokenyard.types import round_up
@@ -27,6 +27,7 @@ MAIL, ROWS, READ = range(3)  # a message is there; rows were written; rows were 
 _KINDS = 3
 NO_MEMORY = -1  # told instead of a file descriptor
 _BOX = 128  # int64s of a message that go at once
+_NOTICE_MS = 500  # connections break a moment before a process is seen to be dead
 _GRACE = 0.2  # seconds for signals on their way, once a peer is seen dead
 
 
@@ -197,6 +198,11 @@ class Team:
             ],
             np.int64,
         )
+
+    def explain(self, stage: str, error: RuntimeError) -> PeerError:
+        """Who has died, if that is why something else between these ranks has failed."""
+        dead = self._dead_ranks(wait_ms=_NOTICE_MS)
+        return self._died(dead, stage) if dead else self._communicator.explain(stage, error)
 
     def close(self) -> None:
         for segment in self._kept:

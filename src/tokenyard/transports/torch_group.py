@@ -46,7 +46,7 @@ class TorchCommunicator:
             )
             self._wait(work)
         except RuntimeError as error:
-            raise self._blame(stage, error) from error
+            raise self.explain(stage, error) from error
 
     def _wait(self, work: dist.Work) -> None:
         """A rank that has noticed a failure elsewhere does not come here, and lives: so whoever
@@ -80,7 +80,7 @@ class TorchCommunicator:
             raise BufferClosed(f"the process group was destroyed, on rank {self.rank}")
         return group
 
-    def _blame(self, stage: str, error: RuntimeError) -> PeerError:
+    def explain(self, stage: str, error: RuntimeError) -> PeerError:
         """Who did not come. Gloo says only that something failed, so every rank that notices leaves
         word in the group's store, and whoever leaves none is named.
         """

@@ -84,6 +84,12 @@ class TokenyardAll2AllManager(All2AllManagerBase):
         buffer = self.exchange(is_sequence_parallel).buffer
         return buffer.combine(hidden_states.contiguous(), handle).x
 
+    def explain(self, stage: str, error: RuntimeError) -> RuntimeError:
+        """Which rank's death an error of torch.distributed comes from, if we can tell."""
+        for one in self._exchanges.values():
+            return one.buffer.explain(stage, error)
+        return error
+
     def destroy(self) -> None:
         exchanges, self._exchanges = self._exchanges, {}
         for one in exchanges.values():

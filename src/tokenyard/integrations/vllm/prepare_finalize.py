@@ -13,11 +13,6 @@ from typing import Any
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
-from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
-    TopKWeightAndReduceContiguous,
-    TopKWeightAndReduceDelegate,
-    TopKWeightAndReduceNoOP,
-)
 from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 
 from tokenyard.integrations.vllm.exchange import Arrived, Exchange
@@ -86,7 +81,7 @@ class ExchangingPrepareAndFinalize(_OneExpertARow):
         arrived, self._arrived = self._arrived, None
         if arrived is None:
             raise ValueError("finalize without a prepare before it")
-        y = _one_a_row(fused_expert_output, weight_and_reduce_impl, topk_weights, topk_ids)
+        y = _one_a_row(fused_expert_output)
         weights = None if apply_router_weight_on_input else arrived.weights
         output.copy_(self._exchange.send_back(y, arrived, weights))
 
@@ -145,7 +140,7 @@ class LocalPrepareAndFinalize(_OneExpertARow):
         if way is None:
             raise ValueError("finalize without a prepare before it")
         row_of, weights = way
-        y = _one_a_row(fused_expert_output, weight_and_reduce_impl, topk_weights, topk_ids)
+        y = _one_a_row(fused_expert_output)
         unpermute(y, row_of, weights=None if apply_router_weight_on_input else weights, out=output)
 
 
@@ -184,16 +179,6 @@ def _for_kernel(grouped: Permuted, scales: Tensor | None) -> Any:
     return grouped.x, scales, None, ids[:, None], torch.ones(len(ids), 1, dtype=torch.float32)
 
 
-def _one_a_row(y: Tensor, reduce: Any, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
-    """[M, D] of a kernel that may have left it to others to weigh and add its top-k of 1."""
-    if isinstance(reduce, TopKWeightAndReduceNoOP):
-        return y
-    if isinstance(reduce, TopKWeightAndReduceDelegate):
-        reduce = TopKWeightAndReduceContiguous()
-    return reduce.apply(
-        output=None,
-        fused_expert_output=y,
-        topk_weights=topk_weights,
-        topk_ids=topk_ids,
-        apply_router_weight_on_input=True,
-    )
+def _one_a_row(y: Tensor) -> Tensor:
+    """[M, D] also of a kernel that leaves its top-k, [M, 1, D] here, to others to weigh and add."""
+    return y.reshape(y.shape[0], y.shape[-1])
