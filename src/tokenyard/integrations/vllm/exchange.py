@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,14 @@ class Arrived:
     handle: Handle
 
 
+class Experts(NamedTuple):
+    """How many there are in a layer, as the Buffer's ranks see it."""
+
+    num_known: int  # to the Buffer
+    num_local: int
+    known_as: Tensor | None  # [E] the id that the Buffer knows each by, -1; None if their own
+
+
 class Exchange:
     """ep_ranks are those of the group's ranks in the expert parallel group of ep_size ranks."""
 
@@ -40,10 +48,19 @@ class Exchange:
     ) -> None:
         self.ep_ranks, self.ep_size = tuple(ep_ranks), ep_size
         self.buffer = Buffer(group, transport=settings.transport, timeout=settings.timeout)
-        self._ids: dict[int, Tensor | None] = {}
+        self._experts: dict[int, Experts] = {}  # by their number in all
 
-    def num_local_experts(self, num_experts: int) -> int:
-        return even_split(num_experts, self.ep_size).count(self.ep_ranks[self.buffer.rank])
+    def experts(self, num_experts: int) -> Experts:
+        if num_experts not in self._experts:
+            owners = even_split(num_experts, self.ep_size)
+            known = torch.tensor([owner in self.ep_ranks for owner in owners])
+            known_as = torch.where(known, known.cumsum(0) - 1, -1)
+            self._experts[num_experts] = Experts(
+                int(known.sum()),
+                owners.count(self.ep_ranks[self.buffer.rank]),
+                None if known.all() else known_as,
+            )
+        return self._experts[num_experts]
 
     def expert_map(self, num_experts: int) -> list[int]:
         """What vLLM should say of this rank: the local id of each expert, -1 if it is elsewhere."""
@@ -51,34 +68,19 @@ class Exchange:
         owners = even_split(num_experts, self.ep_size)
         return [next(local) if owner == mine else -1 for owner in owners]
 
-    def ids(self, topk_ids: Tensor, num_experts: int) -> tuple[Tensor, int]:
-        """The ids that the Buffer knows these experts by, -1 for others; and how many it knows."""
-        topk_ids = topk_ids.to(torch.int64)
-        if num_experts not in self._ids:
-            self._ids[num_experts] = self._table(num_experts)
-        table = self._ids[num_experts]
-        if table is None:
-            return topk_ids, num_experts
-        return table[topk_ids], int(table.max()) + 1
-
-    def _table(self, num_experts: int) -> Tensor | None:
-        """[E], None where ids are what they are."""
-        owner = torch.tensor(even_split(num_experts, self.ep_size))
-        known = torch.isin(owner, torch.tensor(self.ep_ranks))
-        if known.all():
-            return None
-        return torch.where(known, known.cumsum(0) - 1, -1)
-
     def send(self, x: Rows, topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> Arrived:
         """Each token to the ranks of its experts; and there a row for each (token, expert)."""
-        ids, num_ids = self.ids(topk_ids, num_experts)
+        experts, topk_ids = self.experts(num_experts), topk_ids.to(torch.int64)
         got = self.buffer.dispatch(
-            x, topk_idx=ids, topk_weights=topk_weights.float(), num_experts=num_ids
+            x,
+            topk_idx=topk_ids if experts.known_as is None else experts.known_as[topk_ids],
+            topk_weights=topk_weights.float(),
+            num_experts=experts.num_known,
         )
         assert got.recv_topk_idx is not None
         assert got.recv_topk_weights is not None
         assert got.handle is not None
-        rows = permute(got.recv_x, got.recv_topk_idx, self.num_local_experts(num_experts))
+        rows = permute(got.recv_x, got.recv_topk_idx, experts.num_local)
         return Arrived(rows=rows, weights=got.recv_topk_weights, handle=got.handle)
 
     def send_back(self, y: Tensor, arrived: Arrived, weights: Tensor | None) -> Tensor:
