@@ -140,9 +140,9 @@ class TorchCommunicator(_TorchExchange):
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.members = range(self.size)
         self.name = str(dist.get_backend(group))
+        self._store = dist.distributed_c10d._get_process_group_store(group)
         # A connection of its own: an operation that never ends must not block the user's.
-        self._store = _clone(dist.distributed_c10d._get_process_group_store(group))
-        self._words = Words(self._store, self.rank, self.size)
+        self._words = Words(lambda: _clone(self._store), self.rank)
 
     def part(self, members: Sequence[int], name: str) -> GlooPart:
         return GlooPart(self, members, self._store, name, self._timeout)

@@ -33,9 +33,10 @@ class StoreLost(RuntimeError):
 
 
 class Words:
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._store = store
-        self._rank, self._size = rank, size
+    def __init__(self, connect: Callable[[], dist.Store], rank: int) -> None:
+        """`connect` is called when there is something to say or to hear for the first time."""
+        self._connect, self._connected = connect, False
+        self._rank = rank
         self._lost = False
 
     def leave(self, error: PeerError | None) -> None:
@@ -88,6 +89,9 @@ class Words:
 
         def run() -> None:
             try:
+                if not self._connected:
+                    self._store = self._connect()
+                    self._connected = True
                 answers.append(operation())
             except Exception as error:
                 errors.append(error)
