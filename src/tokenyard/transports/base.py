@@ -78,6 +78,9 @@ class Communicator(Protocol):
     def part(self, members: Sequence[int], name: str) -> Communicator:
         """A communicator of some ranks, which all of them make at once under the same name."""
 
+    def watch(self, look: Callable[[str], None]) -> None:
+        """Whoever waits long here calls look(stage), which may raise, now and then."""
+
     def leave_word(self, error: PeerError | None = None) -> None:
         """This rank lives, and has noticed that something is wrong: so others need not blame it."""
 

@@ -34,6 +34,9 @@ from tokenyard.types import Config, Flow, Handle
 
 # int64s that ranks of a node pass on at once: for each partner the agreement's, if they fit.
 _MESSAGE, _MOST_AT_ONCE = 128, 4096
+# Seconds that ranks of a node wait longer for each other than for other nodes: who waits there must
+# have the time to find out who is at fault, and to say so.
+_LATER = 1.0
 
 
 class HierarchicalTransport:
@@ -61,14 +64,14 @@ class HierarchicalTransport:
         failure = None
         try:
             box = min(_MESSAGE * self._most, _MOST_AT_ONCE)
-            self._team = Team(self._neighbours, kernels, timeout, box)
+            self._team = Team(self._neighbours, kernels, timeout + _LATER, box)
         except OSError as error:
             failure = error
         failed = tell_all(communicator, [int(failure is not None)])[0]
         if any(failed):
             culprits = name_ranks([rank for rank, one in enumerate(failed) if one])
             raise failure or OSError(f"{culprits} cannot attach the memory of others on their node")
-        self._rails = Rails(communicator, topology, name)
+        self._rails = Rails(communicator, topology, name, self._team.raise_told)
         self._blocks: list[Block] = []
         self._told: list[tuple[int, int]] | None = None  # of a dispatch that was surveyed
 

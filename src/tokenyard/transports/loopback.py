@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -159,6 +159,9 @@ class LoopbackCommunicator:
     def part(self, members: Sequence[int], name: str) -> LoopbackCommunicator:
         part = self._world.part(members, name)
         return LoopbackCommunicator(part, list(members).index(self.rank), self._timeout)
+
+    def watch(self, look: Callable[[str], None]) -> None:
+        """Who is waited for here is seen to end."""
 
     def leave_word(self, error: PeerError | None = None) -> None: ...
 

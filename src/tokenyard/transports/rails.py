@@ -8,7 +8,7 @@ communicators, made once a Buffer: words and rows may travel at once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -44,8 +44,16 @@ class Leg(Protocol):
 
 
 class Rails:
-    def __init__(self, communicator: Communicator, topology: Topology, name: str) -> None:
-        """All ranks together. `name` is new for every Buffer of the group."""
+    def __init__(
+        self,
+        communicator: Communicator,
+        topology: Topology,
+        name: str,
+        look: Callable[[str], None],
+    ) -> None:
+        """All ranks together. `name` is new for every Buffer of the group; `look` raises what other
+        ranks of the node have noticed.
+        """
         self.own = topology.place(communicator.rank)
         self.numbers = topology.rails_of(communicator.rank)
         self._words: dict[int, Communicator] = {}
@@ -56,6 +64,8 @@ class Rails:
             members = topology.rail(rail)
             self._words[rail] = communicator.part(members, f"{name}/rail-{rail}/words")
             self._rows[rail] = communicator.part(members, f"{name}/rail-{rail}/rows")
+            self._words[rail].watch(look)
+            self._rows[rail].watch(look)
 
     def exchange(
         self, parcels: Sequence[np.ndarray], sizes: dict[int, list[int]], stage: str

@@ -148,7 +148,7 @@ class Team:
                 continue
             if self._beats() != beats:
                 deadline, beats = now + self._timeout, self._beats()
-            self._raise_told(stage)
+            self.raise_told(stage)
             dead = self._dead_ranks()
             if dead and dead_since is None:
                 dead_since = now
@@ -236,7 +236,7 @@ class Team:
         dead = self._dead_ranks(wait_ms=1000)
         if dead:
             return self._died(dead, stage)
-        self._raise_told(stage)
+        self.raise_told(stage)
         gone = self._members[rank]
         text = f"{stage}: rank {gone} has closed its Buffer, on rank {self._me}"
         return PeerDied(text, ranks=(gone,), stage=stage)
@@ -255,7 +255,7 @@ class Team:
     def _beats(self) -> int:
         return sum([int(head[_BEAT]) for head in self._heads])
 
-    def _raise_told(self, stage: str) -> None:
+    def raise_told(self, stage: str) -> None:
         """If a rank of the team has told of a failure elsewhere."""
         for rank, head in enumerate(self._heads):
             told = int(head[_FAILURE])

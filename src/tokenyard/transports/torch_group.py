@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -17,6 +18,7 @@ from tokenyard.transports.base import Move
 from tokenyard.transports.words import StoreLost, Words
 
 _LOOK = 0.1  # seconds between looks for words of a failure
+_LET_GO = 0.1  # seconds to close connections that nobody uses
 _BEFORE = 1.0  # how long before an exchange a word may have been left that concerns it
 
 
@@ -32,6 +34,7 @@ class _TorchExchange:
     members: Sequence[int]
     _timeout: float
     _words: Words
+    _look: Callable[[str], None] | None = None
 
     def _begin(
         self, out: Tensor, rows: Tensor, out_counts: list[int], counts: list[int]
@@ -66,7 +69,9 @@ class _TorchExchange:
 
         def finish() -> None:
             try:
-                self._wait(work)
+                self._wait(work, stage)
+            except PeerError:
+                raise
             except RuntimeError as error:
                 raise self._blame(stage, error) from error
 
@@ -76,7 +81,10 @@ class _TorchExchange:
         with suppress(StoreLost):
             self._words.leave(error)
 
-    def _wait(self, work: dist.Work) -> None:
+    def watch(self, look: Callable[[str], None]) -> None:
+        self._look = look
+
+    def _wait(self, work: dist.Work, stage: str) -> None:
         """A rank that has noticed a failure elsewhere does not come here, and lives: so whoever
         waits for long looks whether any rank has left word of one.
         """
@@ -89,6 +97,8 @@ class _TorchExchange:
                 late = time.time() - begin >= self._timeout
                 if late or "timed out" not in str(error).lower():
                     raise
+            if self._look is not None:
+                self._look(stage)
             noticed = self._words.since(begin - _BEFORE)
             if noticed is not None:
                 raise _Noticed(noticed)
@@ -197,9 +207,13 @@ class GlooPart(_TorchExchange):
         raise NotImplementedError("parts are made of the whole group")
 
     def close(self) -> None:
-        pg, self._pg = self._pg, None
-        if pg is not None:
-            pg.abort()
+        """Gloo lets go once what was begun has ended, or its time is up: after a failure that takes
+        long, and nobody waits for it.
+        """
+        held, self._pg = [self._pg], None
+        thread = threading.Thread(target=held.clear, daemon=True, name="tokenyard-let-go")
+        thread.start()
+        thread.join(_LET_GO)
 
     def _begin(
         self, out: Tensor, rows: Tensor, out_counts: list[int], counts: list[int]

@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 _KEY = "tokenyard/noticed"  # the last word of any rank; with a rank's number, its own
 _GRACE = 0.5  # seconds that the other ranks get to say that they live, once an exchange has failed
 _FRESH = 5.0
-_PATIENCE = 1.0  # seconds for an operation on the store
+_PATIENCE = 0.5  # seconds for an operation on the store
 
 
 class StoreLost(RuntimeError):
