@@ -103,21 +103,14 @@ def test_killed_node(sizes: list[int], node: int) -> None:
         told = box.run(dispatch_until_it_fails, sizes, 5.0, may_die=True)
         fate.join()
         dead = box.ranks_of(node)
-        print(
-            [
-                answer
-                if isinstance(answer, Exited)
-                else (round(answer["at"] - moment[0], 2), answer)
-                for answer in told
-            ]
-        )
         for rank, answer in enumerate(told):
             if rank in dead:
                 assert answer == Exited(-signal.SIGKILL)
                 continue
             assert answer["kind"] in ("PeerDied", "PeerTimeout"), answer
             assert set(answer["ranks"]) & set(dead), answer
-            assert answer["at"] - moment[0] < 3.0, answer
+            # Mostly 0.6 s; but a full queue may lose the packet that says a connection is gone.
+            assert answer["at"] - moment[0] < 7.0, answer
 
 
 def test_nothing_is_left_behind() -> None:
