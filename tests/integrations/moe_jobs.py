@@ -27,6 +27,7 @@ from tokenyard.integrations.transformers import (
     expert_parallel,
     from_pretrained,
     replace_dispatch,
+    save_pretrained,
 )
 
 disable_progress_bar()
@@ -113,6 +114,18 @@ def generate(group: Any, kind: str, tokens: str, num_tokens: int) -> Tensor:
 
 def continued(model: Any, rank: int, num_tokens: int) -> Tensor:
     return model.generate(tokens_of(rank), max_new_tokens=num_tokens, do_sample=False)
+
+
+def save(group: Any, kind: str, path: str, uneven: bool) -> str:
+    """What the model's own way says, after ours has saved it."""
+    placement = torch.tensor([1, 0, 0, 0, 1, 0, 0, 0]) if uneven else None
+    model = expert_parallel(whole_model(kind), group, placement=placement)
+    save_pretrained(model, path)
+    try:
+        model.save_pretrained(path)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
 
 
 def load(group: Any, path: str, auto: bool, tokens: str) -> tuple[Tensor, dict[str, Tensor]]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+from safetensors.torch import load_file
 from torch import nn
 from transformers.models.aria.modeling_aria import AriaExperts, AriaTextConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
@@ -21,7 +22,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHConfig, 
 
 from tests.integrations import moe_jobs as jobs
 from tokenyard.integrations.transformers import expert_parallel, experts_forward
-from tokenyard.testing import Processes, run_processes, run_virtual
+from tokenyard.testing import Processes, assert_same, run_processes, run_virtual
 
 pytestmark = pytest.mark.processes
 
@@ -124,6 +125,25 @@ def test_from_pretrained(
 ) -> None:
     tokens = "same" if auto else "own"
     check_training(two_ranks.run(jobs.load, saved[kind], auto, tokens), kind, tokens)
+
+
+@pytest.mark.parametrize("uneven", [False, True], ids=["even", "placement"])
+@KINDS
+def test_save_pretrained(
+    two_ranks: Processes, saved: dict[str, str], tmp_path: Path, kind: str, uneven: bool
+) -> None:
+    own_way = two_ranks.run(jobs.save, kind, str(tmp_path), uneven)
+    assert (tmp_path / "config.json").read_text() == Path(saved[kind], "config.json").read_text()
+    want = load_file(Path(saved[kind], "model.safetensors"))
+    got = load_file(tmp_path / "model.safetensors")
+    assert got.keys() == want.keys()
+    for name, one in want.items():
+        assert_same(got[name], one)
+    layer = 1 if kind == "deepseek_v3" else 0
+    assert own_way == 2 * [
+        f"save_pretrained: this rank has a part of the experts of model.layers.{layer}.mlp.experts"
+        ", want tokenyard.integrations.transformers.save_pretrained(model, path), on all ranks"
+    ]
 
 
 def test_loading_takes_the_memory_of_its_experts(tmp_path: Path) -> None:

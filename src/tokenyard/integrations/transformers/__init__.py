@@ -14,6 +14,7 @@ runs its experts on the tokens that chose them, and the partial sums are added u
 
 from tokenyard.integrations.transformers.experts import experts_forward
 from tokenyard.integrations.transformers.loading import from_pretrained
+from tokenyard.integrations.transformers.saving import save_pretrained
 from tokenyard.integrations.transformers.spread import expert_parallel
 from tokenyard.integrations.transformers.style import TokenyardExperts, replace_dispatch
 
@@ -23,4 +24,5 @@ __all__ = [
     "experts_forward",
     "from_pretrained",
     "replace_dispatch",
+    "save_pretrained",
 ]

@@ -22,20 +22,24 @@ class Plan:
     """How one experts module takes part."""
 
     buffer: Buffer
-    num_experts: int  # of all ranks
+    rank_of: list[int]  # the owner of each expert
     owned: list[int]  # this rank's, global ids
     local_of: Tensor  # [E] int64, the local id, -1 where the expert is elsewhere
     everyone: Everyone | None  # where all ranks have the same tokens
 
+    @property
+    def num_experts(self) -> int:
+        """Of all ranks."""
+        return len(self.rank_of)
+
     @classmethod
     def of(cls, buffer: Buffer, rank_of: list[int], everyone: Everyone | None = None) -> Plan:
-        """rank_of is the rank of each expert."""
         owned = [expert for expert, rank in enumerate(rank_of) if rank == buffer.rank]
         local_of = torch.full((len(rank_of),), -1)
         local_of[owned] = torch.arange(len(owned))
         return cls(
             buffer=buffer,
-            num_experts=len(rank_of),
+            rank_of=rank_of,
             owned=owned,
             local_of=local_of,
             everyone=everyone,

@@ -12,6 +12,7 @@ from tokenyard import validate
 from tokenyard.buffer import Buffer
 from tokenyard.integrations.transformers.everyone import Everyone
 from tokenyard.integrations.transformers.experts import NAME, Experts, Plan
+from tokenyard.integrations.transformers.saving import refuse_to_save_a_part
 from tokenyard.topology import even_split
 
 Tokens = Literal["own", "same"]
@@ -54,6 +55,7 @@ def spread_experts(
             setattr(module, key, nn.Parameter(own, requires_grad=parameter.requires_grad))
         _attach(module, plan)
     _hide_from_ddp(model, found)
+    refuse_to_save_a_part(model, found)
     model.tokenyard_buffer = buffer  # type: ignore[assignment]
     return model
 
