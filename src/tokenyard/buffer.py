@@ -252,6 +252,13 @@ class Buffer:
         """The global ids of this rank's experts, in the order of their local ids."""
         return self._open_engine().local_experts(num_experts)
 
+    def dead_ranks(self) -> tuple[int, ...]:
+        """Ranks that have died, as far as can be seen without a call of all ranks: those that share
+        memory with this one. Any thread may ask. () once the Buffer is closed.
+        """
+        engine = self._engine
+        return () if engine is None else engine.dead_ranks()
+
     def explain(self, stage: str, error: RuntimeError) -> PeerError:
         """What an error of torch.distributed between the same ranks means: PeerDied with the ranks
         that are gone, or PeerTimeout. For collectives of yours, which tell no names:

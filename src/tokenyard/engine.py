@@ -228,6 +228,9 @@ class Engine:
         except ValueError as error:
             raise self._agreement.named("get_local_experts", error) from None
 
+    def dead_ranks(self) -> tuple[int, ...]:
+        return self.transport.dead_ranks()
+
     def explain(self, stage: str, error: RuntimeError) -> PeerError:
         return self.transport.explain(stage, error)
 

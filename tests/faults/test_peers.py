@@ -73,17 +73,18 @@ def test_killed_peer(transport: str, text: str) -> None:
         assert answer["seconds"] < 1.0
 
 
-def one_dies_in_a_collective(group: Any, transport: str) -> tuple[str, tuple[int, ...], str]:
+def one_dies_in_a_collective(group: Any, transport: str) -> tuple[Any, ...]:
     with tokenyard.Buffer(group, timeout=20, transport=transport) as buffer:
         exchange(buffer)
+        assert buffer.dead_ranks() == ()
         if group.rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
             dist.all_reduce(torch.ones(1), group=group)
         except RuntimeError as error:
             told = buffer.explain("all_reduce", error)
-            return type(told).__name__, told.ranks, str(told)
-    return ("nothing", (), "")
+            return type(told).__name__, told.ranks, str(told), buffer.dead_ranks()
+    return ("nothing", (), "", ())
 
 
 @pytest.mark.processes
@@ -98,6 +99,7 @@ def test_a_death_in_somebody_elses_collective(transport: str, text: str) -> None
     assert answer[:2] == ("PeerDied", (1,))
     assert answer[2].startswith("all_reduce: ")
     assert text in answer[2]
+    assert answer[3] == (() if transport == "collective" else (1,))
 
 
 def one_stops(group: Any, transport: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from tokenyard.integrations.vllm.exchange import Exchange
 from tokenyard.integrations.vllm.settings import Settings
+from tokenyard.integrations.vllm.watch import Watch
 from tokenyard.testing import assert_same, run_virtual
 from tokenyard.topology import even_split
 
@@ -107,3 +109,39 @@ def test_every_rank_gets_every_token_and_sums_come_back() -> None:
             whole = torch.cat([part[column] for part in parts])
             assert_same(one, whole.to(torch.bfloat16) if column == 2 else whole)
         assert_same(summed, parts[rank][0] * 6)
+
+
+class DyingBuffer:
+    rank = 0
+
+    def __init__(self) -> None:
+        self.dead: tuple[int, ...] = ()
+
+    def dead_ranks(self) -> tuple[int, ...]:
+        return self.dead
+
+
+class Lines(list[str]):
+    def error(self, text: str, *args: Any) -> None:
+        self.append(text % args)
+
+
+def test_a_death_is_told_at_once_and_once() -> None:
+    buffer, lines = DyingBuffer(), Lines()
+    watch = Watch(buffer, lines)  # type: ignore[arg-type]
+    buffer.dead = (1, 3)
+    deadline = time.monotonic() + 5
+    while not lines and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    watch.stop()
+    assert lines == ["PeerDied: ranks 1, 3 died, on rank 0"]
+
+
+def test_a_rank_that_ends_itself_blames_nobody() -> None:
+    buffer, lines = DyingBuffer(), Lines()
+    watch = Watch(buffer, lines)  # type: ignore[arg-type]
+    watch.stop()
+    buffer.dead = (1,)
+    time.sleep(0.4)
+    assert lines == []

@@ -142,6 +142,9 @@ class Transport(Protocol):
     ) -> Move:
         """Combine's exchange: rows go back the way they came, and each token's are summed."""
 
+    def dead_ranks(self) -> tuple[int, ...]:
+        """Those that can be seen to have died without asking anybody."""
+
     def explain(self, stage: str, error: RuntimeError) -> PeerError:
         """Who is to blame for an error between these ranks, of ours or of somebody else."""
 

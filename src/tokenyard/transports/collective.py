@@ -114,6 +114,9 @@ class CollectiveTransport:
     def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         return memory.empty(num_rows, width, dtype=dtype)
 
+    def dead_ranks(self) -> tuple[int, ...]:
+        return ()
+
     def explain(self, stage: str, error: RuntimeError) -> PeerError:
         return self._communicator.explain(stage, error)
 

@@ -152,7 +152,7 @@ class Team:
             if self._beats() != beats:
                 deadline, beats = now + self._timeout, self._beats()
             self.raise_told(stage)
-            dead = self._dead_ranks()
+            dead = self.dead_ranks()
             if dead and dead_since is None:
                 dead_since = now
             if dead_since is not None and now > dead_since + _GRACE:
@@ -216,7 +216,7 @@ class Team:
 
     def explain(self, stage: str, error: RuntimeError) -> PeerError:
         """Who has died, if that is why something else between these ranks has failed."""
-        dead = self._dead_ranks(wait_ms=_NOTICE_MS)
+        dead = self.dead_ranks(wait_ms=_NOTICE_MS)
         return self._died(dead, stage) if dead else self._communicator.explain(stage, error)
 
     def close(self) -> None:
@@ -224,9 +224,12 @@ class Team:
             segment.close()
         self._kept.clear()
         self.pool.close()
-        for fd in getattr(self, "_pidfds", {}):
-            os.close(fd)
-        self._pidfds = {}
+        if hasattr(self, "_pidfds"):
+            with self._one_polls:
+                for fd in self._pidfds:
+                    self._deaths.unregister(fd)
+                    os.close(fd)
+                self._pidfds = {}
 
     def _wait_long(self, incoming: int, epoch: int, first: int, stage: str) -> None:
         def step() -> int:
@@ -241,7 +244,7 @@ class Team:
         closed its Buffer, most likely because another rank died.
         """
         # Who dies loses its files a moment before it is seen to be dead.
-        dead = self._dead_ranks(wait_ms=1000)
+        dead = self.dead_ranks(wait_ms=1000)
         if dead:
             return self._died(dead, stage)
         self.raise_told(stage)
@@ -255,7 +258,7 @@ class Team:
         self._communicator.leave_word(error)
         return error
 
-    def _dead_ranks(self, wait_ms: int = 0) -> tuple[int, ...]:
+    def dead_ranks(self, wait_ms: int = 0) -> tuple[int, ...]:
         with self._one_polls:
             dead = sorted(self._pidfds[fd] for fd, _ in self._deaths.poll(wait_ms))
         return tuple(self._members[rank] for rank in dead)

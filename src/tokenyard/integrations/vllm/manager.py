@@ -17,6 +17,7 @@ from vllm.logger import init_logger
 
 from tokenyard.integrations.vllm import settings
 from tokenyard.integrations.vllm.exchange import Exchange
+from tokenyard.integrations.vllm.watch import Watch
 from tokenyard.types import Handle
 
 _log = init_logger("vllm.plugins.tokenyard")
@@ -30,6 +31,7 @@ class TokenyardAll2AllManager(All2AllManagerBase):
         self._settings = settings.read()
         self._dtype = get_current_vllm_config().model_config.dtype
         self._exchanges: dict[bool, Exchange] = {}
+        self._watches: list[Watch] = []
         self._gathered: Handle | None = None  # of the tokens that all ranks have got
 
     def exchange(self, is_sequence_parallel: bool) -> Exchange:
@@ -49,6 +51,7 @@ class TokenyardAll2AllManager(All2AllManagerBase):
             _log.info("Expert parallel tokens travel through %r", made.buffer)
             made.warm_up(self._dtype)
             self._exchanges[everyone] = made
+            self._watches.append(Watch(made.buffer, _log))
         return self._exchanges[everyone]
 
     def dispatch_router_logits(
@@ -91,6 +94,8 @@ class TokenyardAll2AllManager(All2AllManagerBase):
         return error
 
     def destroy(self) -> None:
+        for watch in self._watches:
+            watch.stop()
         exchanges, self._exchanges = self._exchanges, {}
         for one in exchanges.values():
             one.buffer.close()
