@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-START_SECONDS = 240
+START_SECONDS = 400
 END_SECONDS = 20
+COMMON = ("--served-model-name", "model", "--dtype", "bfloat16", "--skip-tokenizer-init")
+COMMON += ("--enforce-eager",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +64,19 @@ class Server:
 @contextmanager
 def serve(model: Path, log: Path, *options: str, **environment: str) -> Iterator[Server]:
     """A server that is ready, ended with all its processes afterwards."""
-    port = _free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(model), "--served-model-name", "model"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"]
-    command += ["--skip-tokenizer-init", "--enforce-eager", *options]
+    port = free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--host", "127.0.0.1", "--port", str(port), *COMMON, *options]
+    process = start(command, log, **environment)
+    server = Server(url=f"http://127.0.0.1:{port}", log=log, process=process)
+    try:
+        wait_until_ready(server)
+        yield server
+    finally:
+        end(process)
+
+
+def start(command: Sequence[str], log: Path, **environment: str) -> subprocess.Popen[bytes]:
     settings = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_HOST_IP": "127.0.0.1",
@@ -76,22 +86,16 @@ def serve(model: Path, log: Path, *options: str, **environment: str) -> Iterator
         **environment,
     }
     with log.open("wb") as file:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             command,
             stdout=file,
             stderr=subprocess.STDOUT,
             env=os.environ | settings,
             start_new_session=True,  # so that all its processes can be ended together
         )
-    server = Server(url=f"http://127.0.0.1:{port}", log=log, process=process)
-    try:
-        _wait_until_ready(server)
-        yield server
-    finally:
-        _end(process)
 
 
-def _wait_until_ready(server: Server) -> None:
+def wait_until_ready(server: Server) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if server.process.poll() is not None:
@@ -104,7 +108,7 @@ def _wait_until_ready(server: Server) -> None:
     raise RuntimeError(f"the server did not start:\n{server.text()[-8000:]}")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(END_SECONDS)
@@ -113,7 +117,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait(END_SECONDS)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
