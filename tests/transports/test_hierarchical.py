@@ -84,7 +84,7 @@ def marks_between(case: Case) -> torch.Tensor:
     for rank in range(case.num_ranks):
         for node in range(case.num_ranks // 8):
             if node != rank // 8:
-                bits[rank, 8 * node + rank % 8] = 1 + case.num_tokens(rank)
+                bits[rank, 8 * node + rank % 8] = 4 + case.num_tokens(rank)
     return bits
 
 
