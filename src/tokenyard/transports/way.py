@@ -108,7 +108,7 @@ class Way:
 
 
 def list_hops(marks_TR: np.ndarray, topology: Topology, rank: int, kernels: RowKernels) -> Hops:
-    """For example: ranks 0 and 1 are on node 0, rank 2 is on node 1. This is rank 0; its token 0 goes
+    """Ranks 0 and 1 are on node 0, rank 2 is on node 1. This is rank 0; its token 0 goes
     to ranks 1 and 2, token 1 to rank 2:
 
     >>> from tokenyard.kernels import reference
