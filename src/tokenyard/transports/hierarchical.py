@@ -12,7 +12,7 @@ for every result in full, and for a few chunks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 
 import numpy as np
@@ -61,20 +61,26 @@ class HierarchicalTransport:
         self._upstream = [topology.upstream(rank) for rank in self._locals]
         self._mine = topology.upstream(self.rank)
         self._most = 1 + max(map(len, self._upstream))
-        self._neighbours = communicator.part(self._locals, f"{name}/node-{self._node}")
-        failure = None
-        try:
-            box = min(_MESSAGE * self._most, _MOST_AT_ONCE)
-            self._team = Team(self._neighbours, kernels, timeout + _LATER, box)
-        except OSError as error:
-            failure = error
-        failed = tell_all(communicator, [int(failure is not None)])[0]
-        if any(failed):
-            culprits = name_ranks([rank for rank, one in enumerate(failed) if one])
-            raise failure or OSError(f"{culprits} cannot attach the memory of others on their node")
-        self._rails = Rails(communicator, topology, name, self._team.raise_told)
         self._blocks: list[Block] = []
         self._told: list[tuple[int, int]] | None = None  # of a dispatch that was surveyed
+        self._opened = ExitStack()
+        with ExitStack() as opened:
+            neighbours = communicator.part(self._locals, f"{name}/node-{self._node}")
+            opened.callback(neighbours.close)
+            failure = None
+            try:
+                box = min(_MESSAGE * self._most, _MOST_AT_ONCE)
+                self._team = Team(neighbours, kernels, timeout + _LATER, box)
+                opened.callback(self._team.close)
+            except OSError as error:
+                failure = error
+            failed = tell_all(communicator, [int(failure is not None)])[0]
+            if any(failed):
+                culprits = name_ranks([rank for rank, one in enumerate(failed) if one])
+                raise failure or OSError(f"{culprits} cannot attach memory of their node")
+            self._rails = Rails(communicator, topology, name, self._team.raise_told)
+            opened.callback(self._rails.close)
+            self._opened = opened.pop_all()
 
     def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
         """To the partner in each node, what is for all ranks of it; these pass it on."""
@@ -224,9 +230,7 @@ class HierarchicalTransport:
         return rows(array, 0, num_rows, width, dtype)
 
     def close(self) -> None:
-        self._rails.close()
-        self._team.close()
-        self._neighbours.close()
+        self._opened.close()
 
     def _tell_neighbours(self, block: Block, flow: Flow, stage: str) -> np.ndarray:
         """To each rank of the node: this rank's block, how many rows it holds, and where the rows
