@@ -48,8 +48,8 @@ def told(buffer: tokenyard.Buffer) -> dict[str, Any]:
     }
 
 
-def one_dies(group: Any, transport: str) -> dict[str, Any]:
-    buffer = tokenyard.Buffer(group, timeout=20, transport=transport)
+def one_dies(group: Any, transport: str, nodes: int | None = None) -> dict[str, Any]:
+    buffer = tokenyard.Buffer(group, timeout=20, transport=transport, ranks_per_node=nodes)
     exchange(buffer)
     if group.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -102,8 +102,19 @@ def test_a_death_in_somebody_elses_collective(transport: str, text: str) -> None
     assert answer[3] == (() if transport == "collective" else (1,))
 
 
-def one_stops(group: Any, transport: str) -> dict[str, Any]:
-    buffer = tokenyard.Buffer(group, timeout=TIMEOUT, transport=transport)
+@pytest.mark.processes
+def test_killed_peer_of_another_node() -> None:
+    with Processes(4, timeout=30) as ranks:
+        answers = ranks.run(one_dies, "hierarchical", 2, may_die=True)
+    assert answers.pop(1) == Exited(-signal.SIGKILL)
+    for answer in answers:
+        assert answer["kind"] == "PeerDied"
+        assert answer["ranks"] == (1,), answer
+        assert answer["seconds"] < 1.5  # half of it to hear who is left
+
+
+def one_stops(group: Any, transport: str, nodes: int | None = None) -> dict[str, Any]:
+    buffer = tokenyard.Buffer(group, timeout=TIMEOUT, transport=transport, ranks_per_node=nodes)
     exchange(buffer)
     if group.rank() == 2:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -133,6 +144,21 @@ def test_stopped_peer(transport: str) -> None:
         assert answer["ranks"] == (2,)
         assert f"{TIMEOUT:g} s passed; no word from rank 2" in answer["text"]
         assert TIMEOUT <= answer["seconds"] < TIMEOUT + 1.5
+
+
+@pytest.mark.processes
+def test_stopped_peer_of_another_node() -> None:
+    with Processes(4, timeout=30) as ranks:
+        stuck = ranks.processes[2]
+        undertaker = threading.Thread(target=kill_once_stopped, args=(stuck.pid, TIMEOUT + 4))
+        undertaker.start()
+        answers = ranks.run(one_stops, "hierarchical", 2, may_die=True)
+        undertaker.join()
+    assert answers.pop(2) == Exited(-signal.SIGKILL)
+    for answer in answers:
+        assert answer["kind"] == "PeerTimeout"
+        assert answer["ranks"] == (2,), answer
+        assert TIMEOUT <= answer["seconds"] < TIMEOUT + 2.5
 
 
 def only_some_come(group: Any) -> dict[str, Any] | None:

@@ -67,37 +67,36 @@ def open_transport(
     """All ranks together, with the same name. `alone` says why a rank cannot share memory at all;
     `label` is one that no other Buffer of the group has.
     """
-    chosen = name
+
+    def share(chosen: str) -> Transport:
+        """Raises OSError on all ranks if some cannot attach the memory of others."""
+        sharing = cast(_SharingKernels, kernels)
+        if chosen == "hierarchical":
+            return HierarchicalTransport(communicator, sharing, topology, timeout, label)
+        team, nodes = Team(communicator, sharing, timeout), topology.node_of_rank
+        if chosen == "ring":
+            return RingTransport(team, sharing, nodes, num_bytes, num_channels)
+        return DirectTransport(team, sharing, nodes)
+
+    chosen, why, cause = name, alone, None
     if name == "auto":
         chosen = "hierarchical" if topology.num_nodes > 1 else "direct"
-    apart = alone
+    if chosen != "hierarchical" and several_machines:
+        why = why or "ranks are on several machines"
     if name == "auto" and communicator.name == "loopback":
-        apart = "virtual ranks are threads, whose bytes are counted"
-    elif chosen != "hierarchical" and several_machines:
-        apart = alone or "ranks are on several machines"
-    why: str | Exception | None = apart
+        why = "virtual ranks are threads, whose bytes are counted"
     if chosen != "collective" and why is None:
-        sharing = cast(_SharingKernels, kernels)
         try:
-            if chosen == "hierarchical":
-                made: Transport = HierarchicalTransport(
-                    communicator, sharing, topology, timeout, label
-                )
-            else:
-                team = Team(communicator, sharing, timeout)
-                if chosen == "ring":
-                    nodes = topology.node_of_rank
-                    return RingTransport(team, sharing, nodes, num_bytes, num_channels)
-                made = DirectTransport(team, sharing, topology.node_of_rank)
+            made = share(chosen)
             if name == "auto":
-                _log.info("transport: %s, for %d node(s)", chosen, topology.num_nodes)
+                nodes = f"{topology.num_nodes} node{'s' * (topology.num_nodes > 1)}"
+                _log.info("transport: %s, since ranks are on %s", chosen, nodes)
             return made
         except OSError as error:
-            why = error
+            why, cause = str(error), error
     if name not in ("auto", "collective"):
-        cause = why if isinstance(why, OSError) else None
         raise ValueError(f"transport {name!r} cannot be used: {why}") from cause
     if name == "auto":
-        level = logging.WARNING if isinstance(why, OSError) else logging.INFO
+        level = logging.INFO if cause is None else logging.WARNING
         _log.log(level, "transport: collective over %s, since %s", communicator.name, why)
     return CollectiveTransport(communicator, kernels, topology.node_of_rank)

@@ -273,12 +273,14 @@ class Team:
             if told and rank != self.rank:
                 culprit, died = told // 2 - 1, told % 2 == 1
                 kind, what = (PeerDied, "died") if died else (PeerTimeout, "does not answer")
-                raise kind(
+                error = kind(
                     f"{stage}: rank {culprit} {what}, as rank {self._members[rank]} has noticed, "
                     f"on rank {self._me}",
                     ranks=(culprit,),
                     stage=stage,
                 )
+                self._communicator.leave_word(error)  # so that no other node blames this rank
+                raise error
 
     def _attach_controls(self, fds: Sequence[int], nonces: Sequence[int]) -> str | None:
         """Map all ranks' control segments. Returns what went wrong, if anything did."""

@@ -125,7 +125,7 @@ class _TorchExchange:
             silent = tuple(rank for rank in silent if rank in others) or silent
             who = f"no word from {name_ranks(silent)}" if silent else "every rank still answers"
         except StoreLost:
-            # Between two ranks there is one whom it can be; among more it cannot be told.
+            # It is one of the few that a part has; in a large group it cannot be told.
             silent = others if len(others) == 1 or self._is_part() else ()
             who = "the group's store (of rank 0 or the launcher) does not answer"
             if silent:
