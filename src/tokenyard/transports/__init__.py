@@ -5,6 +5,7 @@ from tokenyard.transports.choose import (
     available,
     check_name,
     connect,
+    open_slots,
     open_transport,
     why_not_shared,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "available",
     "check_name",
     "connect",
+    "open_slots",
     "open_transport",
     "why_not_shared",
 ]

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from tokenyard.transports.base import Communicator, RowKernels, Transport
 from tokenyard.transports.collective import CollectiveTransport
 from tokenyard.transports.direct import DirectKernels, DirectTransport
+from tokenyard.transports.exchanged_slots import ExchangedSlots
 from tokenyard.transports.ring import RingKernels, RingTransport
+from tokenyard.transports.shared_slots import SharedSlots
 from tokenyard.transports.symmetric import why_not
 from tokenyard.transports.team import Team
 
@@ -83,3 +85,18 @@ def open_transport(
     if name == "ring":
         return RingTransport(team, sharing, node_of_rank, num_bytes, num_channels)
     return DirectTransport(team, sharing, node_of_rank)
+
+
+def open_slots(
+    transport: Transport, kernels: Any, shrink: bool, stage: str
+) -> SharedSlots | ExchangedSlots:
+    """The low-latency mode's exchange, beside a transport. All ranks together."""
+    team = getattr(transport, "team", None)
+    if team is not None:
+        return SharedSlots(team, kernels, shrink, stage)
+    if shrink:
+        raise ValueError(
+            f"enable_shrink is True on transport {transport.name!r}, want ranks that share memory "
+            "(direct or ring): nobody can be left out of a collective"
+        )
+    return ExchangedSlots(transport, kernels)

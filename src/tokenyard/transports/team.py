@@ -12,7 +12,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -84,7 +84,7 @@ class Team:
         for fd in self._pidfds:
             self._deaths.register(fd, select.POLLIN)
         cores = len(os.sched_getaffinity(0))
-        self._patience = 2000 if self.size <= cores else 20
+        self.patience = 2000 if self.size <= cores else 20
         # Some milliseconds where each rank has a core: two that sleep keep making each other wait.
         self._yields = 2000 if self.size <= cores else 50
 
@@ -99,7 +99,7 @@ class Team:
         outgoing, incoming = self._lines[MAIL]
         outboxes, inbox = self._boxes[epoch % 2]
         first = self._kernels.post(
-            message_RM, outboxes, outgoing, incoming, self.size, epoch, self._patience
+            message_RM, outboxes, outgoing, incoming, self.size, epoch, self.patience
         )
         if first < self.size:
             self._wait_long(incoming, epoch, first, stage)
@@ -112,7 +112,7 @@ class Team:
         self._epochs[kind] += 1
         epoch = self._epochs[kind]
         outgoing, incoming = self._lines[kind]
-        first = self._kernels.meet(outgoing, incoming, self.size, epoch, self._patience)
+        first = self._kernels.meet(outgoing, incoming, self.size, epoch, self.patience)
         if first < self.size:
             self._wait_long(incoming, epoch, first, stage)
 
@@ -124,6 +124,22 @@ class Team:
         It may take for ever as long as there is less and less to do. Otherwise PeerDied names who
         has died, and PeerTimeout the ranks that missing() finds.
         """
+        dead, late = self.who_stops(step, missing)
+        if dead:
+            raise self.died(dead, stage)
+        if late:
+            raise self.timed_out(late, stage)
+
+    def who_stops(
+        self,
+        step: Callable[[], int],
+        missing: Callable[[], Sequence[int]],
+        given_up: Collection[int] = (),
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """As `wait_until`, but gives back who has died, and who is late: nobody, if all is done.
+
+        That a rank has died which was given up before says nothing.
+        """
         left = step()
         deadline = time.monotonic() + self._timeout
         dead_since, rounds = None, 0
@@ -133,25 +149,19 @@ class Team:
             if left < before:
                 deadline, rounds = now + self._timeout, 0
                 continue
-            dead = self._dead_ranks()
+            dead = tuple(rank for rank in self._dead_ranks() if rank not in given_up)
             if dead and dead_since is None:
                 dead_since = now
             if dead_since is not None and now > dead_since + _GRACE:
-                raise self._died(dead, stage)
+                return dead, ()
             if now > deadline:
-                self._communicator.leave_word()
-                late = tuple(missing())
-                raise PeerTimeout(
-                    f"{stage}: {self._timeout:g} s passed; no word from {name_ranks(late)}, "
-                    f"on rank {self.rank}",
-                    ranks=late,
-                    stage=stage,
-                )
+                return (), tuple(missing())
             rounds += 1
             if rounds < self._yields:
                 os.sched_yield()
             else:
                 time.sleep(min(1e-3, 2e-5 * (rounds - self._yields + 1)))
+        return (), ()
 
     def memory(self, rank: int, fd: int, num_bytes: int, stage: str) -> int:
         """The address here of a peer's segment, which is mapped when it is first asked for."""
@@ -181,8 +191,7 @@ class Team:
         """[R] the addresses of a segment of this size of every rank, for the life of the team."""
         error, words = None, (NO_MEMORY, 0)
         try:
-            segment = Segment(num_bytes)
-            self._kept.append(segment)
+            segment = self.keep(num_bytes)
             words = segment.fd, segment.size
         except SharedMemoryError as problem:
             error = problem
@@ -195,6 +204,12 @@ class Team:
             ],
             np.int64,
         )
+
+    def keep(self, num_bytes: int) -> Segment:
+        """A segment of this rank, for the life of the team."""
+        segment = Segment(num_bytes)
+        self._kept.append(segment)
+        return segment
 
     def close(self) -> None:
         for segment in self._kept:
@@ -220,14 +235,23 @@ class Team:
         # Who dies loses its files a moment before it is seen to be dead.
         dead = self._dead_ranks(wait_ms=1000)
         if dead:
-            return self._died(dead, stage)
+            return self.died(dead, stage)
         text = f"{stage}: rank {rank} has closed its Buffer, on rank {self.rank}"
         return PeerDied(text, ranks=(rank,), stage=stage)
 
-    def _died(self, dead: tuple[int, ...], stage: str) -> PeerDied:
+    def died(self, dead: tuple[int, ...], stage: str) -> PeerDied:
         self._communicator.leave_word()
         text = f"{stage}: {name_ranks(dead)} died, on rank {self.rank}"
         return PeerDied(text, ranks=dead, stage=stage)
+
+    def timed_out(self, late: tuple[int, ...], stage: str) -> PeerTimeout:
+        self._communicator.leave_word()
+        return PeerTimeout(
+            f"{stage}: {self._timeout:g} s passed; no word from {name_ranks(late)}, "
+            f"on rank {self.rank}",
+            ranks=late,
+            stage=stage,
+        )
 
     def _dead_ranks(self, wait_ms: int = 0) -> tuple[int, ...]:
         with self._one_polls:
