@@ -18,6 +18,7 @@ apply to them, since they read raw addresses: to step through a kernel, take the
 from tokenyard.kernels.numba.align import align
 from tokenyard.kernels.numba.layout import layout, route
 from tokenyard.kernels.numba.permute import place, spread, unpermute
+from tokenyard.kernels.numba.permute_backward import unpermute_backward
 from tokenyard.kernels.numba.quantize import plan_from_fp8, plan_to_fp8
 from tokenyard.kernels.numba.rearrange import rearrange
 from tokenyard.kernels.numba.reduce import reduce, reduce_at
@@ -74,4 +75,5 @@ __all__ = [
     "stage_slots",
     "sum_slots",
     "unpermute",
+    "unpermute_backward",
 ]

@@ -11,7 +11,7 @@ from tokenyard.kernels.reference.exchange import (
     reduce,
     route,
 )
-from tokenyard.kernels.reference.permute import place, spread, unpermute
+from tokenyard.kernels.reference.permute import place, spread, unpermute, unpermute_backward
 from tokenyard.kernels.reference.quantize import plan_from_fp8, plan_to_fp8
 from tokenyard.kernels.reference.rearrange import rearrange
 from tokenyard.kernels.reference.slots import (
@@ -40,4 +40,5 @@ __all__ = [
     "stage_slots",
     "sum_slots",
     "unpermute",
+    "unpermute_backward",
 ]
