@@ -183,7 +183,7 @@ _WORDS = {
     "num_channels": "channels (config.num_sms // 2)",
     "num_max": "num_max_dispatch_tokens_per_rank",
     "cast": "use_fp8, round_scale or use_ue8m0",
-    "options": "transport=, ring memory, ranks_per_node= or placement=",
+    "options": "transport=, ring memory, ranks_per_node=, placement= or the low-latency mode",
 }
 
 

@@ -27,6 +27,8 @@ from tokenyard.slots import (
     GROUP,
     NO_CAST,
     PACKED,
+    PLAIN,
+    ROUNDED,
     Back,
     LowLatencyHandle,
     Received,
@@ -51,6 +53,23 @@ class Asked(NamedTuple):
     def is_later(self) -> bool:
         """Is anything left to do when the call returns?"""
         return self.async_finish or self.return_recv_hook
+
+
+class Fp8(NamedTuple):
+    """How rows are to be cast, as DeepEP says it."""
+
+    use_fp8: bool
+    round_scale: bool
+    use_ue8m0: bool
+
+    def cast(self) -> int:
+        if not self.use_fp8:
+            return NO_CAST
+        validate.require(
+            self.round_scale or not self.use_ue8m0,
+            "use_ue8m0 is True with round_scale=False, want round_scale=True",
+        )
+        return PACKED if self.use_ue8m0 else ROUNDED if self.round_scale else PLAIN
 
 
 class Receipt:
@@ -144,7 +163,7 @@ class LowLatency:
         num_max: Any,
         num_experts: Any,
         totals: Any,
-        cast: int,
+        fp8: Fp8,
         asked: Asked,
     ) -> tuple[Received, LowLatencyHandle, EventOverlap, Receipt | None]:
         """`totals`, if given, are increased by each expert's count."""
@@ -152,6 +171,7 @@ class LowLatency:
         try:
             self._settle(DISPATCH, number)
             self._check_asked(asked)
+            cast = fp8.cast()
             x, topk_idx = self._check_tokens(x, topk_idx, num_max, cast)
             shape = self._shape(x, topk_idx.shape[1], num_max, num_experts, cast)
             if totals is not None:
@@ -290,7 +310,7 @@ class LowLatency:
         self, kind: int, number: int, receive: Callable[[], None], asked: Asked
     ) -> tuple[EventOverlap, Receipt | None]:
         """Receive now, on the Buffer's thread, or when the hook is called."""
-        travel = partial(self.slots.travel, kind, number, _STAGES[kind])
+        travel: Callable[[], None] = partial(self.slots.travel, kind, number, _STAGES[kind])
         if not asked.is_later:
             self._worker.drain()
             travel()
@@ -338,7 +358,9 @@ class LowLatency:
         self._agreement.meet(_STAGES[kind], Terms(call))
         self._agreed.add((kind, shape.signature, dtype))
 
-    def _shape(self, x: Tensor, num_topk: int, num_max: int, num_experts: Any, cast: int) -> SlotShape:
+    def _shape(
+        self, x: Tensor, num_topk: int, num_max: int, num_experts: Any, cast: int
+    ) -> SlotShape:
         if type(num_experts) is not int:  # and so may not be a key
             validate.num_experts(num_experts, None)
         key = num_max, x.shape[1], num_topk, num_experts, x.dtype, cast
@@ -383,8 +405,7 @@ class LowLatency:
         validate.integer("num_max_dispatch_tokens_per_rank", num_max, at_least=1)
         validate.require(
             num_tokens <= num_max,
-            f"x has {num_tokens} tokens, want at most {num_max} "
-            "(num_max_dispatch_tokens_per_rank)",
+            f"x has {num_tokens} tokens, want at most {num_max} (num_max_dispatch_tokens_per_rank)",
         )
         multiple = {NO_CAST: 1, PACKED: 4 * GROUP}.get(cast, GROUP)
         validate.require(
@@ -450,9 +471,7 @@ def _bad_pair(topk_idx: Tensor, bad: int, shape: SlotShape) -> ValueError:
     token, k = divmod(-2 - bad, topk_idx.shape[1])
     expert = int(topk_idx[token, k])
     times = int((topk_idx[token] == expert).sum())
-    return ValueError(
-        f"topk_idx[{token}] names expert {expert} {times} times, want once at most"
-    )
+    return ValueError(f"topk_idx[{token}] names expert {expert} {times} times, want once at most")
 
 
 def _unsent_pair(topk_idx: Tensor, place: int) -> ValueError:
@@ -461,3 +480,23 @@ def _unsent_pair(topk_idx: Tensor, place: int) -> ValueError:
         f"topk_idx[{token}, {k}] is {int(topk_idx[token, k])}, want an expert that the token had "
         "in dispatch, or -1"
     )
+
+
+def most_bytes(num_max: int, hidden: int, num_ranks: int, num_experts: int) -> int:
+    """Two blocks, and twice all rows that experts may have to give back, of two bytes an element.
+
+    Half of it is for experts that write to get_next_low_latency_combine_buffer.
+
+    >>> most_bytes(128, 7168, 8, 256)
+    1884294784
+    """
+    for what, value in {
+        "num_max_dispatch_tokens_per_rank": num_max,
+        "hidden": hidden,
+        "num_ranks": num_ranks,
+        "num_experts": num_experts,
+    }.items():
+        validate.integer(what, value, at_least=1)
+    local = -(-num_experts // num_ranks)
+    block = num_max * (8 * num_experts + 2 * hidden)
+    return round_up(2 * (block + 2 * local * num_ranks * num_max * 2 * hidden), 128)

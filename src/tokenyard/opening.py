@@ -14,6 +14,8 @@ from tokenyard import kernels as kernel_sets
 from tokenyard import validate
 from tokenyard.agreement import STAGES, Agreement, Call, Terms
 from tokenyard.engine import Engine
+from tokenyard.low_latency import LowLatency
+from tokenyard.prepare import Preparation
 from tokenyard.topology import Placement, Topology
 from tokenyard.transports import (
     CollectiveTransport,
@@ -34,8 +36,10 @@ def open_engine(
     ranks_per_node: int | None,
     timeout: float,
     placement: Tensor | None,
-) -> Engine:
-    """The engine of a new Buffer. Bad options on one rank raise on all of them."""
+    low_latency_mode: bool,
+    enable_shrink: bool,
+) -> tuple[Engine, LowLatency | None]:
+    """The engines of a new Buffer. Bad options on one rank raise on all of them."""
     sane = isinstance(timeout, (int, float)) and 0 < timeout <= 1e6
     communicator = connect(group, timeout if sane else 30.0)
     rank, size = communicator.rank, communicator.size
@@ -58,7 +62,8 @@ def open_engine(
         kernel_set, placed = made
         where = None if placed is None else placed.rank_of_expert.tolist()
         rings = (num_nvl_bytes, num_channels) if transport == "ring" else None
-        options = _digest(repr((transport, rings, ranks_per_node, where)))
+        slots = (bool(low_latency_mode), bool(enable_shrink))
+        options = _digest(repr((transport, rings, ranks_per_node, where, slots)))
         alone = why_not_shared(kernel_set) is not None
         mine = np.array([[_machine(), secrets.randbits(62), alone]] * size, np.int64)
         return Terms(Call(stage=STAGES.index("Buffer"), options=options), payload=mine)
@@ -87,7 +92,14 @@ def open_engine(
         num_bytes=num_nvl_bytes,
         num_channels=num_channels,
     )
-    return Engine(opened, kernel_set, Agreement(opened, shared_id), topology, placed, own_id)
+    agreement = Agreement(opened, shared_id)
+    engine = Engine(opened, kernel_set, agreement, topology, placed, own_id)
+    if not low_latency_mode:
+        return engine, None
+    local = Preparation(kernel_set, size, None, placed)
+    return engine, LowLatency(
+        opened, kernel_set, agreement, local, engine.worker, own_id, enable_shrink
+    )
 
 
 def _machine() -> int:

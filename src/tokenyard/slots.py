@@ -67,7 +67,7 @@ class Received(NamedTuple):
 
     x: Tensor  # [L, S, D]
     scales: Tensor | None  # [L, S, D / 128] float32, or D / 512 packed int32; FP8 only
-    count: Tensor  # [L] int32
+    counts: Tensor  # [L] int32
     src_info: Tensor  # [L, S] int32
     layout_range: Tensor  # [L, R] int64
 
@@ -124,7 +124,6 @@ class SlotShape:
             "local_table": self.placement.local_table(self.rank).data_ptr(),
         }.items():
             object.__setattr__(self, name, value)
-
 
     @property
     def num_slots(self) -> int:
@@ -192,10 +191,7 @@ def _digest(*words: int) -> int:
     return int.from_bytes(raw, "little") >> 1 | 1
 
 
-
-def say_difference(
-    stage: str, rank: int, mine: np.ndarray, other: int, theirs: np.ndarray
-) -> str:
+def say_difference(stage: str, rank: int, mine: np.ndarray, other: int, theirs: np.ndarray) -> str:
     """What two posts that cannot meet differ in."""
     what, own, their = "how many low-latency calls they made", mine[NUMBER], theirs[NUMBER]
     if mine[NUMBER] == theirs[NUMBER]:

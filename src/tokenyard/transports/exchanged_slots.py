@@ -106,7 +106,7 @@ class ExchangedSlots:
         blocks = [torch.from_numpy(record[POST_WORDS:].view(np.uint8)) for record in answer]
         self._kernels.fill_slots(blocks, answer[:, TOKENS].tolist(), shape, out)
         if totals is not None:
-            totals += out.count
+            totals += out.counts
 
     def send_combine(self, number: int, y: Tensor, back: Back, stage: str) -> int:
         shape = back.handle.shape

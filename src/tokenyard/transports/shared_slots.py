@@ -56,9 +56,7 @@ _MASKS = _READS + 4 * LINE
 
 
 class SlotKernels(SignalKernels, Protocol):
-    def dispatch_calls(
-        self, shape: SlotShape
-    ) -> tuple[Callable[..., int], Callable[..., int]]: ...
+    def dispatch_calls(self, shape: SlotShape) -> tuple[Callable[..., int], Callable[..., int]]: ...
 
     def combine_calls(
         self, dtype: torch.dtype
@@ -99,6 +97,8 @@ class SharedSlots:
         self._masked_R = np.zeros(self._size, np.int64)
         self._masked = int(self._masked_R.ctypes.data)
         self._blocks: list[Segment | None] = [None] * 4
+        self._mapped: set[int] = set()  # files of this rank that all others have mapped
+        self._new = [(0, -1)] * 4  # by lane: the last call that named another, and which
         self._lent: list[Tensor | None] = [None] * 2  # rows that others read where they are
         self._planned: dict[tuple[int, Any], tuple[Callable[..., int], Callable[..., int]]] = {}
 
@@ -156,6 +156,7 @@ class SharedSlots:
             else:
                 assert what in (BAD, TWICE)
                 return which if what == BAD else -2 - which
+        self._note_new(place, number, block.fd)
         return -1
 
     def receive_dispatch(
@@ -191,7 +192,7 @@ class SharedSlots:
             shape.scale_bytes,
             out.x.data_ptr(),
             0 if out.scales is None else out.scales.data_ptr(),
-            out.count.data_ptr(),
+            out.counts.data_ptr(),
             out.src_info.data_ptr(),
             out.layout_range.data_ptr(),
             0 if totals is None else totals.data_ptr(),
@@ -199,6 +200,7 @@ class SharedSlots:
         )
         while code := call():
             self._answer(code, lane, number, stage)
+        self._await_mapping(number % 2, number, stage)
 
     def send_combine(self, number: int, y: Tensor, back: Back, stage: str) -> int:
         """Lay rows out and say so. -1, or the place of a pair that dispatch did not send."""
@@ -239,6 +241,7 @@ class SharedSlots:
             what, which = code >> 32, code & _LOW
             if not code:
                 self._lent[number % 2] = None if given is None else y
+                self._note_new(place, number, block.fd if given is None else given.fd)
                 return -1
             if what == LATE:
                 self._wait(lane.reads, number - 2, stage)
@@ -303,6 +306,7 @@ class SharedSlots:
         )
         while code := call():
             self._answer(code, lane, number, stage)
+        self._await_mapping(2 + number % 2, number, stage)
 
     def travel(self, kind: int, number: int, stage: str) -> None:
         """Nothing does: blocks are read where they are."""
@@ -359,9 +363,7 @@ class SharedSlots:
                     rank=rank,
                     stage=stage,
                 )
-            raise CallMismatch(
-                say_difference(stage, self._rank, _words(lane.post), rank, post)
-            )
+            raise CallMismatch(say_difference(stage, self._rank, _words(lane.post), rank, post))
 
     def _map(self, lane: _Lane, rank: int, stage: str) -> None:
         post, known = _words(int(lane.peers_R5[rank, 0])), lane.peers_R5[rank]
@@ -374,6 +376,19 @@ class SharedSlots:
                 address = self._team.memory(rank, int(post[fd]), int(post[size]), stage)
                 known[at], known[at + 1] = post[fd], address
 
+    def _note_new(self, place: int, number: int, fd: int) -> None:
+        if fd not in self._mapped:
+            self._new[place] = number, fd
+
+    def _await_mapping(self, place: int, number: int, stage: str) -> None:
+        """A call that was the first to name some memory ends when all have mapped it, lest this
+        rank should close its Buffer, or end, before a slow one has done so.
+        """
+        named, fd = self._new[place]
+        if named == number:
+            self._wait(self._lanes[place].reads, number, stage)
+            self._mapped.add(fd)
+
     def _wait(self, signals: int, number: int, stage: str) -> None:
         """Until the others' words have come so far; who does not come is left out, or blamed."""
         arrived = partial(self._kernels.await_slots, signals, self._masked, self._rank, self._size)
@@ -383,9 +398,7 @@ class SharedSlots:
             stage,
         )
 
-    def _go_on(
-        self, step: Callable[[], int], missing: Callable[[], list[int]], stage: str
-    ) -> None:
+    def _go_on(self, step: Callable[[], int], missing: Callable[[], list[int]], stage: str) -> None:
         while True:
             given_up = np.flatnonzero(self._masked_R).tolist()
             dead, late = self._team.who_stops(step, missing, given_up)
@@ -439,4 +452,4 @@ def _combine_signature(shape: SlotShape, dtype: torch.dtype) -> int:
 
 def _words(post: int) -> np.ndarray:
     """The words of a post, wherever it lies."""
-    return np.frombuffer((ctypes.c_int64 * POST_WORDS).from_address(post), np.int64)
+    return np.ctypeslib.as_array((ctypes.c_int64 * POST_WORDS).from_address(post))

@@ -120,6 +120,10 @@ def _check_posts(peers, masked, flags, rank, size, number, patience, signature, 
             return _verdict(FAILED_THERE, r)
         if words[SIGNATURE] != signature or words[HANDLE] != handle:
             return _verdict(DIFFERS, r)
+    for r in range(size):
+        if skip[r] != 0:
+            continue
+        words = pointer(known[r * _PEER], _INT64)
         with_rows = rows_of == 2 or (rows_of == 1 and r != rank)
         if words[FD] != known[r * _PEER + 1]:
             return _verdict(MAP, r)
@@ -372,9 +376,7 @@ def signal(address: int, value: int) -> None:
     _signal_kernel(address, value)
 
 
-def await_slots(
-    signals: int, masked: int, rank: int, size: int, number: int, patience: int
-) -> int:
+def await_slots(signals: int, masked: int, rank: int, size: int, number: int, patience: int) -> int:
     """The first of the others whose signal has not reached the number, or `size`."""
     return _await(signals, masked, rank, size, number, patience)
 

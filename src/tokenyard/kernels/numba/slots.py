@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from numba import njit
 from torch import Tensor
 
@@ -221,14 +222,14 @@ def stage_slots(
 
 def cast_like(shape: SlotShape) -> np.ndarray:
     """What the cast reads; where there is none any will do."""
-    return _INT64 if shape.cast == NO_CAST else LIKE[shape.dtype]
+    return LIKE[torch.bfloat16 if shape.cast == NO_CAST else shape.dtype]
 
 
 def fill_slots(
     blocks: Sequence[Tensor], tokens: Sequence[int], shape: SlotShape, out: Received
 ) -> None:
-    out.count.zero_()
-    counts, ranges = out.count.data_ptr(), out.layout_range.data_ptr()
+    out.counts.zero_()
+    counts, ranges = out.counts.data_ptr(), out.layout_range.data_ptr()
     table = shape.placement.local_table(shape.rank).data_ptr()
     for source, block in enumerate(blocks):
         begin_ranges(source, shape.num_local, shape.num_ranks, counts, ranges)

@@ -14,12 +14,13 @@ Two ranks with an expert each; rank 0 has three tokens:
 -1
 >>> sent[1].tolist()  # the second and third pairs of expert 1
 [[0, 0], [-1, 1], [2, -1]]
->>> got = Received(x=torch.zeros(1, 8, 1), scales=None, count=torch.zeros(1, dtype=torch.int32),
+>>> got = Received(x=torch.zeros(1, 8, 1), scales=None, counts=torch.zeros(1, dtype=torch.int32),
 ...     src_info=torch.zeros(1, 8, dtype=torch.int32), layout_range=torch.zeros(1, 2).long())
 >>> fill_slots([block, block], [3, 0], shape(1), got)
->>> got.x.flatten().tolist(), got.src_info.flatten().tolist(), got.count.tolist()
+>>> got.x.flatten().tolist(), got.src_info.flatten().tolist(), got.counts.tolist()
 ([10.0, 11.0, 12.0, 0.0, 0.0, 0.0, 0.0, 0.0], [0, 1, 2, 0, 0, 0, 0, 0], [3])
->>> back, tables = [torch.zeros(4, 4, dtype=torch.uint8) for _ in range(2)], torch.zeros(2, 1).long()
+>>> back = [torch.zeros(4, 4, dtype=torch.uint8) for _ in range(2)]
+>>> tables = torch.zeros(2, 1).long()
 >>> stage_back(got.x + 1, got.layout_range, back, tables)
 >>> back[0].view(torch.float32).flatten().tolist(), tables.tolist()
 ([11.0, 12.0, 13.0, 0.0], [[0], [0]])
@@ -92,7 +93,7 @@ def fill_slots(
                 out.scales[local, begin:slot].view(torch.uint8).copy_(scales[chosen])
             out.src_info[local, begin:slot] = chosen
             out.layout_range[local, source] = begin << 32 | (slot - begin)
-        out.count[local] = slot
+        out.counts[local] = slot
 
 
 def stage_back(
