@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +41,8 @@ from tokenyard.types import ROW_DTYPES, round_up
 
 DISPATCH, COMBINE = 0, 1
 _STAGES = ("low-latency dispatch", "low-latency combine")
+# All that a check asks of a tensor, in one step.
+_form = attrgetter("__class__", "shape", "dtype", "layout", "device")
 _CASTABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -95,6 +99,10 @@ class Receipt:
             self()
         except ValueError as error:
             self.refused = error
+
+
+class _Unread(ValueError):
+    """What was sent two calls ago has not been received here yet."""
 
 
 class _Event(EventHandle):
@@ -154,6 +162,8 @@ class LowLatency:
         self._unread: dict[tuple[int, int], tuple[int, weakref.ref[Receipt]]] = {}
         self._results = _Results()
         self._shapes: dict[tuple[Any, ...], SlotShape] = {}
+        self._checked: dict[tuple[Any, ...], SlotShape] = {}
+        self._checked_back: set[tuple[Any, ...]] = set()
         self._agreed: set[tuple[Any, ...]] = set()
 
     def dispatch(
@@ -171,9 +181,7 @@ class LowLatency:
         try:
             self._settle(DISPATCH, number)
             self._check_asked(asked)
-            cast = fp8.cast()
-            x, topk_idx = self._check_tokens(x, topk_idx, num_max, cast)
-            shape = self._shape(x, topk_idx.shape[1], num_max, num_experts, cast)
+            x, topk_idx, shape = self._tokens(x, topk_idx, num_max, num_experts, fp8)
             if totals is not None:
                 totals = _counters(
                     "cumulative_local_expert_recv_stats", totals, shape.num_local, torch.int32
@@ -224,7 +232,7 @@ class LowLatency:
                     f"{stage}: use_logfmt is True, want False: rows travel in their own dtype, "
                     f"on rank {self._rank}"
                 )
-            known, y, topk_idx, weights = self._check_rows(x, topk_idx, topk_weights, handle)
+            known, y, topk_idx, weights = self._rows(x, topk_idx, topk_weights, handle)
             validate.require(
                 not zero_copy or self.slots.is_shared(y),
                 "x is not the tensor of get_next_low_latency_combine_buffer, want that with "
@@ -301,7 +309,7 @@ class LowLatency:
             self.slots.skip(kind, earlier)
         elif not receipt.is_over:
             self._unread[kind, number % 2] = unread
-            raise ValueError(
+            raise _Unread(
                 f"the hook of call {earlier} was not called yet, want it called before call "
                 f"{number}: there are two buffers"
             )
@@ -336,10 +344,11 @@ class LowLatency:
     def _fail(self, kind: int, number: int, error: Exception) -> Exception:
         """Tell the others, and give back what to raise here."""
         stage = _STAGES[kind]
-        named = self._agreement.named(stage, error)
+        unread = isinstance(error, _Unread)
+        named = self._agreement.named(stage, ValueError(*error.args) if unread else error)
         if self.slots.moves_alone and kind not in {agreed for agreed, *_ in self._agreed}:
             self._agreement.meet(stage, named)  # which is where they are, and raises
-        self.slots.fail(kind, number, str(named), stage)
+        self.slots.fail(kind, number, str(named), stage, unread)
         return named
 
     def _agree(self, kind: int, shape: SlotShape, dtype: torch.dtype) -> None:
@@ -380,7 +389,7 @@ class LowLatency:
 
     def _take(self, shape: SlotShape) -> Received:
         """Memory for what arrives. Rows and scales are the result whose life is watched."""
-        num_local, num_slots, hidden = shape.num_local, shape.num_slots, shape.hidden
+        num_local, num_slots, _ = shape.x_shape
         x_bytes = round_up(num_local * num_slots * shape.row_bytes, 64)
         array = self._results.take(x_bytes + num_local * num_slots * shape.scale_bytes)
         scales = None
@@ -388,12 +397,50 @@ class LowLatency:
             width = shape.scale_bytes // 4
             scales = _view(array, x_bytes, (num_local, num_slots, width), shape.scales_dtype)
         return Received(
-            _view(array, 0, (num_local, num_slots, hidden), shape.row_dtype),
+            _view(array, 0, shape.x_shape, shape.row_dtype),
             scales,
             from_numpy(memory.empty_array(num_local, np.int32)),
             from_numpy(memory.empty_array((num_local, num_slots), np.int32)),
             from_numpy(memory.empty_array((num_local, self._size), np.int64)),
         )
+
+    def _tokens(
+        self, x: Any, topk_idx: Any, num_max: Any, num_experts: Any, fp8: Fp8
+    ) -> tuple[Tensor, Tensor, SlotShape]:
+        """What was given, checked: once for all tokens of one form, since it takes longer than to
+        send a few.
+        """
+        key: tuple[Any, ...] | None = None
+        shape = None
+        with suppress(AttributeError, TypeError):  # no tensors, or no numbers
+            key = _form(x), _form(topk_idx), num_max, num_experts, fp8
+            shape = self._checked.get(key)
+        if shape is None:
+            cast = fp8.cast()
+            x, topk_idx = self._check_tokens(x, topk_idx, num_max, cast)
+            shape = self._shape(x, topk_idx.shape[1], num_max, num_experts, cast)
+            if key is not None:
+                self._checked[key] = shape
+        return x.contiguous(), topk_idx.contiguous(), shape
+
+    def _rows(
+        self, x: Any, topk_idx: Any, topk_weights: Any, handle: Any
+    ) -> tuple[LowLatencyHandle, Tensor, Tensor, Tensor]:
+        """As `_tokens`."""
+        known = validate.low_latency_handle(handle, self._buffer_id)
+        validate.require(
+            known.receipt is None or known.receipt.is_over,
+            f"handle is of dispatch call {known.number}, whose rows have not been received, want "
+            "its hook called, or its event waited for, first",
+        )
+        forms = None
+        with suppress(AttributeError):
+            forms = _form(x), _form(topk_idx), _form(topk_weights)
+        key = forms, known.shape, known.sent.shape
+        if forms is None or key not in self._checked_back:
+            x, topk_idx, topk_weights = self._check_rows(x, topk_idx, topk_weights, known)
+            self._checked_back.add(key)
+        return known, x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous()
 
     def _check_tokens(
         self, x: Any, topk_idx: Any, num_max: Any, cast: int
@@ -415,24 +462,16 @@ class LowLatency:
         return x, validate.topk_idx(topk_idx, num_tokens)
 
     def _check_rows(
-        self, x: Any, topk_idx: Any, topk_weights: Any, handle: Any
-    ) -> tuple[LowLatencyHandle, Tensor, Tensor, Tensor]:
-        known = validate.low_latency_handle(handle, self._buffer_id)
-        validate.require(
-            known.receipt is None or known.receipt.is_over,
-            f"handle is of dispatch call {known.number}, whose rows have not been received, want "
-            "its hook called, or its event waited for, first",
-        )
-        shape = known.shape
-        want = (shape.num_local, shape.num_slots, shape.hidden)
-        y = validate.tensor("x", x, shape=want, dtypes=validate.SUMMABLE).contiguous()
+        self, x: Any, topk_idx: Any, topk_weights: Any, known: LowLatencyHandle
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        y = validate.tensor("x", x, shape=known.shape.x_shape, dtypes=validate.SUMMABLE)
         num_tokens, num_topk = known.sent.shape[1:]
         topk_idx = validate.topk_idx(topk_idx, num_tokens)
         validate.require(
             topk_idx.shape[1] == num_topk,
             f"topk_idx has top-k {topk_idx.shape[1]}, want {num_topk}, that of the dispatch",
         )
-        return known, y, topk_idx, validate.topk_weights(topk_weights, topk_idx.shape)
+        return y, topk_idx, validate.topk_weights(topk_weights, topk_idx.shape)
 
     def _check_out(self, out: Any, num_tokens: int, y: Tensor) -> Tensor:
         if out is None:

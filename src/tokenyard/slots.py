@@ -54,9 +54,8 @@ TWICE = 3  # a pair that names its token's expert again
 ROOM = 4  # so many rows have no room
 MASKED = 5  # a rank has masked this one
 LOST = 6  # a rank is at another call
-FAILED_THERE = 7  # a rank's input was bad
-DIFFERS = 8  # a rank's sizes are others, or its handle is
-MAP = 9  # a rank's memory is not mapped yet
+DIFFERS = 7  # a rank's sizes are others, or its handle is
+MAP = 8  # a rank's memory is not mapped yet
 
 
 _CASTS = {NO_CAST: "none", PLAIN: "use_fp8", ROUNDED: "round_scale", PACKED: "use_ue8m0"}
@@ -94,6 +93,8 @@ class SlotShape:
     terms: tuple[int, ...] = field(init=False)
     signature: int = field(init=False)
     num_local: int = field(init=False)
+    num_slots: int = field(init=False)  # of an expert
+    x_shape: tuple[int, int, int] = field(init=False)  # of recv_x
     local_table: int = field(init=False)  # the address of the placement's table for this rank
 
     def __post_init__(self) -> None:
@@ -111,6 +112,8 @@ class SlotShape:
             self.dtype_code,
             self.cast,
         )
+        num_local = len(self.placement.experts_of_rank[self.rank])
+        num_slots = self.num_ranks * self.num_max
         for name, value in {
             "row_dtype": row_dtype,
             "row_bytes": row_bytes,
@@ -120,14 +123,12 @@ class SlotShape:
             "block_bytes": scales_at + round_up(self.num_max * scale_bytes, 64),
             "terms": terms,
             "signature": _digest(*terms),
-            "num_local": len(self.placement.experts_of_rank[self.rank]),
+            "num_local": num_local,
+            "num_slots": num_slots,
+            "x_shape": (num_local, num_slots, self.hidden),
             "local_table": self.placement.local_table(self.rank).data_ptr(),
         }.items():
             object.__setattr__(self, name, value)
-
-    @property
-    def num_slots(self) -> int:
-        return self.num_ranks * self.num_max
 
     @property
     def most_back(self) -> int:
@@ -139,7 +140,7 @@ class SlotShape:
         return torch.int32 if self.cast == PACKED else torch.float32
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class LowLatencyHandle:
     """The memory of a low-latency dispatch. It reads as DeepEP's tuple too:
     (src_info, layout_range, num_max, hidden, num_experts).

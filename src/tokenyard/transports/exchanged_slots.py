@@ -145,7 +145,7 @@ class ExchangedSlots:
         """What is given is copied into records, from wherever it lies."""
         return True
 
-    def fail(self, kind: int, number: int, text: str, stage: str) -> None:
+    def fail(self, kind: int, number: int, text: str, stage: str, unread: bool) -> None:
         """Instead of sending: a record of the usual size, with nothing in it but a reason."""
         message = np.zeros((self._size, self._last_words[kind]), np.int64)
         message[:, NUMBER], message[:, FAILED] = number, 1

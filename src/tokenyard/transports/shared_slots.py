@@ -1,10 +1,12 @@
 """The low-latency mode's exchange between ranks that share memory: one compiled call each way.
 
-Each rank has a control segment that all others map, with a post and a "read" word for each kind of
-call and parity, and a word for each rank that says whether it is left out here. Blocks, and the
-rows of combines, lie in segments of their own, which a post names; they are mapped when a post
-first names them. A rank that is left out may fall behind, and find a block written over: so the
-word is set before anything is written without waiting for that rank, and looked at after reading.
+Each rank has a control segment that all others map. For each kind of call and parity it has a post,
+a word that says which call this rank is done with, and why it failed if it did; and for each rank a
+word that says whether that is left out here. Blocks, and the rows of combines, lie in segments of
+their own, which a post names, and which are mapped when a post first names them.
+
+A rank that is left out may fall behind, and find a block written over: so its word is set before
+anything is written without waiting for it, and looked at again after reading.
 """
 
 from __future__ import annotations
@@ -19,12 +21,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.errors import CallMismatch, PeerInputError, text_to_words, words_to_text
+from tokenyard.errors import (
+    TEXT_WORDS,
+    CallMismatch,
+    PeerInputError,
+    text_to_words,
+    words_to_text,
+)
 from tokenyard.slots import (
     BAD,
     DTYPE_TERM,
-    FAILED,
-    FAILED_THERE,
     FD,
     LATE,
     MAP,
@@ -52,7 +58,9 @@ DISPATCH, COMBINE = 0, 1
 _LOW = (1 << 32) - 1
 _POST = 8 * POST_WORDS
 _READS = 4 * _POST  # after the posts of both kinds and parities
-_MASKS = _READS + 4 * LINE
+_FAILURES = _READS + 4 * LINE
+_FAILURE = LINE + 8 * TEXT_WORDS  # the call's number, and on the next line why
+_MASKS = _FAILURES + 4 * _FAILURE
 
 
 class SlotKernels(SignalKernels, Protocol):
@@ -64,6 +72,10 @@ class SlotKernels(SignalKernels, Protocol):
 
     def signal(self, address: int, value: int) -> None: ...
 
+    def find_failure(
+        self, failures: int, posts: int, masked: int, size: int, number: int
+    ) -> int: ...
+
     def await_slots(
         self, signals: int, masked: int, rank: int, size: int, number: int, patience: int
     ) -> int: ...
@@ -74,8 +86,10 @@ class _Lane(NamedTuple):
 
     post: int  # this rank's
     read: int  # this rank's word that it has read
+    failure: int  # this rank's
     posts: int  # [R] all ranks'
     reads: int  # [R]
+    failures: int  # [R]
     peers: int  # [R, 5], as the kernels want it
     peers_R5: np.ndarray
     head: np.ndarray  # this rank's next post
@@ -99,22 +113,26 @@ class SharedSlots:
         self._blocks: list[Segment | None] = [None] * 4
         self._mapped: set[int] = set()  # files of this rank that all others have mapped
         self._new = [(0, -1)] * 4  # by lane: the last call that named another, and which
+        self._owed = [0] * 4  # by lane: a call that failed while an earlier one was unread
         self._lent: list[Tensor | None] = [None] * 2  # rows that others read where they are
         self._planned: dict[tuple[int, Any], tuple[Callable[..., int], Callable[..., int]]] = {}
 
     def _lane(self, controls: list[int], place: int) -> _Lane:
         posts = np.array([base + place * _POST for base in controls], np.int64)
         reads = np.array([base + _READS + place * LINE for base in controls], np.int64)
+        failures = np.array([base + _FAILURES + place * _FAILURE for base in controls], np.int64)
         peers = np.array([(post, -1, 0, -1, 0) for post in posts], np.int64)
         return _Lane(
             int(posts[self._rank]),
             int(reads[self._rank]),
+            int(failures[self._rank]),
             int(posts.ctypes.data),
             int(reads.ctypes.data),
+            int(failures.ctypes.data),
             int(peers.ctypes.data),
             peers,
             np.zeros(TEXT, np.int64),
-            (posts, reads),
+            (posts, reads, failures),
         )
 
     def send_dispatch(
@@ -152,7 +170,7 @@ class SharedSlots:
         while code := call():
             what, which = code >> 32, code & _LOW
             if what == LATE:
-                self._wait(lane.reads, number - 2, stage)
+                self._wait_to_send(lane, number, stage)
             else:
                 assert what in (BAD, TWICE)
                 return which if what == BAD else -2 - which
@@ -200,7 +218,7 @@ class SharedSlots:
         )
         while code := call():
             self._answer(code, lane, number, stage)
-        self._await_mapping(number % 2, number, stage)
+        self._after_reading(number % 2, number, stage)
 
     def send_combine(self, number: int, y: Tensor, back: Back, stage: str) -> int:
         """Lay rows out and say so. -1, or the place of a pair that dispatch did not send."""
@@ -244,7 +262,7 @@ class SharedSlots:
                 self._note_new(place, number, block.fd if given is None else given.fd)
                 return -1
             if what == LATE:
-                self._wait(lane.reads, number - 2, stage)
+                self._wait_to_send(lane, number, stage)
             elif what == ROOM:  # twice as much as is needed now, so that it is asked for seldom
                 room = min(2 * which, self._size * shape.most_back)
             else:
@@ -306,7 +324,7 @@ class SharedSlots:
         )
         while code := call():
             self._answer(code, lane, number, stage)
-        self._await_mapping(2 + number % 2, number, stage)
+        self._after_reading(2 + number % 2, number, stage)
 
     def travel(self, kind: int, number: int, stage: str) -> None:
         """Nothing does: blocks are read where they are."""
@@ -321,20 +339,25 @@ class SharedSlots:
     def is_shared(self, y: Tensor) -> bool:
         return self._team.pool.find(y.data_ptr(), y.nbytes) is not None
 
-    def fail(self, kind: int, number: int, text: str, stage: str) -> None:
-        """Instead of sending: tell the others why there is nothing to receive."""
-        lane = self._lanes[2 * kind + number % 2]
-        self._wait(lane.reads, number - 2, stage)
-        post = _words(lane.post)
-        post[1:TEXT] = 0
-        post[FAILED] = 1
-        post[TEXT:] = text_to_words(text)
-        self._kernels.signal(lane.post, number)
-        self.skip(kind, number)
+    def fail(self, kind: int, number: int, text: str, stage: str, unread: bool) -> None:
+        """Instead of sending: tell the others why there is nothing to receive.
+
+        Never waits: who waits for this rank looks here. `unread` if the call failed because what
+        was sent two calls ago has not been read here yet.
+        """
+        place = 2 * kind + number % 2
+        lane = self._lanes[place]
+        _words(lane.failure + LINE, TEXT_WORDS)[:] = text_to_words(text)
+        self._kernels.signal(lane.failure, number)
+        if unread:
+            self._owed[place] = number
+        else:
+            self.skip(kind, number)
 
     def skip(self, kind: int, number: int) -> None:
         """Instead of receiving: nothing of this call will be read here."""
-        self._kernels.signal(self._lanes[2 * kind + number % 2].read, number)
+        place = 2 * kind + number % 2
+        self._kernels.signal(self._lanes[place].read, max(number, self._owed[place]))
 
     @property
     def masked(self) -> list[bool]:
@@ -348,25 +371,20 @@ class SharedSlots:
         """Do what a call that could not go on needs, or raise what it met."""
         what, rank = code >> 32, code & _LOW
         if what == LATE:
-            self._wait(lane.posts, number, stage)
+            self._wait_to_receive(lane, number, stage)
         elif what == MASKED:
             self.mask(rank, True)
         elif what == MAP:
             self._map(lane, rank, stage)
         else:
-            post = _words(int(lane.peers_R5[rank, 0])).copy()
+            theirs = _words(int(lane.peers_R5[rank, 0]), POST_WORDS).copy()
             self._kernels.signal(lane.read, number)
-            if what == FAILED_THERE:
-                raise PeerInputError(
-                    f"rank {rank} rejected its input, so no rank went on: "
-                    f"{words_to_text(post[TEXT:])}",
-                    rank=rank,
-                    stage=stage,
-                )
-            raise CallMismatch(say_difference(stage, self._rank, _words(lane.post), rank, post))
+            mine = _words(lane.post, POST_WORDS)
+            raise CallMismatch(say_difference(stage, self._rank, mine, rank, theirs))
 
     def _map(self, lane: _Lane, rank: int, stage: str) -> None:
-        post, known = _words(int(lane.peers_R5[rank, 0])), lane.peers_R5[rank]
+        known = lane.peers_R5[rank]
+        post = _words(int(known[0]), POST_WORDS)
         for fd, size, at in ((FD, SIZE, 1), (ROWS_FD, ROWS_SIZE, 3)):
             if rank == self._rank:  # its rows are read where they were given
                 block = self._blocks[self._lanes.index(lane)]
@@ -380,23 +398,53 @@ class SharedSlots:
         if fd not in self._mapped:
             self._new[place] = number, fd
 
-    def _await_mapping(self, place: int, number: int, stage: str) -> None:
+    def _after_reading(self, place: int, number: int, stage: str) -> None:
         """A call that was the first to name some memory ends when all have mapped it, lest this
         rank should close its Buffer, or end, before a slow one has done so.
         """
+        if self._owed[place] > number:
+            self._kernels.signal(self._lanes[place].read, self._owed[place])
         named, fd = self._new[place]
         if named == number:
-            self._wait(self._lanes[place].reads, number, stage)
+            self._wait(self._lanes[place].reads, number, stage, lambda: None)
             self._mapped.add(fd)
 
-    def _wait(self, signals: int, number: int, stage: str) -> None:
-        """Until the others' words have come so far; who does not come is left out, or blamed."""
-        arrived = partial(self._kernels.await_slots, signals, self._masked, self._rank, self._size)
-        self._go_on(
-            lambda: self._size - arrived(number, 20),
-            lambda: [rank for rank in self._others() if not self._has(signals, rank, number)],
-            stage,
+    def _wait_to_send(self, lane: _Lane, number: int, stage: str) -> None:
+        self._wait(lane.reads, number - 2, stage, partial(self._look, lane, number, stage))
+
+    def _wait_to_receive(self, lane: _Lane, number: int, stage: str) -> None:
+        self._wait(lane.posts, number, stage, partial(self._look, lane, number, stage))
+
+    def _look(self, lane: _Lane, number: int, stage: str) -> None:
+        """If a rank has failed in this call it is over here, too."""
+        rank = self._kernels.find_failure(
+            lane.failures, lane.posts, self._masked, self._size, number
         )
+        if rank >= 0:
+            self._kernels.signal(lane.read, number)
+            failure = lane.arrays[2][rank]
+            raise PeerInputError(
+                f"rank {rank} rejected its input, so no rank went on: "
+                f"{words_to_text(_words(int(failure) + LINE, TEXT_WORDS))}",
+                rank=rank,
+                stage=stage,
+            )
+
+    def _wait(self, signals: int, number: int, stage: str, look: Callable[[], None]) -> None:
+        """Until the others' words have come so far; who does not come is left out, or blamed."""
+
+        def step() -> int:
+            first = self._kernels.await_slots(
+                signals, self._masked, self._rank, self._size, number, 20
+            )
+            if first < self._size:
+                look()
+            return self._size - first
+
+        def missing() -> list[int]:
+            return [rank for rank in self._others() if not self._has(signals, rank, number)]
+
+        self._go_on(step, missing, stage)
 
     def _go_on(self, step: Callable[[], int], missing: Callable[[], list[int]], stage: str) -> None:
         while True:
@@ -418,6 +466,8 @@ class SharedSlots:
                 if self._masked_R[rank] or self._has(lane.posts, rank, number):
                     waits[rank] += time.perf_counter_ns() - begin
                     pending.discard(rank)
+            if pending:
+                self._look(lane, number, stage)
             return len(pending)
 
         self._go_on(step, lambda: sorted(pending), stage)
@@ -450,6 +500,6 @@ def _combine_signature(shape: SlotShape, dtype: torch.dtype) -> int:
     return shape.signature ^ 2 + ROW_DTYPES.index(dtype)
 
 
-def _words(post: int) -> np.ndarray:
-    """The words of a post, wherever it lies."""
-    return np.ctypeslib.as_array((ctypes.c_int64 * POST_WORDS).from_address(post))
+def _words(address: int, count: int) -> np.ndarray:
+    """Words of any rank's control segment."""
+    return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(address))

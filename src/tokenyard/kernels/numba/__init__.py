@@ -31,6 +31,7 @@ from tokenyard.kernels.numba.slot_calls import (
     await_slots,
     combine_calls,
     dispatch_calls,
+    find_failure,
     signal,
 )
 from tokenyard.kernels.numba.slots import (
@@ -48,6 +49,7 @@ __all__ = [
     "combine_calls",
     "dispatch_calls",
     "fill_slots",
+    "find_failure",
     "layout",
     "localise",
     "make_rings",

@@ -39,8 +39,6 @@ from tokenyard.kernels.numba.slots import (
 from tokenyard.slots import (
     BAD,
     DIFFERS,
-    FAILED,
-    FAILED_THERE,
     FD,
     HANDLE,
     LATE,
@@ -116,8 +114,6 @@ def _check_posts(peers, masked, flags, rank, size, number, patience, signature, 
         words = pointer(post, _INT64)
         if words[NUMBER] != number:
             return _verdict(LOST, r)
-        if words[FAILED] != 0:
-            return _verdict(FAILED_THERE, r)
         if words[SIGNATURE] != signature or words[HANDLE] != handle:
             return _verdict(DIFFERS, r)
     for r in range(size):
@@ -374,6 +370,22 @@ def _signal_kernel(address, value):
 def signal(address: int, value: int) -> None:
     """Between all that this thread has written, and all that it writes from here on."""
     _signal_kernel(address, value)
+
+
+@njit(nogil=True, cache=True)
+def _find_failure_kernel(failures, posts, masked, size, number):
+    failed, posted = pointer(failures, _INT64), pointer(posts, _INT64)
+    skip = pointer(masked, _INT64)
+    for r in range(size):
+        # In this order: a rank that has posted this call may have failed in a later one.
+        if skip[r] == 0 and load_acquire(failed[r]) >= number and load_acquire(posted[r]) < number:
+            return r
+    return -1
+
+
+def find_failure(failures: int, posts: int, masked: int, size: int, number: int) -> int:
+    """A rank that has failed in this call, and so will never post it; or -1."""
+    return _find_failure_kernel(failures, posts, masked, size, number)
 
 
 def await_slots(signals: int, masked: int, rank: int, size: int, number: int, patience: int) -> int:
