@@ -20,8 +20,8 @@ from tokenyard import validate
 from tokenyard.engine import Engine
 from tokenyard.errors import BufferClosed, PeerError
 from tokenyard.events import EventHandle, EventOverlap
-from tokenyard.low_latency import LowLatency
-from tokenyard.low_latency_calls import LowLatencyCalls
+from tokenyard.low_latency.calls import LowLatencyCalls
+from tokenyard.low_latency.engine import LowLatency
 from tokenyard.opening import open_engine
 from tokenyard.prepare import DispatchRequest
 from tokenyard.types import Config, Handle

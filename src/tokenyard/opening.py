@@ -14,7 +14,7 @@ from tokenyard import kernels as kernel_sets
 from tokenyard import validate
 from tokenyard.agreement import STAGES, Agreement, Call, Terms
 from tokenyard.engine import Engine
-from tokenyard.low_latency import LowLatency
+from tokenyard.low_latency.engine import LowLatency
 from tokenyard.prepare import Preparation
 from tokenyard.topology import Placement, Topology
 from tokenyard.transports import (

@@ -28,7 +28,6 @@ FLOORS = {
     "agreement": 3,
     "engine": 4,
     "low_latency": 4,
-    "low_latency_calls": 5,
     "opening": 5,
     "buffer": 6,
     "nn": 7,

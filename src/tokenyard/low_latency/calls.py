@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tokenyard.errors import PeerError
 from tokenyard.events import EventOverlap
-from tokenyard.low_latency import Asked, Fp8, LowLatency, most_bytes
+from tokenyard.low_latency.engine import LowLatency, most_bytes
+from tokenyard.low_latency.inputs import Asked, Fp8
 from tokenyard.slots import LowLatencyHandle
 
 
