@@ -94,6 +94,7 @@ class SlotShape:
     signature: int = field(init=False)
     num_local: int = field(init=False)
     num_slots: int = field(init=False)  # of an expert
+    table_bytes: int = field(init=False)  # of what a combine tells one rank: a word an expert
     x_shape: tuple[int, int, int] = field(init=False)  # of recv_x
     local_table: int = field(init=False)  # the address of the placement's table for this rank
 
@@ -125,6 +126,7 @@ class SlotShape:
             "signature": _digest(*terms),
             "num_local": num_local,
             "num_slots": num_slots,
+            "table_bytes": round_up(8 * self.placement.most_experts, 64),
             "x_shape": (num_local, num_slots, self.hidden),
             "local_table": self.placement.local_table(self.rank).data_ptr(),
         }.items():

@@ -169,14 +169,14 @@ class LowLatency:
 
     def unmask_all(self) -> None:
         self._check_shrink()
-        for rank, masked in enumerate(self.slots.masked):
-            if masked:
-                self.slots.mask(rank, False)
+        for rank in self.slots.left_out():
+            self.slots.mask(rank, False)
 
     def query_masks(self, status: Any) -> None:
         self._check_shrink()
         status = validate.tensor("mask_status", status, shape=[self._size], dtypes=(torch.int32,))
-        status.copy_(torch.tensor(self.slots.masked, dtype=torch.int32))
+        status.zero_()
+        status[self.slots.left_out()] = 1
 
     def _check_shrink(self) -> None:
         validate.require(

@@ -133,7 +133,8 @@ class ExchangedSlots:
         self._mail[kind, number] = self._transport.exchange(self._mail[kind, number], stage)
         self._spent[kind] = time.perf_counter_ns() - begin
 
-    masked: tuple[bool, ...] = ()
+    def left_out(self) -> list[int]:
+        return []
 
     def mask(self, rank: int, masked: bool) -> None:
         raise AssertionError("nobody can be left out of an exchange")
