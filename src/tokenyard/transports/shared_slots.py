@@ -328,7 +328,7 @@ class SharedSlots:
         self.lanes.pay(lane, number)
         named, fd = self._new[lane.place]
         if named == number:
-            self.lanes.wait(lane.reads, number, stage)
+            self.lanes.wait_until_read(lane, number, stage)
             self._mapped.add(fd)
 
     def _block(self, place: int, num_bytes: int) -> Segment:

@@ -131,10 +131,25 @@ class Lanes:
             self.done(lane, number)
 
     def wait_to_send(self, lane: Lane, number: int, stage: str) -> None:
-        self.wait(lane.reads, number - 2, stage, partial(self._look, lane, number, stage))
+        self._wait(lane.reads, number - 2, stage, partial(self._look, lane, number, stage))
 
     def wait_to_receive(self, lane: Lane, number: int, stage: str) -> None:
-        self.wait(lane.posts, number, stage, partial(self._look, lane, number, stage))
+        self._wait(lane.posts, number, stage, partial(self._look, lane, number, stage))
+
+    def wait_until_read(self, lane: Lane, number: int, stage: str) -> None:
+        """Nobody is left out because of this: who is left out after a call is so in its result."""
+        given_up = set(self.left_out())
+
+        def missing() -> list[int]:
+            others = set(self._others()) - given_up
+            return [rank for rank in sorted(others) if not self._has(lane.reads, rank, number)]
+
+        while True:
+            dead, late = self._team.who_stops(lambda: len(missing()), missing, given_up)
+            if not dead and not late:
+                return
+            self._blame(dead, late, stage)
+            given_up.update(dead or late)
 
     def _look(self, lane: Lane, number: int, stage: str) -> None:
         """If a rank has failed in this call it is over here, too."""
@@ -151,16 +166,14 @@ class Lanes:
                 stage=stage,
             )
 
-    def wait(
-        self, signals: int, number: int, stage: str, look: Callable[[], None] | None = None
-    ) -> None:
+    def _wait(self, signals: int, number: int, stage: str, look: Callable[[], None]) -> None:
         """Until the others' words have come so far; who does not come is left out, or blamed."""
 
         def step() -> int:
             first = self._kernels.await_slots(
                 signals, self.masked, self._rank, self._size, number, 20
             )
-            if first < self._size and look is not None:
+            if first < self._size:
                 look()
             return self._size - first
 
@@ -174,10 +187,14 @@ class Lanes:
             dead, late = self._team.who_stops(step, missing, self.left_out())
             if not dead and not late:
                 return
-            if not self._shrink:
-                raise self._team.died(dead, stage) if dead else self._team.timed_out(late, stage)
+            self._blame(dead, late, stage)
             for rank in dead or late:
                 self.mask(rank, True)
+
+    def _blame(self, dead: tuple[int, ...], late: tuple[int, ...], stage: str) -> None:
+        """Unless the others may go on without them."""
+        if not self._shrink:
+            raise self._team.died(dead, stage) if dead else self._team.timed_out(late, stage)
 
     def time_arrivals(self, lane: Lane, number: int, waits: Tensor, stage: str) -> None:
         """Add to each rank's place the nanoseconds until its post was there."""
