@@ -9,6 +9,7 @@ combined, _, _ = buffer.combine(experts(received), handle)
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -65,7 +66,8 @@ class Buffer(LowLatencyCalls):
 
         transport       how rows travel; "auto" takes the best there is
         kernels         which set of local kernels; "auto" takes the fastest for the device
-        ranks_per_node  pretend that so many consecutive ranks share a node; found out if None
+        ranks_per_node  so many consecutive ranks share a node, or, in a list, so many on each
+                        node; found out if None
         timeout         seconds without progress after which a call raises PeerTimeout
         placement       [E] the rank of each expert; consecutive blocks if None
 
@@ -90,7 +92,7 @@ class Buffer(LowLatencyCalls):
         *,
         transport: str = "auto",
         kernels: str = "auto",
-        ranks_per_node: int | None = None,
+        ranks_per_node: int | Sequence[int] | None = None,
         timeout: float = 30.0,
         placement: Tensor | None = None,
     ) -> None:

@@ -92,6 +92,9 @@ class Engine:
             out.topk_weights,
             self._local.token_numbers(out.x.shape[0]),
         ]
+        way = self.transport.survey(flow, out.layout.is_token_in_rank, _widths(columns), stage)
+        if way is not None:
+            flow = flow._replace(way=way)
         arrive, move = self._send(columns, flow, agreed, out.config, stage)
         x, scales, topk_idx, topk_weights, src_idx = arrive
         assert x is not None
@@ -158,10 +161,7 @@ class Engine:
 
         def terms(made: tuple[Tensor, Tensor | None, Handle, EventHandle | None]) -> Terms:
             values, scales, known, _ = made
-            widths = [
-                one.shape[1] * one.element_size() for one in (values, scales) if one is not None
-            ]
-            offer = self.transport.offer_rows(known.flow, widths)
+            offer = self.transport.offer_rows(known.flow, _widths((values, scales)))
             return Terms(_call(stage, values, scales, handle=known.call), offer)
 
         (values, scales, known, pending), agreed = self._agreement.agree(stage, prepare, terms)
@@ -306,6 +306,11 @@ class Engine:
         each = iter(arrive)
         placed = [None if column is None else next(each) for column in columns]
         return placed, move_and_fill if flow.num_rows > flow.num_received else move
+
+
+def _widths(columns: Sequence[Tensor | None]) -> list[int]:
+    """Bytes of a row of each column that is there."""
+    return [one.shape[1] * one.element_size() for one in columns if one is not None]
 
 
 def _call(stage: str, x: Tensor, scales: Tensor | None, **more: int) -> Call:

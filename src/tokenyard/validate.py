@@ -277,6 +277,18 @@ def num_experts(value: Any, owned: int | None) -> int:
     return value
 
 
+def ranks_per_node(value: Any, num_ranks: int) -> None:
+    if not isinstance(value, (list, tuple)):
+        integer("ranks_per_node", value, at_least=1)
+        return
+    for node, size in enumerate(value):
+        integer(f"ranks_per_node[{node}]", size, at_least=1)
+    require(
+        sum(value) == num_ranks,
+        f"ranks_per_node is {list(value)}, {sum(value)} ranks in all, want {num_ranks}",
+    )
+
+
 def integer(what: str, value: Any, *, at_least: int, at_most: int = MOST) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"{what} is {value!r}, want an integer")

@@ -212,7 +212,9 @@ class LowLatency:
     ) -> tuple[EventOverlap, Receipt | None]:
         """Receive now, on the Buffer's thread, or when the hook is called."""
         travel: Callable[[], None] = partial(self.slots.travel, kind, number, _STAGES[kind])
-        if asked.return_recv_hook and self.slots.moves_alone:
+        if asked.is_later and not self.slots.may_go_on:
+            travel = _finished(travel)
+        elif asked.return_recv_hook and self.slots.moves_alone:
             travel = self._worker.submit(travel).current_stream_wait
 
         def work() -> None:
@@ -263,6 +265,11 @@ class LowLatency:
         )
         self._agreement.meet(_STAGES[kind], Terms(call))
         self._agreed.add((kind, shape.signature, dtype))
+
+
+def _finished(travel: Callable[[], None]) -> Callable[[], None]:
+    travel()
+    return lambda: None
 
 
 def most_bytes(num_max: int, hidden: int, num_ranks: int, num_experts: int) -> int:

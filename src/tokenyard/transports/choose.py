@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from tokenyard.topology import Topology
 from tokenyard.transports.base import Communicator, RowKernels, Transport
 from tokenyard.transports.collective import CollectiveTransport
 from tokenyard.transports.direct import DirectKernels, DirectTransport
 from tokenyard.transports.exchanged_slots import ExchangedSlots
+from tokenyard.transports.hierarchical import HierarchicalTransport
 from tokenyard.transports.ring import RingKernels, RingTransport
 from tokenyard.transports.shared_slots import SharedSlots
 from tokenyard.transports.symmetric import why_not
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _log = logging.getLogger("tokenyard")
-_TRANSPORTS = ("direct", "ring", "collective")
+_TRANSPORTS = ("direct", "ring", "collective", "hierarchical")
 
 
 class _SharingKernels(DirectKernels, RingKernels, Protocol):
@@ -56,35 +57,52 @@ def open_transport(
     name: str,
     communicator: Communicator,
     kernels: RowKernels,
-    node_of_rank: Sequence[int],
-    apart: str | None,
+    topology: Topology,
     *,
+    several_machines: bool,
+    alone: str | None,
     timeout: float,
     num_bytes: int,
     num_channels: int,
+    label: str,
 ) -> Transport:
-    """All ranks together, with the same name. `apart` says why they cannot share memory."""
-    if name in ("direct", "ring") and apart is not None:
-        raise ValueError(f"transport {name!r} cannot be used: {apart}")
+    """All ranks together, with the same name. `alone` says why a rank cannot share memory at all;
+    `label` is one that no other Buffer of the group has.
+    """
+    chosen = name
+    if name == "auto":
+        chosen = "hierarchical" if topology.num_nodes > 1 else "direct"
+    apart = alone
     if name == "auto" and communicator.name == "loopback":
         apart = "virtual ranks are threads, whose bytes are counted"
-    if name == "collective" or apart is not None:
-        if name == "auto":
-            _log.info("transport: collective over %s, since %s", communicator.name, apart)
-        return CollectiveTransport(communicator, kernels, node_of_rank)
-    sharing = cast(_SharingKernels, kernels)
-    try:
-        team = Team(communicator, sharing, timeout)
-    except OSError as error:
-        if name != "auto":
-            raise ValueError(f"transport {name!r} cannot be used: {error}") from error
-        _log.warning("transport: collective over %s, since %s", communicator.name, error)
-        return CollectiveTransport(communicator, kernels, node_of_rank)
+    elif chosen != "hierarchical" and several_machines:
+        apart = alone or "ranks are on several machines"
+    why: str | Exception | None = apart
+    if chosen != "collective" and why is None:
+        sharing = cast(_SharingKernels, kernels)
+        try:
+            if chosen == "hierarchical":
+                made: Transport = HierarchicalTransport(
+                    communicator, sharing, topology, timeout, label
+                )
+            else:
+                team = Team(communicator, sharing, timeout)
+                if chosen == "ring":
+                    nodes = topology.node_of_rank
+                    return RingTransport(team, sharing, nodes, num_bytes, num_channels)
+                made = DirectTransport(team, sharing, topology.node_of_rank)
+            if name == "auto":
+                _log.info("transport: %s, for %d node(s)", chosen, topology.num_nodes)
+            return made
+        except OSError as error:
+            why = error
+    if name not in ("auto", "collective"):
+        cause = why if isinstance(why, OSError) else None
+        raise ValueError(f"transport {name!r} cannot be used: {why}") from cause
     if name == "auto":
-        _log.info("transport: direct, since all ranks share a machine")
-    if name == "ring":
-        return RingTransport(team, sharing, node_of_rank, num_bytes, num_channels)
-    return DirectTransport(team, sharing, node_of_rank)
+        level = logging.WARNING if isinstance(why, OSError) else logging.INFO
+        _log.log(level, "transport: collective over %s, since %s", communicator.name, why)
+    return CollectiveTransport(communicator, kernels, topology.node_of_rank)
 
 
 def open_slots(

@@ -78,6 +78,8 @@ class ExchangedSlots:
 
     def __init__(self, transport: Transport, kernels: SlotKernels) -> None:
         self._transport, self._kernels = transport, kernels
+        # Whether whoever exchanges words first waits for what goes on elsewhere.
+        self.may_go_on = transport.moves_alone
         self._rank, self._size = transport.rank, transport.size
         self._mail: dict[tuple[int, int], np.ndarray] = {}  # by kind and number: [R, words]
         self._last_words = [0, 0]  # of a record, by kind

@@ -105,6 +105,10 @@ class RingTransport:
     def offer_rows(self, flow: Flow | None, widths: Sequence[int]) -> Sequence[int]:
         return ()
 
+    def survey(
+        self, flow: Flow, is_token_in_rank_TR: Tensor, widths: Sequence[int], stage: str
+    ) -> None: ...
+
     def send(
         self,
         columns: Sequence[Tensor],

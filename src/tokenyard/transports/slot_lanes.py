@@ -145,7 +145,7 @@ class Lanes:
             return [rank for rank in sorted(others) if not self._has(lane.reads, rank, number)]
 
         while True:
-            dead, late = self._team.who_stops(lambda: len(missing()), missing, given_up)
+            dead, late = self._team.who_stops(lambda: len(missing()), missing, stage, given_up)
             if not dead and not late:
                 return
             self._blame(dead, late, stage)
@@ -184,7 +184,7 @@ class Lanes:
 
     def _go_on(self, step: Callable[[], int], missing: Callable[[], list[int]], stage: str) -> None:
         while True:
-            dead, late = self._team.who_stops(step, missing, self.left_out())
+            dead, late = self._team.who_stops(step, missing, stage, self.left_out())
             if not dead and not late:
                 return
             self._blame(dead, late, stage)
