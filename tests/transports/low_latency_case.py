@@ -28,6 +28,7 @@ class Case:
     fp8: tuple[bool, bool, bool] = (False, False, False)  # use_fp8, round_scale, use_ue8m0
     kernels: str = "numba"
     transport: str = "auto"
+    ranks_per_node: int | None = None
     zero_copy: bool = False
     how: str = "now"  # or "hook" or "async"
     rounds: int = 3
@@ -73,6 +74,7 @@ def job(group: Any, case: Case) -> list[list[Any]]:
         low_latency_mode=True,
         transport=case.transport,
         kernels=case.kernels,
+        ranks_per_node=case.ranks_per_node,
         placement=placement,
     ) as buffer:
         for turn in range(case.rounds):

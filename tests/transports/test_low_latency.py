@@ -79,6 +79,14 @@ def test_halves(ranks: Processes, how: str, transport: str) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("how", ["now", "hook", "async"])
+def test_several_nodes(ranks: Processes, how: str) -> None:
+    """Rank 2 alone on its node."""
+    case = Case(num_ranks=3, transport="hierarchical", ranks_per_node=2, how=how)
+    check(case, ranks.run(job, case))
+
+
+@pytest.mark.processes
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 5, 8])
 def test_ranks_and_batches(num_ranks: int) -> None:
