@@ -50,7 +50,7 @@ class Engine:
         self.rank, self.num_ranks = transport.rank, transport.size
         self._kernels = kernels
         self._agreement = agreement
-        self._worker = Worker(f"tokenyard-rank-{self.rank}")
+        self.worker = Worker(f"tokenyard-rank-{self.rank}")
         self._one_node = topology.num_nodes == 1
         nodes = None if self._one_node else topology.node_of_rank
         self._local = Preparation(kernels, self.num_ranks, nodes, placement)
@@ -58,7 +58,7 @@ class Engine:
     @property
     def failure(self) -> Exception | None:
         """What went wrong on the Buffer's thread, if anything did."""
-        return self._worker.failure
+        return self.worker.failure
 
     def layout(self, topk_idx: Any, num_experts: Any, previous_event: Any) -> Layout:
         """Who gets each token. Local, so bad input raises on this rank alone."""
@@ -236,13 +236,13 @@ class Engine:
 
     def close(self) -> None:
         """Calls that go on are waited for: they end, or fail, as any call does."""
-        self._worker.close()
+        self.worker.close()
         self.transport.close()
 
     def _before_words(self) -> None:
         """Let the calls that go on end first, where rows and words cannot travel at once."""
         if self.transport.moves_alone:
-            self._worker.drain()
+            self.worker.drain()
 
     def _go(
         self, work: Callable[[], None], async_finish: bool, pending: EventHandle | None
@@ -255,8 +255,8 @@ class Engine:
             work()
 
         if async_finish:
-            return EventOverlap(self._worker.submit(later))
-        self._worker.drain()
+            return EventOverlap(self.worker.submit(later))
+        self.worker.drain()
         later()
         return EventOverlap(None)
 

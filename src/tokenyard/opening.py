@@ -17,6 +17,8 @@ from tokenyard import validate
 from tokenyard.agreement import STAGES, Agreement, Call, Terms
 from tokenyard.engine import Engine
 from tokenyard.errors import SharedMemoryError
+from tokenyard.low_latency.engine import LowLatency
+from tokenyard.prepare import Preparation
 from tokenyard.topology import Placement, Topology
 from tokenyard.transports import (
     CollectiveTransport,
@@ -39,8 +41,10 @@ def open_engine(
     ranks_per_node: int | Sequence[int] | None,
     timeout: float,
     placement: Tensor | None,
-) -> Engine:
-    """The engine of a new Buffer. Bad options on one rank raise on all of them."""
+    low_latency_mode: bool,
+    enable_shrink: bool,
+) -> tuple[Engine, LowLatency | None]:
+    """The engines of a new Buffer. Bad options on one rank raise on all of them."""
     sane = isinstance(timeout, (int, float)) and 0 < timeout <= 1e6
     communicator = connect(group, timeout if sane else 30.0)
     rank, size = communicator.rank, communicator.size
@@ -65,7 +69,8 @@ def open_engine(
         where = None if placed is None else placed.rank_of_expert.tolist()
         rings = (num_nvl_bytes, num_channels) if transport == "ring" else None
         nodes = list(ranks_per_node) if isinstance(ranks_per_node, Sequence) else ranks_per_node
-        options = _digest(repr((transport, rings, nodes, where)))
+        slots = (bool(low_latency_mode), bool(enable_shrink))
+        options = _digest(repr((transport, rings, nodes, where, slots)))
         alone = why_not_shared(kernel_set) is not None
         mine = np.array([[secrets.randbits(62), alone, _machine()]] * size, np.int64)
         return Terms(Call(stage=STAGES.index("Buffer"), options=options), payload=mine)
@@ -96,7 +101,14 @@ def open_engine(
         num_channels=num_channels,
         label=str(shared_id),
     )
-    return Engine(opened, kernel_set, Agreement(opened, shared_id), topology, placed, own_id)
+    agreement = Agreement(opened, shared_id)
+    engine = Engine(opened, kernel_set, agreement, topology, placed, own_id)
+    if not low_latency_mode:
+        return engine, None
+    local = Preparation(kernel_set, size, None, placed)
+    return engine, LowLatency(
+        opened, kernel_set, agreement, local, engine.worker, own_id, enable_shrink
+    )
 
 
 def _given(ranks_per_node: int | Sequence[int], num_ranks: int) -> Topology:

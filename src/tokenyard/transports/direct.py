@@ -61,6 +61,10 @@ class DirectTransport:
         self._last_bytes = 0  # of a dispatch
         self._offered: list[Block] = []
 
+    @property
+    def team(self) -> Team:
+        return self._team
+
     def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
         return self._team.exchange(message_RM, stage)
 

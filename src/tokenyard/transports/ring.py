@@ -95,6 +95,10 @@ class RingTransport:
         bases_R = team.share(max(room, _PAGE), "Buffer (attach)")
         self._rings = kernels.make_rings(self.rank, bases_R, self._ring_bytes, num_channels)
 
+    @property
+    def team(self) -> Team:
+        return self._team
+
     def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
         return self._team.exchange(message_RM, stage)
 
