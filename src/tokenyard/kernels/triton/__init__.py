@@ -1,0 +1,36 @@
+"""The kernels in Triton: for tensors on NVIDIA and AMD devices.
+
+Nobody has run them on a device yet. What was shown without one, and how, is in docs/gpu.md: each
+agrees with `spec` in Triton's interpreter, and compiles for five targets.
+
+    launch     how kernels are started
+    numbers    floats that have the same bits everywhere
+    layout     who gets each token, and the lists of rows
+    rows       pack, spread and localise: moving bytes, renaming experts
+    sums       reduce and unpermute
+    experts    align and place: pairs by expert
+    rearrange  copies between any two strides
+    quantize   to FP8 and back
+"""
+
+from tokenyard.kernels.triton.experts import align, place
+from tokenyard.kernels.triton.layout import layout, route
+from tokenyard.kernels.triton.quantize import plan_from_fp8, plan_to_fp8
+from tokenyard.kernels.triton.rearrange import rearrange
+from tokenyard.kernels.triton.rows import localise, pack, spread
+from tokenyard.kernels.triton.sums import reduce, unpermute
+
+__all__ = [
+    "align",
+    "layout",
+    "localise",
+    "pack",
+    "place",
+    "plan_from_fp8",
+    "plan_to_fp8",
+    "rearrange",
+    "reduce",
+    "route",
+    "spread",
+    "unpermute",
+]
