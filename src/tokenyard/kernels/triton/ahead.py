@@ -4,9 +4,9 @@ The launchers are called as they always are, on tensors of a real model's sizes.
 knows its target stands in for the device's, and what Triton's JIT is about to compile (types,
 alignment, constants) is compiled for that target, and not run.
 
-    >>> made = compile_for("sm_90", only=["localise"])
+    >>> made = compile_for("sm_90", only=["from_fp8 plain"])
     >>> [(one.kernel, one.case, one.spills) for one in made]
-    [('_localise_kernel', 'localise', 0)]
+    [('_from_fp8_kernel', 'from_fp8 plain', 0)]
 """
 
 from __future__ import annotations
