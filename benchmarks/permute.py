@@ -4,8 +4,9 @@
 
 Each row has so many local experts of the 8 it chose. The memcpy copies every permuted row twice,
 once for each way, into memory that was written before. torch is index_select, and index_select with
-weights and a sum in float32. Results are compared before anything is timed. Medians, and half the
-distance between quartiles; ratios are medians of those of single rounds.
+weights and a sum in float32; the gradients are those of unpermute's rows and weights. Results are
+compared before anything is timed. Medians, and half the distance between quartiles; ratios are
+medians of those of single rounds.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 import tokenyard
+from tokenyard.ops.permute import unpermute_backward
 
 TOPK, EXPERTS = 8, 8
 
@@ -43,6 +45,18 @@ def torch_back(y: Tensor, row_of: Tensor, weights: Tensor) -> Tensor:
         (rows,) = (places >= 0).nonzero(as_tuple=True)
         total.index_add_(0, rows, weights[rows, k, None] * y.index_select(0, places[rows]))
     return total.to(y.dtype)
+
+
+def torch_gradients(
+    grad: Tensor, y: Tensor, row_of: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    rows, k = (row_of >= 0).nonzero(as_tuple=True)
+    places = row_of[rows, k]
+    grad_y, grad_weights = torch.zeros_like(y), torch.zeros_like(weights)
+    terms = grad.index_select(0, rows).float()
+    grad_y[places] = (weights[rows, k, None] * terms).to(y.dtype)
+    grad_weights[rows, k] = (terms * y.index_select(0, places)).sum(1)
+    return grad_y, grad_weights
 
 
 def milliseconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
@@ -91,6 +105,9 @@ def main() -> None:
     assert torch.equal(ours(), theirs())
     assert torch.equal(ours_into(), theirs())
     assert torch.equal(there, got.x)
+    needed = x, got.x, got.row_of, weights
+    for mine, other in zip(unpermute_backward(*needed), torch_gradients(*needed)):
+        torch.testing.assert_close(mine, other)
 
     times = milliseconds(
         {
@@ -104,6 +121,8 @@ def main() -> None:
             "both": ours,
             "both, out=": ours_into,
             "both, torch": theirs,
+            "gradients": lambda: unpermute_backward(*needed),
+            "gradients, torch": lambda: torch_gradients(*needed),
         },
         args.rounds,
     )

@@ -246,6 +246,10 @@ class Buffer:
         """
         return self._open_engine().combine_buffer(handle)
 
+    def get_local_experts(self, num_experts: int) -> list[int]:
+        """The global ids of this rank's experts, in the order of their local ids."""
+        return self._open_engine().local_experts(num_experts)
+
     def close(self) -> None:
         """Give back what the Buffer holds. Local, and never waits for others; twice is fine."""
         engine, self._engine = self._engine, None

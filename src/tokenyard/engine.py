@@ -221,6 +221,12 @@ class Engine:
             raise self._agreement.named("get_next_combine_buffer", error) from None
         return self.transport.empty(known.flow.num_rows, known.hidden, known.combine_dtype)
 
+    def local_experts(self, num_experts: Any) -> list[int]:
+        try:
+            return list(self._local.placement(num_experts).experts_of_rank[self.rank])
+        except ValueError as error:
+            raise self._agreement.named("get_local_experts", error) from None
+
     def close(self) -> None:
         """Calls that go on are waited for: they end, or fail, as any call does."""
         self._worker.close()

@@ -67,7 +67,7 @@ class Preparation:
 
     def layout(self, topk_idx: Any, num_experts: Any) -> Layout:
         topk_idx = validate.topk_idx(topk_idx, "tokens")
-        placement = self._placement(num_experts)
+        placement = self.placement(num_experts)
         layout, first_bad = self._kernels.layout(
             topk_idx, placement.rank_of_expert, self._num_ranks, self._node_of_rank
         )
@@ -75,7 +75,7 @@ class Preparation:
             raise validate.bad_expert(topk_idx, first_bad, placement.num_experts)
         return layout
 
-    def _placement(self, num_experts: Any) -> Placement:
+    def placement(self, num_experts: Any) -> Placement:
         given = self._given_placement
         validate.num_experts(num_experts, None if given is None else given.num_experts)
         if given is not None:
@@ -114,7 +114,7 @@ class Preparation:
             validate.layout_fits(layout, topk_idx, request.num_experts)
         route = self._kernels.route(layout.is_token_in_rank)
         validate.same_counts(layout, route)
-        placement = self._placement(layout.num_tokens_per_expert.shape[0])
+        placement = self.placement(layout.num_tokens_per_expert.shape[0])
         return Outgoing(
             x,
             scales,

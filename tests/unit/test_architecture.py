@@ -28,8 +28,10 @@ FLOORS = {
     "engine": 4,
     "opening": 5,
     "buffer": 6,
-    "testing": 7,
-    "__init__": 8,
+    "nn": 7,
+    "integrations": 8,
+    "testing": 9,
+    "__init__": 10,
 }
 
 # Packages that only one room may know.

@@ -26,6 +26,7 @@ def run(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
 def test_importing_loads_nothing_heavy(code: str) -> None:
     loaded = run(f"{code}; import sys; print(*sys.modules)").stdout.split()
     assert "tokenyard" in loaded
+    assert "tokenyard.nn" not in loaded
     assert not set(HEAVY) & set(loaded)
 
 

@@ -97,6 +97,21 @@ class Kernels(Protocol):
         first index outside -1..M-1, or -1; if there is one, nothing is written.
         """
 
+    def unpermute_backward(
+        self,
+        grad_ND: Tensor,
+        y_MD: Tensor,
+        row_of_NK: Tensor,
+        weights_NK: Tensor,
+        grad_y_MD: Tensor,
+        grad_weights_NK: Tensor,
+    ) -> int:
+        """Both gradients as `spec.unpermute_backward` makes them, into the last two tensors.
+
+        grad, y and grad_y have one dtype, both weights that of the sums. Rows, and what is
+        returned, are as in `unpermute`.
+        """
+
     def rearrange(self, dst: Array, src: Array) -> None:
         """dst[i, j, ...] = src[i, j, ...] at every index, bytes whatever they mean.
 

@@ -1,7 +1,7 @@
 """Rows grouped by local expert, as a grouped GEMM wants them, and back.
 
 `permute` takes what `Buffer.dispatch` returned; what `unpermute` makes goes to `Buffer.combine`.
-Gradients do not pass through either.
+Gradients do not pass through either, but those of `nn.functional`, which have these beneath them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ def permute(
     expert_alignment: int = 1,
     scales: Tensor | None = None,
     out: Tensor | None = None,
+    num_rows: int | None = None,
     kernels: str = "auto",
 ) -> Permuted:
     """One copy of a row for each of its local experts, by (expert, row, k).
 
     x is [N, D], or the pair (x, scales [N, S]). topk_idx [N, K] has local ids, int32 or int64, -1
     where an expert lives elsewhere. Each expert's rows are padded with zeros to a multiple of
-    expert_alignment. If `out` is given, the result's x is made of its first rows.
+    expert_alignment. If `out` is given, the result's x is made of its first rows. With num_rows so
+    many rows come back, whatever the routing: zeros, which belong to no expert, follow the last
+    offset.
 
     >>> x, topk_idx = torch.tensor([[10.0], [20.0]]), torch.tensor([[1, -1], [0, 1]])
     >>> got = permute(x, topk_idx, num_experts=2, expert_alignment=2)
@@ -41,8 +44,8 @@ def permute(
     [30.0, 120.0]
     """
     x_ND, scales_NS = _quantised(x, scales)
-    num_rows, device = x_ND.shape[0], x_ND.device
-    topk_idx = validate.topk_ids("topk_idx", topk_idx, num_tokens=num_rows, device=device)
+    device = x_ND.device
+    topk_idx = validate.topk_ids("topk_idx", topk_idx, num_tokens=x_ND.shape[0], device=device)
     validate.integer("num_experts", num_experts, at_least=0, at_most=validate.MOST_EXPERTS)
     validate.integer("expert_alignment", expert_alignment, at_least=1)
     most = topk_idx.numel() + num_experts * (expert_alignment - 1)
@@ -51,23 +54,29 @@ def permute(
             f"{topk_idx.numel()} pairs of {num_experts} experts in multiples of {expert_alignment} "
             f"take up to {most} rows, want at most {validate.MOST}"
         )
+    if num_rows is not None:
+        validate.integer("num_rows", num_rows, at_least=0)
     if out is not None:
         out = _target(out, "rows", x_ND)
     kernel_set = kernel_sets.pick(kernels, device.type)
     places, first_bad = kernel_set.place(topk_idx, num_experts, expert_alignment)
     if first_bad >= 0:
         raise validate.bad_expert(topk_idx, first_bad, num_experts)
+    if num_rows is None:
+        num_rows = places.num_rows
+    elif num_rows < places.num_rows:
+        raise ValueError(f"num_rows is {num_rows}, want at least the {places.num_rows} there are")
 
     def spread(rows: Tensor, into: Tensor | None) -> Tensor:
         if into is None:
-            into = memory.empty(places.num_rows, rows.shape[1], dtype=rows.dtype, device=device)
+            into = memory.empty(num_rows, rows.shape[1], dtype=rows.dtype, device=device)
         kernel_set.spread(memory.as_bytes(rows), places.row_of, memory.as_bytes(into))
         return into
 
     if out is not None:
-        if out.shape[0] < places.num_rows:
-            raise ValueError(f"out has {out.shape[0]} rows, want at least {places.num_rows}")
-        out = out[: places.num_rows]
+        if out.shape[0] < num_rows:
+            raise ValueError(f"out has {out.shape[0]} rows, want at least {num_rows}")
+        out = out[:num_rows]
     return Permuted(
         x=spread(x_ND, out),
         scales=None if scales_NS is None else spread(scales_NS, None),
@@ -96,28 +105,68 @@ def unpermute(
     """
     y_MD = _rows("y", y, num_rows="rows", dtypes=validate.SUMMABLE, device=None)
     device, dtype = y_MD.device, y_MD.dtype
-    row_of = validate.tensor(
-        "row_of", row_of, shape=("rows", "topk"), dtypes=(torch.int64,), device=device
-    )
-    validate.require(row_of.shape[1] > 0, "row_of has top-k 0, want at least 1")
+    row_of = _row_of(row_of, "rows", device)
     if weights is not None:
-        weights = validate.tensor(
-            "weights", weights, shape=row_of.shape, dtypes=validate.SUMMABLE, device=device
-        )
-        weights = weights.to(kernel_sets.wide_dtype(dtype)).contiguous()
+        weights = _weights(weights, row_of, y_MD)
     if out is None:
         out_ND = memory.empty(row_of.shape[0], y_MD.shape[1], dtype=dtype, device=device)
     else:
         out_ND = _target(out, row_of.shape[0], y_MD)
     kernel_set = kernel_sets.pick(kernels, device.type)
-    first_bad = kernel_set.unpermute(y_MD, row_of.contiguous(), weights, out_ND)
+    first_bad = kernel_set.unpermute(y_MD, row_of, weights, out_ND)
     if first_bad >= 0:
-        row, k = divmod(first_bad, row_of.shape[1])
-        raise ValueError(
-            f"row_of[{row}, {k}] is {row_of[row, k].item()}, want -1..{len(y_MD) - 1} "
-            f"(y has {len(y_MD)} rows)"
-        )
+        raise _bad_row(row_of, first_bad, len(y_MD), f"y has {len(y_MD)} rows")
     return out_ND
+
+
+def unpermute_backward(
+    grad: Tensor, y: Tensor, row_of: Tensor, weights: Tensor, *, kernels: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """The gradients of unpermute's y and weights, of which grad [N, D] is the result's.
+
+    A row of y gets its weight times grad, rounded once; a weight the dot product of grad and its
+    row of y, in float32 (float64 for float64), rounded to its own dtype. Zeros elsewhere.
+
+    >>> grad, y = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0], [0.5, 7.0]])
+    >>> row_of, weights = torch.tensor([[1, -1]]), torch.tensor([[10.0, 5.0]])
+    >>> [one.tolist() for one in unpermute_backward(grad, y, row_of, weights)]
+    [[[0.0, 0.0], [10.0, 20.0]], [[14.5, 0.0]]]
+    """
+    y_MD = _rows("y", y, num_rows="rows", dtypes=validate.SUMMABLE, device=None)
+    (num_places, hidden), device = y_MD.shape, y_MD.device
+    grad_ND = _rows("grad", grad, num_rows="rows", dtypes=(y_MD.dtype,), device=device)
+    validate.require(
+        grad_ND.shape[1] == hidden, f"grad has hidden size {grad_ND.shape[1]}, want y's {hidden}"
+    )
+    row_of = _row_of(row_of, grad_ND.shape[0], device)
+    wide = _weights(weights, row_of, y_MD)
+    grad_y = memory.empty(num_places, hidden, dtype=y_MD.dtype, device=device)
+    grad_weights = memory.empty(*row_of.shape, dtype=wide.dtype, device=device)
+    kernel_set = kernel_sets.pick(kernels, device.type)
+    first_bad = kernel_set.unpermute_backward(grad_ND, y_MD, row_of, wide, grad_y, grad_weights)
+    if first_bad >= 0:
+        raise _bad_row(row_of, first_bad, len(y_MD), f"y has {len(y_MD)} rows")
+    return grad_y, grad_weights.to(weights.dtype)
+
+
+def spread(x: Tensor, row_of: Tensor, num_rows: int, *, kernels: str = "auto") -> Tensor:
+    """[num_rows, D]: the rows of x where permute put them, zeros elsewhere.
+
+    The gradient of unpermute's y where there are no weights.
+
+    >>> spread(torch.tensor([[7.0], [8.0]]), torch.tensor([[3, -1], [0, 2]]), 4).flatten().tolist()
+    [8.0, 0.0, 8.0, 7.0]
+    """
+    x_ND = _rows("x", x, num_rows="rows", dtypes=ROW_DTYPES, device=None)
+    row_of = _row_of(row_of, x_ND.shape[0], x_ND.device)
+    validate.integer("num_rows", num_rows, at_least=0)
+    outside = ((row_of < -1) | (row_of >= num_rows)).flatten()
+    if outside.any():
+        raise _bad_row(row_of, int(outside.nonzero()[0]), num_rows, f"num_rows={num_rows}")
+    out = memory.empty(num_rows, x_ND.shape[1], dtype=x_ND.dtype, device=x_ND.device)
+    kernel_set = kernel_sets.pick(kernels, x_ND.device.type)
+    kernel_set.spread(memory.as_bytes(x_ND), row_of, memory.as_bytes(out))
+    return out
 
 
 def _quantised(x: Any, scales: Any) -> tuple[Tensor, Tensor | None]:
@@ -152,6 +201,29 @@ def _rows(
     value = validate.tensor(what, value, shape=(num_rows, "hidden"), dtypes=dtypes, device=device)
     validate.require(value.shape[1] > 0, f"{what} has hidden size 0, want at least 1")
     return value if value.stride(1) == 1 else value.clone(memory_format=torch.contiguous_format)
+
+
+def _row_of(value: Any, num_rows: int | str, device: torch.device) -> Tensor:
+    value = validate.tensor(
+        "row_of", value, shape=(num_rows, "topk"), dtypes=(torch.int64,), device=device
+    )
+    validate.require(value.shape[1] > 0, "row_of has top-k 0, want at least 1")
+    return value.contiguous()
+
+
+def _weights(value: Any, row_of: Tensor, y_MD: Tensor) -> Tensor:
+    """In the dtype of the sums."""
+    value = validate.tensor(
+        "weights", value, shape=row_of.shape, dtypes=validate.SUMMABLE, device=y_MD.device
+    )
+    return value.to(kernel_sets.wide_dtype(y_MD.dtype)).contiguous()
+
+
+def _bad_row(row_of: Tensor, place: int, num_rows: int, why: str) -> ValueError:
+    row, k = divmod(place, row_of.shape[1])
+    return ValueError(
+        f"row_of[{row}, {k}] is {row_of[row, k].item()}, want -1..{num_rows - 1} ({why})"
+    )
 
 
 def _target(out: Any, num_rows: int | str, like: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from tokenyard.spec.local import (
     rearrange,
     unpack_ue8m0,
     unpermute,
+    unpermute_backward,
 )
 from tokenyard.spec.low_latency import (
     LowLatencyReceived,
@@ -58,4 +59,5 @@ __all__ = [
     "rearrange",
     "unpack_ue8m0",
     "unpermute",
+    "unpermute_backward",
 ]

@@ -134,6 +134,45 @@ def unpermute(y_MD: Tensor, row_of_NK: Tensor, *, weights: Tensor | None = None)
     return out
 
 
+def unpermute_backward(
+    grad_ND: Tensor, y_MD: Tensor, row_of_NK: Tensor, weights_NK: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of unpermute's y [M, D] and weights [N, K]; grad is that of its result.
+
+    A row of y gets its weight times grad, in float32 (float64 for float64) and rounded once. A
+    weight gets the dot product of grad and its row of y, in float32 or float64: each product is
+    rounded and added to one of 16 sums, that of element d to sum d % 16, and these are added up by
+    halves, 8 to 8, then 4 to 4. Zeros elsewhere.
+
+    >>> grad, y = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0], [0.5, 7.0], [9.0, 9.0]])
+    >>> row_of, weights = torch.tensor([[1, -1, 0]]), torch.tensor([[10.0, 5.0, 100.0]])
+    >>> grad_y, grad_weights = unpermute_backward(grad, y, row_of, weights)
+    >>> grad_y.tolist(), grad_weights.tolist()
+    ([[100.0, 200.0], [10.0, 20.0], [0.0, 0.0]], [[14.5, 0.0, 11.0]])
+    """
+    wide = torch.float64 if y_MD.dtype == torch.float64 else torch.float32
+    grad_y, grad_weights = torch.zeros_like(y_MD), torch.zeros_like(weights_NK)
+    for n, places in enumerate(row_of_NK.tolist()):
+        for k, place in enumerate(places):
+            if place == -1:
+                continue
+            grad = grad_ND[n].to(wide)
+            grad_y[place] = (weights_NK[n, k].to(wide) * grad).to(y_MD.dtype)
+            grad_weights[n, k] = _dot(grad, y_MD[place].to(wide))
+    return grad_y, grad_weights
+
+
+def _dot(one: Tensor, other: Tensor) -> Tensor:
+    """In the order that unpermute_backward says."""
+    sums = torch.zeros(16, dtype=one.dtype)
+    for d, product in enumerate(one * other):
+        sums[d % 16] += product
+    while len(sums) > 1:
+        low, high = sums.chunk(2)
+        sums = low + high
+    return sums[0]
+
+
 def rearrange(dst: Array, src: Array) -> None:
     """dst[i, j, ...] = src[i, j, ...] at every index, whatever the strides: bytes move, not values.
 

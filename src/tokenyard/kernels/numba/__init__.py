@@ -17,6 +17,7 @@ apply to them, since they read raw addresses: to step through a kernel, take the
 from tokenyard.kernels.numba.align import align
 from tokenyard.kernels.numba.layout import layout, route
 from tokenyard.kernels.numba.permute import place, spread, unpermute
+from tokenyard.kernels.numba.permute_backward import unpermute_backward
 from tokenyard.kernels.numba.quantize import plan_from_fp8, plan_to_fp8
 from tokenyard.kernels.numba.rearrange import rearrange
 from tokenyard.kernels.numba.reduce import reduce, reduce_at
@@ -51,4 +52,5 @@ __all__ = [
     "scatter",
     "spread",
     "unpermute",
+    "unpermute_backward",
 ]

@@ -52,21 +52,23 @@ def _make(num_vectors, lanes, streaming=False):
             pointer = builder.inttoptr(out, narrow.as_pointer())
             for i, total in enumerate(sums):
                 value = vectors.narrow(builder, builder.load(total), dtype, lanes)
-                place = builder.gep(pointer, [builder.add(at, at.type(i * lanes))])
-                place = builder.bitcast(place, value.type.as_pointer())
-                if streaming:
-                    store = builder.store(
-                        value, place, align=min(LINE, lanes * like.dtype.bitwidth // 8)
-                    )
-                    one = ir.IntType(32)(1)
-                    store.set_metadata("nontemporal", builder.module.add_metadata([one]))
-                else:
-                    builder.store(value, place, align=1)
+                place = builder.add(at, at.type(i * lanes))
+                _put(builder, value, pointer, place, dtype, lanes, streaming)
             return context.get_dummy_value()
 
         return sig, codegen
 
     return scaled_sum
+
+
+def _put(builder, value, pointer, index, dtype, lanes, streaming):
+    """Store `lanes` elements at pointer[index], which their size divides if they are streamed."""
+    if not streaming:
+        vectors.store(builder, value, pointer, index, vectors.element(dtype), lanes)
+        return
+    place = builder.bitcast(builder.gep(pointer, [index]), value.type.as_pointer())
+    store = builder.store(value, place, align=min(LINE, lanes * dtype.bitwidth // 8))
+    store.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
 
 
 def _broadcast(builder, value, lanes):

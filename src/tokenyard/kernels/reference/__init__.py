@@ -11,7 +11,7 @@ from tokenyard.kernels.reference.exchange import (
     reduce,
     route,
 )
-from tokenyard.kernels.reference.permute import place, spread, unpermute
+from tokenyard.kernels.reference.permute import place, spread, unpermute, unpermute_backward
 from tokenyard.kernels.reference.quantize import plan_from_fp8, plan_to_fp8
 from tokenyard.kernels.reference.rearrange import rearrange
 
@@ -28,4 +28,5 @@ __all__ = [
     "route",
     "spread",
     "unpermute",
+    "unpermute_backward",
 ]

@@ -1,0 +1,1 @@
+"""tokenyard inside other libraries."""

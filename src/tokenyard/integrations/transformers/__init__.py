@@ -1,0 +1,28 @@
+"""Expert parallelism for the MoE models of Hugging Face transformers, in one call.
+
+    model = expert_parallel(MixtralForCausalLM.from_pretrained(path), dist.group.WORLD)
+    model = from_pretrained(MixtralForCausalLM, path, dist.group.WORLD)  # never holds the rest
+
+Each rank keeps its own slice of every stacked expert parameter; everything else of the model stays
+whole on every rank. It is for models whose experts transformers runs through its registry of expert
+functions (`use_experts_implementation`), Mixtral, Qwen3-MoE and DeepSeek-V3 among them. On CPU.
+
+Ranks either have tokens of their own (data parallel training, one prompt a rank), or all have the
+same tokens (one prompt for all). In the second case nothing needs to be sent to the experts: a rank
+runs its experts on the tokens that chose them, and the partial sums are added up over ranks.
+"""
+
+from tokenyard.integrations.transformers.experts import experts_forward
+from tokenyard.integrations.transformers.loading import from_pretrained
+from tokenyard.integrations.transformers.saving import save_pretrained
+from tokenyard.integrations.transformers.spread import expert_parallel
+from tokenyard.integrations.transformers.style import TokenyardExperts, replace_dispatch
+
+__all__ = [
+    "TokenyardExperts",
+    "expert_parallel",
+    "experts_forward",
+    "from_pretrained",
+    "replace_dispatch",
+    "save_pretrained",
+]

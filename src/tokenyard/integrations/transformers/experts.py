@@ -1,0 +1,92 @@
+"""The experts function: what transformers calls in the place of an experts module's own forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from tokenyard.buffer import Buffer
+from tokenyard.integrations.transformers.everyone import Everyone, Replicated, Summed
+from tokenyard.nn import functional
+
+NAME = "tokenyard"  # in transformers' registry of expert functions
+Experts = Any  # a module of transformers that holds stacked experts
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """How one experts module takes part."""
+
+    buffer: Buffer
+    rank_of: list[int]  # the owner of each expert
+    owned: list[int]  # this rank's, global ids
+    local_of: Tensor  # [E] int64, the local id, -1 where the expert is elsewhere
+    everyone: Everyone | None  # where all ranks have the same tokens
+
+    @property
+    def num_experts(self) -> int:
+        """Of all ranks."""
+        return len(self.rank_of)
+
+    @classmethod
+    def of(cls, buffer: Buffer, rank_of: list[int], everyone: Everyone | None = None) -> Plan:
+        owned = [expert for expert, rank in enumerate(rank_of) if rank == buffer.rank]
+        local_of = torch.full((len(rank_of),), -1)
+        local_of[owned] = torch.arange(len(owned))
+        return cls(
+            buffer=buffer,
+            rank_of=rank_of,
+            owned=owned,
+            local_of=local_of,
+            everyone=everyone,
+        )
+
+
+def experts_forward(
+    self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """[T, D]: the weighted sum of what each token's experts say, wherever they are."""
+    plan = getattr(self, "tokenyard", None)
+    if plan is None:
+        raise ValueError(
+            f"{type(self).__name__} has no Buffer, want a model that was given to "
+            "tokenyard.integrations.transformers.expert_parallel"
+        )
+    x, weights = hidden_states.contiguous(), top_k_weights.float()
+    if plan.everyone is None:
+        rows = functional.dispatch(plan.buffer, x, top_k_index, weights, plan.num_experts)
+        y = _run(self, *rows[:3])
+        return functional.combine(plan.buffer, y, rows.ticket, len(x))
+    x, weights = Replicated.apply(plan.everyone, x, weights)
+    y = _run(self, x, plan.local_of[top_k_index], weights)
+    return Summed.apply(plan.everyone, y)
+
+
+ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+
+
+def _run(module: Experts, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
+    """This rank's experts: [N, D], the weighted sum of what a row's own experts say."""
+    grouped = functional.permute(x, topk_idx, module.num_experts)
+    if module.has_gate:
+        y = module._apply_gate(_linear(module, "gate_up_proj", grouped.x, grouped.offsets))
+    else:
+        y = module.act_fn(_linear(module, "up_proj", grouped.x, grouped.offsets))
+    y = _linear(module, "down_proj", y, grouped.offsets)
+    if module.has_post_expert_norm:
+        y = module.post_expert_norm(y)
+    return functional.unpermute(y.to(x.dtype), grouped.row_of, topk_weights)
+
+
+def _linear(module: Experts, key: str, x: Tensor, offsets: Tensor) -> Tensor:
+    weights: Tensor = getattr(module, key)
+    matrices = weights if module.is_transposed else weights.transpose(1, 2)
+    y = functional.grouped_mm(x.to(weights.dtype), matrices, offsets)
+    if module.has_bias:
+        counts = offsets.diff(prepend=offsets.new_zeros(1))
+        y = y + getattr(module, f"{key}_bias").repeat_interleave(counts, 0, output_size=len(x))
+    return y

@@ -1,0 +1,137 @@
+"""Experts of a loaded model over the ranks of a group."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, get_args
+
+from torch import Tensor, nn
+
+from tokenyard import validate
+from tokenyard.buffer import Buffer
+from tokenyard.integrations.transformers.everyone import Everyone
+from tokenyard.integrations.transformers.experts import NAME, Experts, Plan
+from tokenyard.integrations.transformers.saving import refuse_to_save_a_part
+from tokenyard.topology import even_split
+
+Tokens = Literal["own", "same"]
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def expert_parallel(
+    model: Model, group: Any, *, tokens: Tokens = "own", **buffer_options: Any
+) -> Model:
+    """The model itself, with its experts spread over the group's ranks.
+
+        tokens          "own": each rank has a batch of its own. "same": all have the same batch,
+                        and get the same results, gradients too, as one process with all experts
+        buffer_options  of `tokenyard.Buffer`: transport, timeout, placement and so on
+
+    Every rank calls it, with the same model. Expert parameters become slices, in the order of
+    global ids; what was cut off is freed. DistributedDataParallel leaves them alone.
+
+    With tokens="own" a rank's experts get the sum of the gradients of all ranks' losses. Ranks must
+    then make as many forward passes as each other: `generate(synced_gpus=True)` sees to that.
+    """
+    return spread_experts(model, group, tokens, buffer_options, _own_rows)
+
+
+def spread_experts(
+    model: Model,
+    group: Any,
+    tokens: Tokens,
+    buffer_options: dict[str, Any],
+    own_part: Callable[[Tensor, list[int]], Tensor],
+) -> Model:
+    """own_part cuts this rank's experts out of a parameter."""
+    found = find_experts(model)
+    buffer = open_buffer(group, tokens, buffer_options)
+    spread = _Spread(buffer, tokens, buffer_options.get("placement"))
+    plans = [spread.plan(name, module) for name, module in found.items()]
+    for module, plan in zip(found.values(), plans):
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            own = own_part(parameter, plan.owned)
+            setattr(module, key, nn.Parameter(own, requires_grad=parameter.requires_grad))
+        _attach(module, plan)
+    _hide_from_ddp(model, found)
+    refuse_to_save_a_part(model, found)
+    model.tokenyard_buffer = buffer  # type: ignore[assignment]
+    return model
+
+
+def _own_rows(parameter: Tensor, owned: list[int]) -> Tensor:
+    return parameter.detach()[owned]  # a list of ids makes a copy, so that the whole is freed
+
+
+def find_experts(model: nn.Module) -> dict[str, Experts]:
+    """The modules that hold stacked experts, by name."""
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "_is_expert_parallel") and hasattr(module, "num_experts")
+    }
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no experts that transformers runs through "
+            "ALL_EXPERTS_FUNCTIONS, want an MoE model"
+        )
+    for name, module in found.items():
+        if module._is_expert_parallel:
+            raise ValueError(f"{name} is expert parallel already, want a model that is not")
+    return found
+
+
+def open_buffer(group: Any, tokens: Tokens, options: dict[str, Any]) -> Buffer:
+    validate.require(
+        tokens in get_args(Tokens), f"tokens is {tokens!r}, want one of {get_args(Tokens)}"
+    )
+    if tokens == "same":  # experts are found locally, and the exchange knows ranks alone
+        options = {key: value for key, value in options.items() if key != "placement"}
+    return Buffer(group, **options)
+
+
+class _Spread:
+    """Which rank owns which experts, for every module of a model."""
+
+    def __init__(self, buffer: Buffer, tokens: Tokens, placement: Tensor | None) -> None:
+        self.buffer = buffer
+        self.everyone = Everyone(buffer) if tokens == "same" and buffer.group_size > 1 else None
+        self.placement = (
+            None if placement is None else validate.placement(placement, buffer.group_size).tolist()
+        )
+
+    def plan(self, name: str, module: Experts) -> Plan:
+        """Before anything of the module is changed."""
+        num_experts, num_ranks = module.num_experts, self.buffer.group_size
+        for key, parameter in module.named_parameters(recurse=False):
+            shape = list(parameter.shape)
+            if shape[:1] != [num_experts]:
+                raise ValueError(f"{name}.{key} is {shape}, want {num_experts} experts first")
+        rank_of = self.placement or even_split(num_experts, num_ranks)
+        if len(rank_of) != num_experts:
+            raise ValueError(f"placement has {len(rank_of)} experts, want {num_experts}, {name}'s")
+        idle = sorted(set(range(num_ranks)) - set(rank_of))
+        if idle:
+            raise ValueError(
+                f"rank {idle[0]} has none of the {num_experts} experts of {name}, "
+                f"want at least one on each of {num_ranks} ranks"
+            )
+        return Plan.of(self.buffer, rank_of, self.everyone)
+
+
+def _attach(module: Experts, plan: Plan) -> None:
+    """Route the module's calls through its plan."""
+    module.tokenyard = plan
+    module.num_experts = len(plan.owned)
+    module._is_expert_parallel = True
+    # A config may be shared with other models, whose experts are whole.
+    module.config = copy.copy(module.config)
+    module.config._experts_implementation = NAME
+
+
+def _hide_from_ddp(model: nn.Module, found: dict[str, Experts]) -> None:
+    """DistributedDataParallel would copy rank 0's experts to all."""
+    names = [f"{name}.{key}" for name, one in found.items() for key in one._parameters]
+    before = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+    model._ddp_params_and_buffers_to_ignore = [*before, *names]  # type: ignore[assignment]

@@ -1,0 +1,37 @@
+"""Expert parallelism in models: differentiable functions, and a layer made of them.
+
+functional  dispatch, combine, permute, unpermute and grouped_mm, which gradients pass through
+MoE         a layer whose experts live on all ranks of a Buffer
+router      how tokens choose, and how the load of experts is kept even
+parallel    experts beside DistributedDataParallel and FSDP
+checkpoint  what to save, by names that do not depend on the number of ranks
+"""
+
+from tokenyard.nn import functional
+from tokenyard.nn.checkpoint import checkpoint_state
+from tokenyard.nn.moe import Experts, MoE, SharedExpert
+from tokenyard.nn.parallel import (
+    auxiliary_losses,
+    average_expert_gradients,
+    expert_parameters,
+    named_expert_parameters,
+    prepare_for_ddp,
+    update_biases,
+)
+from tokenyard.nn.router import Router, RouterConfig
+
+__all__ = [
+    "Experts",
+    "MoE",
+    "Router",
+    "RouterConfig",
+    "SharedExpert",
+    "auxiliary_losses",
+    "average_expert_gradients",
+    "checkpoint_state",
+    "expert_parameters",
+    "functional",
+    "named_expert_parameters",
+    "prepare_for_ddp",
+    "update_biases",
+]

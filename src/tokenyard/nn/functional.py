@@ -1,0 +1,103 @@
+"""dispatch, combine, permute and unpermute as functions that gradients pass through.
+
+    rows = dispatch(buffer, x, topk_idx, topk_weights, num_experts)
+    grouped = permute(rows.x, rows.topk_idx, num_local)
+    y = grouped_mm(grouped.x, weights, grouped.offsets)
+    out = combine(buffer, unpermute(y, grouped.row_of, rows.topk_weights), rows.ticket, num_tokens)
+
+Dispatch and combine are each other's gradient, and so are permute and unpermute; the way back goes
+along the handle of the way there, without counting. All are operators of torch.library, so that
+torch.compile keeps them as nodes of its graph. Backward passes exchange rows too: every rank must
+make the same calls in the same order there as well, which autograd does for the same model.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tokenyard.buffer import Buffer
+from tokenyard.nn import operators
+from tokenyard.nn.tickets import number_of
+from tokenyard.types import Permuted
+
+
+class Rows(NamedTuple):
+    """What dispatch brings: as from `Buffer.dispatch`, and the ticket that combine wants."""
+
+    x: Tensor  # [N, D]
+    topk_idx: Tensor  # [N, K] local expert ids, -1 where the expert is elsewhere
+    topk_weights: Tensor  # [N, K]
+    ticket: Tensor  # [1] stands for the handle, which lives as long as this tensor's memory
+
+
+def dispatch(
+    buffer: Buffer,
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    num_experts: int,
+    *,
+    num_worst_tokens: int = 0,
+) -> Rows:
+    """Every token once to each rank that owns one of its experts; gradients of x and weights.
+
+    With num_worst_tokens so many rows come, whatever arrives, and no size depends on the routing:
+    torch.compile then needs no graph break.
+    """
+    number = number_of(buffer)
+    return Rows(
+        *operators.dispatch(x, topk_idx, topk_weights, number, num_experts, num_worst_tokens)
+    )
+
+
+def combine(buffer: Buffer, y: Tensor, ticket: Tensor, num_tokens: int) -> Tensor:
+    """[T, D]: the sum of each token's rows, back on its rank. num_tokens is T, dispatch's."""
+    return operators.combine(y, ticket, number_of(buffer), num_tokens)
+
+
+def permute(
+    x: Tensor,
+    topk_idx: Tensor,
+    num_experts: int,
+    *,
+    expert_alignment: int = 1,
+    num_rows: int | None = None,
+) -> Permuted:
+    """As `tokenyard.permute`: one copy of a row for each of its local experts, by expert.
+
+    With num_rows so many rows come back, whatever the routing, as torch.compile wants them: zeros,
+    which belong to no expert, follow the last offset.
+    """
+    rows, row_of, offsets = operators.permute(
+        x, topk_idx, num_experts, expert_alignment, -1 if num_rows is None else num_rows
+    )
+    return Permuted(x=rows, scales=None, row_of=row_of, offsets=offsets)
+
+
+def unpermute(y: Tensor, row_of: Tensor, weights: Tensor | None = None) -> Tensor:
+    """As `tokenyard.unpermute`: [N, D], the sum of each row's results, times weights if given."""
+    return operators.unpermute(y, row_of, weights)
+
+
+def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+    """x [M, A] times weights [L, A, B] -> [M, B]: each row with its expert's matrix.
+
+    As torch.nn.functional.grouped_mm with `offs`, and besides in float64, for any A and B, for
+    gradients of any strides, and with zeros after the last group.
+
+    >>> from torch import int32, tensor
+    >>> x, weights = tensor([[1.0], [2.0], [3.0], [4.0]]), tensor([[[10.0]], [[100.0]]])
+    >>> grouped_mm(x, weights, tensor([1, 3], dtype=int32)).flatten().tolist()
+    [10.0, 200.0, 300.0, 0.0]
+    """
+    return operators.grouped_mm(x, weights, offsets)
+
+
+def sum_over_ranks(buffer: Buffer, x: Tensor, num_experts: int) -> Tensor:
+    """[D]: the sum of x [D] of all ranks, on all ranks. For a few numbers, such as loads.
+
+    num_experts is that of the Buffer's other calls.
+    """
+    return operators.sum_over_ranks(x, number_of(buffer), num_experts)

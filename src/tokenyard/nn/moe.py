@@ -1,0 +1,159 @@
+"""A Mixture-of-Experts layer whose experts live on all ranks of a Buffer.
+
+    with tokenyard.Buffer(group) as buffer:
+        layer = MoE(buffer, hidden=512, intermediate=1024, router=RouterConfig(...))
+        y = layer(x)  # [..., hidden] of this rank's tokens
+
+Every rank holds its own experts only, and calls the layer as often as the others do, with as many
+tokens as it has, none included. Seeded alike, ranks begin with the same layer, however many they
+are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tokenyard.buffer import Buffer
+from tokenyard.nn import functional
+from tokenyard.nn.router import Router, RouterConfig, auxiliary_loss, count
+
+
+class Experts(nn.Module):
+    """This rank's experts, one stacked tensor a matrix: down(silu(gate(x)) * up(x))."""
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        experts: list[int],
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.ids = experts  # global, in the order of the stack
+        num_local, kind = len(experts), dict[str, Any](device=device, dtype=dtype)
+        # The columns of gate, then those of up: one product instead of two.
+        self.gate_up = nn.Parameter(torch.empty(num_local, hidden, 2 * intermediate, **kind))
+        self.down = nn.Parameter(torch.empty(num_local, intermediate, hidden, **kind))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Each expert from a seed of its own, of which torch's generator gives one for all: neither
+        an expert nor what is drawn afterwards depends on how many experts live here.
+        """
+        seed = int(torch.empty((), dtype=torch.int64).random_(2**48))
+        for local, expert in enumerate(self.ids):
+            generator = torch.Generator().manual_seed(seed + expert)
+            for stack in (self.gate_up, self.down):
+                bound = stack.shape[1] ** -0.5
+                drawn = torch.empty(stack.shape[1:]).uniform_(-bound, bound, generator=generator)
+                stack[local].copy_(drawn)
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """x [M, D] by expert; expert l's rows end before offsets[l]."""
+        gate, up = functional.grouped_mm(x, self.gate_up, offsets).chunk(2, 1)
+        return functional.grouped_mm(nn.functional.silu(gate) * up, self.down, offsets)
+
+    def extra_repr(self) -> str:
+        num_local, intermediate, hidden = self.down.shape
+        return f"{num_local} local, hidden={hidden}, intermediate={intermediate}"
+
+
+class SharedExpert(nn.Module):
+    """An expert for all tokens, on every rank."""
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(hidden, 2 * intermediate, bias=False, device=device, dtype=dtype)
+        self.down = nn.Linear(intermediate, hidden, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(nn.functional.silu(gate) * up)
+
+
+class MoE(nn.Module):
+    """router -> dispatch -> permute -> experts -> unpermute -> combine.
+
+    buffer            where rows travel; its placement says which experts live here
+    intermediate      the inner width of an expert
+    shared            the inner width of an expert for all tokens; 0 for none
+    num_worst_tokens  rows that come whatever the routing, at least the tokens of all ranks: no
+                      size then depends on values. 0 for as many as arrive
+    """
+
+    def __init__(
+        self,
+        buffer: Buffer,
+        hidden: int,
+        intermediate: int,
+        router: RouterConfig,
+        *,
+        shared: int = 0,
+        num_worst_tokens: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.buffer = buffer
+        self.num_experts = router.num_experts
+        self.num_worst_tokens = num_worst_tokens
+        local = buffer.get_local_experts(router.num_experts)
+        self.router = Router(hidden, router, device=device, dtype=dtype)
+        self.experts = Experts(hidden, intermediate, local, device=device, dtype=dtype)
+        self.shared = SharedExpert(hidden, shared, device=device, dtype=dtype) if shared else None
+        # The most rows that permute can make of those that arrive: a token's experts are distinct.
+        most_copies = min(router.num_topk, len(local))
+        self._num_rows = num_worst_tokens * most_copies if num_worst_tokens else None
+        self.auxiliary_loss: Tensor | None = None  # of the last call, if the router has one
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        chosen = self.router(tokens)
+        rows = functional.dispatch(
+            self.buffer,
+            tokens,
+            chosen.topk_idx,
+            chosen.topk_weights,
+            self.num_experts,
+            num_worst_tokens=self.num_worst_tokens,
+        )
+        grouped = functional.permute(
+            rows.x, rows.topk_idx, len(self.experts.ids), num_rows=self._num_rows
+        )
+        y = self.experts(grouped.x, grouped.offsets)
+        y = functional.unpermute(y, grouped.row_of, rows.topk_weights)
+        out = functional.combine(self.buffer, y, rows.ticket, tokens.shape[0])
+        if self.shared is not None:
+            out = out + self.shared(tokens)
+        self._balance(chosen.scores, chosen.topk_idx)
+        return out.reshape(x.shape)
+
+    def _balance(self, scores: Tensor, topk_idx: Tensor) -> None:
+        coefficient = self.router.config.auxiliary_loss
+        if not coefficient or not self.training:
+            return
+        load = self._over_ranks(count(topk_idx, self.num_experts))
+        self.auxiliary_loss = coefficient * auxiliary_loss(scores, load)
+
+    def update_bias(self) -> None:
+        """Move the router's bias by what all ranks chose since the last time. All ranks call it,
+        once a step.
+        """
+        if self.router.load is not None:
+            self.router.move_bias(self._over_ranks(self.router.load))
+
+    def _over_ranks(self, load: Tensor) -> Tensor:
+        return functional.sum_over_ranks(self.buffer, load, self.num_experts)

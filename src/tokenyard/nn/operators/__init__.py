@@ -1,0 +1,37 @@
+"""The operators of torch.library behind `nn.functional`, their shapes and their gradients.
+
+    operator        gradient                    and that one's
+    dispatch        combine_both                dispatch_again, twice
+    combine         dispatch_again              combine
+    permute         unpermute                   spread
+    unpermute       unpermute_backward          unpermute and unpermute_backward
+    grouped_mm      grouped_mm, grouped_outer   grouped_mm
+    sum_over_ranks  sum_over_ranks              sum_over_ranks
+
+Every gradient is made of these operators again, so that gradients of gradients need no more code. A
+gradient that autograd never got arrives as zeros: a rank then exchanges rows like the others.
+"""
+
+from tokenyard.nn.operators.exchange import (
+    combine,
+    combine_both,
+    dispatch,
+    dispatch_again,
+    sum_over_ranks,
+)
+from tokenyard.nn.operators.grouped import grouped_mm, grouped_outer
+from tokenyard.nn.operators.permute import permute, spread, unpermute, unpermute_backward
+
+__all__ = [
+    "combine",
+    "combine_both",
+    "dispatch",
+    "dispatch_again",
+    "grouped_mm",
+    "grouped_outer",
+    "permute",
+    "spread",
+    "sum_over_ranks",
+    "unpermute",
+    "unpermute_backward",
+]

@@ -1,0 +1,112 @@
+"""A matrix for each group of rows: what experts are made of.
+
+torch's own grouped_mm does the work where it can. It has no float64, wants rows of whole 16 bytes
+and gradients without stride 0, leaves what follows the last group unwritten, and is compiled for
+bfloat16 alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import grouped_mm as torch_grouped_mm
+
+_TAKEN = (torch.float32, torch.bfloat16, torch.float16)
+_STEP = 16  # bytes
+
+
+@torch.library.custom_op("tokenyard::grouped_mm", mutates_args=())
+def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+    """x [M, A] times weights [L, A, B] -> [M, B]. Group l ends before row offsets[l]."""
+    x, weights = x.contiguous(), _matrices(weights)
+    if _is_taken(x, *weights.shape[1:]):
+        out = torch_grouped_mm(x, weights, offs=offsets)
+    else:
+        out = x.new_empty(x.shape[0], weights.shape[2])
+        for group, begin, end in _groups(offsets):
+            torch.mm(x[begin:end], weights[group], out=out[begin:end])
+    out[_end(offsets) :] = 0
+    return out
+
+
+@grouped_mm.register_fake
+def _(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weights.shape[2])
+
+
+@torch.library.custom_op("tokenyard::grouped_outer", mutates_args=())
+def grouped_outer(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    """x [M, A] and y [M, B] -> [L, A, B]: in each group the sum of its rows' outer products."""
+    x, y = x.contiguous(), y.contiguous()
+    if x.shape[0] and _is_taken(x, x.shape[1], y.shape[1]):
+        return torch_grouped_mm(x.t(), y, offs=offsets)
+    out = x.new_zeros(offsets.shape[0], x.shape[1], y.shape[1])
+    for group, begin, end in _groups(offsets):
+        torch.mm(x[begin:end].t(), y[begin:end], out=out[group])
+    return out
+
+
+@grouped_outer.register_fake
+def _(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    return x.new_empty(offsets.shape[0], x.shape[1], y.shape[1])
+
+
+def _is_taken(x: Tensor, *widths: int) -> bool:
+    whole = all(width * x.element_size() % _STEP == 0 for width in widths)
+    return whole and x.dtype in _TAKEN
+
+
+def _matrices(weights: Tensor) -> Tensor:
+    """Rows or columns side by side."""
+    plain = weights.is_contiguous() or weights.transpose(1, 2).is_contiguous()
+    return weights if plain else weights.contiguous()
+
+
+def _groups(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
+    """(group, begin, end) of those that have rows."""
+    begin = 0
+    for group, end in enumerate(offsets.tolist()):
+        if begin < end:
+            yield group, begin, end
+        begin = end
+
+
+def _end(offsets: Tensor) -> int:
+    return int(offsets[-1]) if offsets.shape[0] else 0
+
+
+def _save_all(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _grouped_mm_backward(ctx: Any, grad: Tensor) -> Any:
+    x, weights, offsets = ctx.saved_tensors
+    need_x, need_weights, _ = ctx.needs_input_grad
+    return (
+        grouped_mm(grad, weights.transpose(1, 2), offsets) if need_x else None,
+        _grad_of_weights(x, weights, grad, offsets) if need_weights else None,
+        None,
+    )
+
+
+def _grad_of_weights(x: Tensor, weights: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
+    """With the strides of the weights, since autograd copies a gradient that has others."""
+    if weights.is_contiguous():
+        return grouped_outer(x, grad, offsets)
+    return grouped_outer(grad, x, offsets).transpose(1, 2)
+
+
+def _grouped_outer_backward(ctx: Any, grad: Tensor) -> Any:
+    x, y, offsets = ctx.saved_tensors
+    return (
+        grouped_mm(y, grad.transpose(1, 2), offsets),
+        grouped_mm(x, grad, offsets),
+        None,
+    )
+
+
+grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_save_all)
+grouped_outer.register_autograd(_grouped_outer_backward, setup_context=_save_all)

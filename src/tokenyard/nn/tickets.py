@@ -1,0 +1,60 @@
+"""How operators of torch.library know Buffers and handles: by numbers, and by tickets.
+
+An operator takes and gives tensors and numbers only. So a Buffer is known by a number, and a handle
+by a *ticket*: a tensor that holds the handle's number. The handle, and with it the Buffer, lives as
+long as that tensor's memory does: in a graph, on autograd's tape or in the user's hands.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokenyard.buffer import Buffer
+from tokenyard.types import Handle
+
+_buffers: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
+_numbers: weakref.WeakKeyDictionary[Buffer, int] = weakref.WeakKeyDictionary()
+_issued: dict[int, tuple[Handle, Buffer]] = {}
+_next = itertools.count(1)
+
+
+@torch.compiler.assume_constant_result  # a Buffer keeps its number
+def number_of(buffer: Buffer) -> int:
+    if buffer not in _numbers:
+        number = next(_next)
+        _buffers[number] = buffer
+        _numbers[buffer] = number
+    return _numbers[buffer]
+
+
+def buffer_of(number: int) -> Buffer:
+    buffer = _buffers.get(number)
+    if buffer is None:
+        raise ValueError(f"Buffer {number} is gone, want one that something still refers to")
+    return buffer
+
+
+def issue(handle: Handle, buffer: Buffer) -> Tensor:
+    """[1] int64. When its memory is freed, so is the handle."""
+    number = next(_next)
+    memory = np.array([number], np.int64)
+    _issued[number] = (handle, buffer)
+    weakref.finalize(memory, _issued.pop, number).atexit = False
+    return torch.from_numpy(memory)
+
+
+def redeem(ticket: Tensor) -> Any:
+    """The handle; None if there is no such ticket, which a Buffer refuses on all ranks at once."""
+    handle, _ = _issued.get(int(ticket), (None, None))
+    return handle
+
+
+def num_issued() -> int:
+    """How many handles are alive."""
+    return len(_issued)

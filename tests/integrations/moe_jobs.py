@@ -1,0 +1,178 @@
+"""What a rank does in the tests of the integration with transformers; importable by processes."""
+
+from __future__ import annotations
+
+import resource
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of transformers' own imports
+    from transformers import (
+        AutoModelForCausalLM,
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        MixtralConfig,
+        MixtralForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
+    from transformers.distributed import DistributedConfig
+    from transformers.utils.logging import disable_progress_bar
+
+from tokenyard.integrations.transformers import (
+    expert_parallel,
+    from_pretrained,
+    replace_dispatch,
+    save_pretrained,
+)
+
+disable_progress_bar()
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "num_experts_per_tok": 3,
+    "initializer_range": 0.2,  # so that the experts have a say in the logits
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "bos_token_id": None,
+}
+MODELS: dict[str, Any] = {
+    "mixtral": lambda **more: MixtralForCausalLM(
+        MixtralConfig(**{**SHAPE, "num_local_experts": 8, "intermediate_size": 48, **more})
+    ),
+    "qwen3_moe": lambda **more: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **{**SHAPE, "num_experts": 8, "moe_intermediate_size": 48, "head_dim": 16, **more}
+        )
+    ),
+    "deepseek_v3": lambda **more: DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            **{
+                **SHAPE,
+                "num_key_value_heads": 4,
+                "n_routed_experts": 8,
+                "moe_intermediate_size": 48,
+                "intermediate_size": 80,
+                "first_k_dense_replace": 1,
+                "n_group": 2,
+                "topk_group": 1,
+                "q_lora_rank": 24,
+                "kv_lora_rank": 16,
+                "qk_rope_head_dim": 8,
+                "qk_nope_head_dim": 16,
+                "v_head_dim": 16,
+                **more,
+            }
+        )
+    ),
+}
+
+
+def whole_model(kind: str, **more: Any) -> Any:
+    """The same on every rank."""
+    torch.manual_seed(5)
+    return MODELS[kind](**more).eval()
+
+
+def tokens_of(rank: int) -> Tensor:
+    """Ranks have different numbers of tokens."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    return torch.randint(0, SHAPE["vocab_size"], (2, 5 + rank), generator=generator)
+
+
+def gradients(model: nn.Module, input_ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The logits, and what a loss of them gives every parameter."""
+    out = model(input_ids, labels=input_ids)
+    model.zero_grad()
+    out.loss.backward()
+    # An expert that nobody chose has no gradient on one process, and zeros on many.
+    grads = {
+        name: torch.zeros_like(one) if one.grad is None else one.grad
+        for name, one in model.named_parameters()
+    }
+    return out.logits.detach(), grads
+
+
+def train(group: Any, kind: str, tokens: str) -> tuple[Tensor, dict[str, Tensor]]:
+    model = expert_parallel(whole_model(kind), group, tokens=tokens)
+    return gradients(model, tokens_of(group.rank() if tokens == "own" else 0))
+
+
+def generate(group: Any, kind: str, tokens: str, num_tokens: int) -> Tensor:
+    model = expert_parallel(whole_model(kind), group, tokens=tokens)
+    return continued(model, group.rank() if tokens == "own" else 0, num_tokens)
+
+
+def continued(model: Any, rank: int, num_tokens: int) -> Tensor:
+    return model.generate(tokens_of(rank), max_new_tokens=num_tokens, do_sample=False)
+
+
+def save(group: Any, kind: str, path: str, uneven: bool) -> str:
+    """What the model's own way says, after ours has saved it."""
+    placement = torch.tensor([1, 0, 0, 0, 1, 0, 0, 0]) if uneven else None
+    model = expert_parallel(whole_model(kind), group, placement=placement)
+    save_pretrained(model, path)
+    try:
+        model.save_pretrained(path)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def load(group: Any, path: str, auto: bool, tokens: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """As train, from a checkpoint."""
+    kinds = {"mixtral": MixtralForCausalLM, "qwen3_moe": Qwen3MoeForCausalLM}
+    kinds["deepseek_v3"] = DeepseekV3ForCausalLM
+    model_class = AutoModelForCausalLM if auto else kinds[path.rpartition("/")[2]]
+    model = from_pretrained(model_class, path, group, tokens=tokens)
+    assert type(model).__name__.endswith("ForCausalLM")
+    assert type(model) in kinds.values()
+    return gradients(model, tokens_of(group.rank() if tokens == "own" else 0))
+
+
+def bytes_to_load(group: Any, path: str, alone: bool) -> tuple[int, int]:
+    """How much the process grew at most, and the bytes of the model's parameters."""
+    warm = torch.randn(64, 64) @ torch.randn(64, 64)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if alone:
+        model = AutoModelForCausalLM.from_pretrained(path)
+    else:
+        model = from_pretrained(AutoModelForCausalLM, path, group)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return grown * 1024, sum(one.nbytes for one in model.parameters()) + 0 * int(warm.sum())
+
+
+def by_their_own_plan(group: Any, path: str, sizes: dict[str, Any]) -> tuple[Tensor, int]:
+    """transformers' expert parallelism, with the style in the place of its own."""
+    replace_dispatch()
+    config = DistributedConfig(ep_size=group.size(), **sizes)
+    model = AutoModelForCausalLM.from_pretrained(path, distributed_config=config)
+    same = "tp_size" in sizes
+    logits = model(tokens_of(0 if same else group.rank())).logits
+    used = sum(hasattr(one, "tokenyard") for one in model.modules())
+    return logits.detach(), used
+
+
+def generate_unequally(group: Any, kind: str) -> Tensor:
+    """Ranks that want different numbers of tokens."""
+    model = expert_parallel(whole_model(kind), group)
+    more = 3 + 4 * group.rank()
+    return model.generate(
+        tokens_of(group.rank()), max_new_tokens=more, do_sample=False, synced_gpus=True
+    )
+
+
+def train_with_ddp(group: Any, kind: str) -> dict[str, Tensor]:
+    model = expert_parallel(whole_model(kind), group)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    _, grads = gradients(wrapped, tokens_of(group.rank()))
+    return {name.removeprefix("module."): one for name, one in grads.items()}

@@ -1,0 +1,349 @@
+"""Expert parallelism in transformers models: what one process with all experts gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from safetensors.torch import load_file
+from torch import nn
+from transformers.models.aria.modeling_aria import AriaExperts, AriaTextConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHConfig, NemotronHExperts
+
+from tests.integrations import moe_jobs as jobs
+from tokenyard.integrations.transformers import expert_parallel, experts_forward
+from tokenyard.testing import Processes, assert_same, run_processes, run_virtual
+
+pytestmark = pytest.mark.processes
+
+KINDS = pytest.mark.parametrize("kind", jobs.MODELS)
+TOKENS = pytest.mark.parametrize("tokens", ["own", "same"])
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[Callable[[int], Processes]]:
+    """Processes by their number, each kept: they take seconds to import transformers."""
+    with ExitStack() as stack:
+        yield cache(lambda num_ranks: stack.enter_context(Processes(num_ranks, timeout=100)))
+
+
+@pytest.fixture(params=[1, 2, 4], ids=lambda n: f"{n}-ranks")
+def ranks(request: Any, started: Callable[[int], Processes]) -> Processes:
+    return started(request.param)
+
+
+@pytest.fixture
+def two_ranks(started: Callable[[int], Processes]) -> Processes:
+    return started(2)
+
+
+@cache
+def one_process(kind: str, rank: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """All experts, one rank's tokens."""
+    return jobs.gradients(jobs.whole_model(kind), jobs.tokens_of(rank))
+
+
+def assert_near(got: Tensor, want: Tensor, what: str) -> None:
+    """Sums are made in another order, so float32's last bits differ."""
+    assert got.shape == want.shape, what
+    assert (got - want).norm() <= 1e-5 * want.norm().clamp(min=1e-4), what
+
+
+@TOKENS
+@KINDS
+def test_logits_and_gradients(ranks: Processes, kind: str, tokens: str) -> None:
+    check_training(ranks.run(jobs.train, kind, tokens), kind, tokens)
+
+
+def check_training(results: list[Any], kind: str, tokens: str) -> None:
+    num_ranks = len(results)
+    alone = [one_process(kind, rank if tokens == "own" else 0) for rank in range(num_ranks)]
+    for (logits, _), (want, _) in zip(results, alone):
+        assert want.abs().max() > 1
+        torch.testing.assert_close(logits, want, rtol=0, atol=1e-5)
+
+    num_sliced = 0
+    for name, first in alone[0][1].items():
+        got = [grads[name] for _, grads in results]
+        if tokens == "own":  # the loss is the sum of all ranks' losses
+            want = torch.stack([grads[name] for _, grads in alone]).sum(0)
+        else:
+            want = first
+        if ".experts." in name and ".shared_experts." not in name:
+            num_sliced += 1
+            assert [len(one) for one in got] == [8 // num_ranks] * num_ranks
+            assert_near(torch.cat(got), want, name)
+        elif tokens == "own":
+            assert_near(torch.stack(got).sum(0), want, name)
+        else:
+            for one in got:
+                assert_near(one, want, name)
+    assert num_sliced == (2 if kind == "deepseek_v3" else 4)
+
+
+@KINDS
+def test_generation(ranks: Processes, kind: str) -> None:
+    for got in ranks.run(jobs.generate, kind, "same", 64):
+        assert got.tolist() == generated(kind, 0).tolist()
+
+
+@KINDS
+def test_generation_of_own_tokens(two_ranks: Processes, kind: str) -> None:
+    for rank, got in enumerate(two_ranks.run(jobs.generate, kind, "own", 64)):
+        assert got.tolist() == generated(kind, rank).tolist()
+
+
+@cache
+def generated(kind: str, rank: int) -> Tensor:
+    tokens = jobs.continued(jobs.whole_model(kind), rank, 64)
+    assert len(tokens[0, -64:].unique()) > 3, "it says the same all the time, which proves nothing"
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    paths = {kind: str(tmp_path_factory.mktemp("saved") / kind) for kind in jobs.MODELS}
+    for kind, path in paths.items():
+        jobs.whole_model(kind).save_pretrained(path)
+    return paths
+
+
+@pytest.mark.parametrize("auto", [False, True], ids=["class", "auto"])
+@KINDS
+def test_from_pretrained(
+    two_ranks: Processes, saved: dict[str, str], kind: str, auto: bool
+) -> None:
+    tokens = "same" if auto else "own"
+    check_training(two_ranks.run(jobs.load, saved[kind], auto, tokens), kind, tokens)
+
+
+@pytest.mark.parametrize("uneven", [False, True], ids=["even", "placement"])
+@KINDS
+def test_save_pretrained(
+    two_ranks: Processes, saved: dict[str, str], tmp_path: Path, kind: str, uneven: bool
+) -> None:
+    own_way = two_ranks.run(jobs.save, kind, str(tmp_path), uneven)
+    assert (tmp_path / "config.json").read_text() == Path(saved[kind], "config.json").read_text()
+    want = load_file(Path(saved[kind], "model.safetensors"))
+    got = load_file(tmp_path / "model.safetensors")
+    assert got.keys() == want.keys()
+    for name, one in want.items():
+        assert_same(got[name], one)
+    layer = 1 if kind == "deepseek_v3" else 0
+    assert own_way == 2 * [
+        f"save_pretrained: this rank has a part of the experts of model.layers.{layer}.mlp.experts"
+        ", want tokenyard.integrations.transformers.save_pretrained(model, path), on all ranks"
+    ]
+
+
+def test_loading_takes_the_memory_of_its_experts(tmp_path: Path) -> None:
+    path = str(tmp_path / "large")
+    large = {"hidden_size": 256, "moe_intermediate_size": 512, "num_experts": 32}
+    model = jobs.whole_model("qwen3_moe", num_hidden_layers=4, **large)
+    experts = sum(one.nbytes for one in expert_parameters(model).values())
+    rest = sum(one.nbytes for one in model.parameters()) - experts
+    model.save_pretrained(path)
+    alone = run_processes(jobs.bytes_to_load, 1, path, True)[0]
+    assert experts > 190e6
+    assert alone[1] == experts + rest
+    for grown, held in run_processes(jobs.bytes_to_load, 4, path, False):
+        assert held == experts // 4 + rest
+        assert grown < alone[0] - experts // 2, "more than half of the experts at once"
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"tp_size": 2, "tp_plan": {}}, {"fsdp_size": 2}], ids=["same-tokens", "fsdp"]
+)
+def test_in_the_place_of_their_own_dispatch(
+    two_ranks: Processes, saved: dict[str, str], sizes: dict[str, Any]
+) -> None:
+    pytest.importorskip("accelerate", reason="transformers' own loading wants accelerate")
+    results = two_ranks.run(jobs.by_their_own_plan, saved["qwen3_moe"], sizes)
+    for rank, (logits, num_used) in enumerate(results):
+        want, _ = one_process("qwen3_moe", 0 if "tp_size" in sizes else rank)
+        torch.testing.assert_close(logits, want, rtol=0, atol=1e-5)
+        assert num_used == 2
+
+
+def gpt_oss() -> nn.Module:
+    """Biases, transposed, and a gate of its own."""
+    return GptOssExperts(GptOssConfig(num_local_experts=5, hidden_size=16, intermediate_size=12))
+
+
+def nemotron_h() -> nn.Module:
+    """No gate."""
+    return NemotronHExperts(
+        NemotronHConfig(n_routed_experts=5, hidden_size=16, moe_intermediate_size=12)
+    )
+
+
+def aria() -> nn.Module:
+    """Transposed."""
+    return AriaExperts(AriaTextConfig(moe_num_experts=5, hidden_size=32, intermediate_size=12))
+
+
+def muse_like() -> nn.Module:
+    """A norm after each expert."""
+    experts = gpt_oss()
+    experts.has_post_expert_norm, experts.post_expert_norm = True, nn.RMSNorm(16)
+    return experts
+
+
+def block(make: Any) -> nn.ModuleDict:
+    generator = torch.Generator().manual_seed(3)  # virtual ranks share the global one
+    experts = make()
+    experts.config._experts_implementation = "grouped_mm"
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.5, generator=generator)
+    return nn.ModuleDict({"experts": experts})
+
+
+def step(module: nn.Module, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, and the gradients of tokens and weights; parameters get theirs too."""
+    generator = torch.Generator().manual_seed(rank)
+    hidden = 32 if isinstance(module, AriaExperts) else 16
+    x = torch.randn(6 + rank, hidden, generator=generator, requires_grad=True)
+    weights, topk_idx = torch.rand(6 + rank, 5, generator=generator).topk(2)
+    weights.requires_grad_()
+    out = module(x, topk_idx, weights)
+    out.square().sum().backward()
+    return out.detach(), x.grad, weights.grad
+
+
+PLACEMENTS = {"even": None, "placed": torch.tensor([2, 0, 1, 0, 2])}
+
+
+@TOKENS
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("make", [gpt_oss, nemotron_h, aria, muse_like])
+def test_kinds_of_experts(make: Any, placement: str, tokens: str) -> None:
+    """Five experts on three ranks."""
+    where = PLACEMENTS[placement]
+    rank_of = [0, 0, 1, 1, 2] if where is None else where.tolist()
+
+    def job(group: Any) -> tuple[Any, dict[str, Tensor]]:
+        model = expert_parallel(block(make), group, tokens=tokens, placement=where)
+        got = step(model["experts"], group.rank() if tokens == "own" else 0)
+        return got, {name: one.grad for name, one in model["experts"].named_parameters()}
+
+    results = run_virtual(job, 3).results
+    whole = block(make)["experts"]
+    for rank, (got, _) in enumerate(results):
+        if tokens == "same":
+            whole.zero_grad()
+        for one, want in zip(got, step(whole, rank if tokens == "own" else 0)):
+            assert_near(one, want, "outputs and gradients of inputs")
+    for name, parameter in whole.named_parameters():
+        for rank, (_, grads) in enumerate(results):
+            if name.startswith("post_expert_norm"):  # whole on all ranks, and each has a part
+                continue
+            owned = [expert for expert in range(5) if rank_of[expert] == rank]
+            assert_near(grads[name], parameter.grad[owned], name)
+
+
+def test_holds_only_its_experts() -> None:
+    def job(group: Any) -> tuple[int, int, list[str]]:
+        whole = jobs.whole_model("mixtral")
+        storages = [one.untyped_storage() for one in expert_parameters(whole).values()]
+        full = sum(one.nbytes() for one in storages)
+        before = storages[0]._weak_ref()
+        del storages
+        model = expert_parallel(whole, group)
+        assert torch.UntypedStorage._expired(before), "the whole is still there"
+        torch.UntypedStorage._free_weak_ref(before)
+        kept = expert_parameters(model)
+        return full, sum(one.untyped_storage().nbytes() for one in kept.values()), list(kept)
+
+    for full, kept, names in run_virtual(job, 4).results:
+        assert kept * 4 == full
+        assert len(names) == 4
+
+
+def expert_parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {name: one for name, one in model.named_parameters() if ".experts." in name}
+
+
+def test_leaves_the_config_of_others_alone() -> None:
+    whole = jobs.whole_model("qwen3_moe")
+    other = type(whole)(whole.config)
+    input_ids = jobs.tokens_of(0)
+    want = other(input_ids).logits
+    run_virtual(lambda group: expert_parallel(whole, group), 1)
+    torch.testing.assert_close(other(input_ids).logits, want, rtol=0, atol=0)
+
+
+def test_data_parallel(two_ranks: Processes) -> None:
+    """DistributedDataParallel means all gradients but those of the experts."""
+    results = two_ranks.run(jobs.train_with_ddp, "mixtral")
+    alone = [one_process("mixtral", rank)[1] for rank in range(2)]
+    for name in alone[0]:
+        want = alone[0][name] + alone[1][name]
+        if ".experts." in name:
+            assert_near(torch.cat([grads[name] for grads in results]), want, name)
+        else:
+            for grads in results:
+                assert_near(grads[name], want / 2, name)
+
+
+def test_ranks_that_want_different_numbers_of_tokens(two_ranks: Processes) -> None:
+    results = two_ranks.run(jobs.generate_unequally, "mixtral")
+    for rank, got in enumerate(results):
+        want = generated("mixtral", rank)[:, : jobs.tokens_of(rank).shape[1] + 3 + 4 * rank]
+        assert got.tolist() == want.tolist()
+
+
+BAD = {
+    "no-experts": (
+        lambda group: expert_parallel(nn.Linear(2, 2), group),
+        "Linear has no experts that transformers runs through ALL_EXPERTS_FUNCTIONS, "
+        "want an MoE model",
+    ),
+    "twice": (
+        lambda group: expert_parallel(expert_parallel(block(gpt_oss), group), group),
+        "experts is expert parallel already, want a model that is not",
+    ),
+    "tokens": (
+        lambda group: expert_parallel(block(gpt_oss), group, tokens="all"),
+        "tokens is 'all', want one of ('own', 'same')",
+    ),
+    "idle-rank": (
+        lambda group: expert_parallel(
+            block(gpt_oss), group, placement=torch.tensor([0, 0, 0, 0, 0])
+        ),
+        "rank 1 has none of the 5 experts of experts, want at least one on each of 2 ranks",
+    ),
+    "placement": (
+        lambda group: expert_parallel(block(gpt_oss), group, placement=torch.tensor([0, 1])),
+        "placement has 2 experts, want 5, experts's",
+    ),
+    "no-buffer": (
+        lambda group: experts_forward(gpt_oss(), *[torch.zeros(1, 1)] * 3),
+        "GptOssExperts has no Buffer, want a model that was given to "
+        "tokenyard.integrations.transformers.expert_parallel",
+    ),
+    "different-tokens": (
+        lambda group: step(
+            expert_parallel(block(gpt_oss), group, tokens="same")["experts"], group.rank()
+        ),
+        "rank 0 has 6 tokens and others have not: want tokens='own', "
+        "or the same tokens on all ranks",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_says_what_is_wrong(case: str) -> None:
+    job, message = BAD[case]
+    with pytest.raises(ValueError) as caught:
+        run_virtual(job, 2)
+    assert str(caught.value) == message
