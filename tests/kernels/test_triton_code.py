@@ -75,7 +75,7 @@ def test_sums_are_ieee_on_nvidia(target: str) -> None:
     """No fused multiply-add, no flushed denormals, no approximate division."""
     for one in made(target):
         assert not re.search(r"\.ftz|\bdiv\.(full|approx)|\brcp\.approx", one.text), one.case
-    for one in of(target, "reduce", "unpermute", "to_fp8", "from_fp8"):
+    for one in of(target, "reduce", "unpermute", "gradients", "to_fp8", "from_fp8"):
         assert not re.search(r"\bfma\.", one.text), one.case
     for one in of(target, "unpermute float32 weighted"):
         if one.kernel == "_unpermute_kernel":
@@ -89,7 +89,7 @@ def test_sums_are_ieee_on_nvidia(target: str) -> None:
 def test_sums_are_ieee_on_amd(target: str) -> None:
     """No fused multiply-add; denormals are kept, as 3 in these modes says."""
     fused = re.compile(r"\bv_(pk_)?(fma|fmac|mad|mac)(mk|ak)?_(f|mix)")
-    for one in of(target, "reduce", "unpermute", "from_fp8"):
+    for one in of(target, "reduce", "unpermute", "gradients", "from_fp8"):
         assert not fused.search(one.text), one.case
     for one in made(target):
         modes = re.findall(r"\.amdhsa_float_denorm_mode_(?:32|16_64) (\d)", one.text)
@@ -99,7 +99,7 @@ def test_sums_are_ieee_on_amd(target: str) -> None:
 @by_target
 def test_atomics_that_only_count_are_relaxed_and_nothing_else_is_atomic(target: str) -> None:
     """Counters are read by later kernels: no order is wanted, and none is paid for."""
-    counting = of(target, "layout", "align", "place", "unpermute")
+    counting = of(target, "layout", "align", "place", "unpermute", "gradients")
     moving = [one for one in made(target) if one not in counting]
     word = r"\batom\.|\bred\." if target in NVIDIA else r"_atomic_"
     assert not [one.case for one in moving if re.search(word, one.text)]

@@ -8,12 +8,14 @@ agrees with `spec` in Triton's interpreter, and compiles for five targets.
     layout     who gets each token, and the lists of rows
     rows       pack, spread and localise: moving bytes, renaming experts
     sums       reduce and unpermute
+    gradients  those of unpermute
     experts    align and place: pairs by expert
     rearrange  copies between any two strides
     quantize   to FP8 and back
 """
 
 from tokenyard.kernels.triton.experts import align, place
+from tokenyard.kernels.triton.gradients import unpermute_backward
 from tokenyard.kernels.triton.layout import layout, route
 from tokenyard.kernels.triton.quantize import plan_from_fp8, plan_to_fp8
 from tokenyard.kernels.triton.rearrange import rearrange
@@ -33,4 +35,5 @@ __all__ = [
     "route",
     "spread",
     "unpermute",
+    "unpermute_backward",
 ]

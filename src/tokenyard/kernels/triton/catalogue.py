@@ -89,6 +89,8 @@ def _summing() -> Iterator[Case]:
         yield f"reduce {name} biases nodes", both
         yield f"unpermute {name}", partial(kernels.unpermute, x, places, None, out)
         yield f"unpermute {name} weighted", partial(kernels.unpermute, x, places, weights, out)
+        given = (x, x, places, weights, out, torch.zeros_like(weights))
+        yield f"gradients {name}", partial(kernels.unpermute_backward, *given)
 
 
 def _casting() -> Iterator[Case]:

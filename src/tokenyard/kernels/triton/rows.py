@@ -157,10 +157,9 @@ def spread(x_NB: Tensor, row_of_NK: Tensor, out_MB: Tensor) -> Tensor:
         return out_MB
     written = torch.zeros(num_places, dtype=torch.int8, device=out_MB.device)
     shape = _shape(x_NB, out_MB)
-    rows = shape.constants["ROWS"]
     launch(
         _spread_kernel,
-        (blocks(num_rows, rows),),
+        (blocks(num_rows, shape.constants["ROWS"]),),
         x_NB,
         row_of_NK,
         out_MB,
@@ -171,17 +170,22 @@ def spread(x_NB: Tensor, row_of_NK: Tensor, out_MB: Tensor) -> Tensor:
         *shape[:3],
         **shape.constants,
     )
+    zero_unwritten(out_MB, written)
+    return out_MB
+
+
+def zero_unwritten(out_MB: Tensor, written_M: Tensor) -> None:
+    shape = _shape(out_MB, out_MB)
     launch(
         _zero_kernel,
-        (blocks(num_places, rows),),
+        (blocks(out_MB.shape[0], shape.constants["ROWS"]),),
         out_MB,
-        written,
-        num_places,
+        written_M,
+        out_MB.shape[0],
         shape.width,
         shape.out_stride,
         **shape.constants,
     )
-    return out_MB
 
 
 @triton.jit

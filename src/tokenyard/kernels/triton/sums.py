@@ -37,7 +37,8 @@ _PAIRS = 256
 _NONE = tl.constexpr(NONE)
 
 
-def _block(hidden: int, itemsize: int) -> int:
+def column_block(hidden: int, itemsize: int) -> int:
+    """Elements of a row that a program takes."""
     return min(_BYTES // itemsize, power_of_two(hidden))
 
 
@@ -113,7 +114,7 @@ def reduce_at(
     """`reduce` of contiguous rows that begin at these addresses, in this rank's memory or not."""
     num_tokens, hidden = out_TD.shape
     kind, itemsize = kind_of(out_TD.dtype), out_TD.element_size()
-    block = _block(hidden, itemsize)
+    block = column_block(hidden, itemsize)
     out = as_passed(out_TD)
     biases = [as_passed(bias.contiguous()) for bias in biases_TD]
     launch(
@@ -143,6 +144,14 @@ def _outside_kernel(row_of, first_bad, num_pairs, num_rows, PAIRS: tl.constexpr)
     place = tl.load(row_of + pairs, mask=pairs < num_pairs, other=-1)
     bad = (place < -1) | (place >= num_rows)
     tl.atomic_min(first_bad + pairs * 0, pairs, mask=bad, sem="relaxed")
+
+
+def find_outside(row_of_NK: Tensor, num_rows: int) -> Tensor:
+    """A counter with the first place in row_of that is no row of -1..M-1."""
+    bad, pairs = first_bad(row_of_NK.device), row_of_NK.numel()
+    grid = (blocks(pairs, _PAIRS),)
+    launch(_outside_kernel, grid, row_of_NK, bad, pairs, num_rows, PAIRS=_PAIRS)
+    return bad
 
 
 @triton.jit
@@ -177,10 +186,8 @@ def _unpermute_kernel(
 
 def unpermute(y_MD: Tensor, row_of_NK: Tensor, weights_NK: Tensor | None, out_ND: Tensor) -> int:
     (num_rows, num_topk), hidden = row_of_NK.shape, y_MD.shape[1]
-    bad, pairs = first_bad(y_MD.device), row_of_NK.numel()
-    grid = (blocks(pairs, _PAIRS),)
-    launch(_outside_kernel, grid, row_of_NK, bad, pairs, y_MD.shape[0], PAIRS=_PAIRS)
-    block = _block(hidden, y_MD.element_size())
+    bad = find_outside(row_of_NK, y_MD.shape[0])
+    block = column_block(hidden, y_MD.element_size())
     launch(
         _unpermute_kernel,
         (num_rows, blocks(hidden, block)),
