@@ -105,3 +105,48 @@ def test_atomics_that_only_count_are_relaxed_and_nothing_else_is_atomic(target: 
     assert not [one.case for one in moving if re.search(word, one.text)]
     for one in counting:
         assert not re.search(r"\.(acq_rel|acquire|release)\b", one.text), one.case
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+def test_flags_are_released_and_acquired_at_system_scope_on_nvidia(target: str) -> None:
+    """A store is relaxed by itself, and made a release by the fence of all threads before it."""
+    (raised,), (awaited,) = of(target, "raise"), of(target, "await")
+    fence = r"fence\.(?:release|acq_rel)\.sys;\s+(?://[^\n]*\s+)*"
+    stores = re.findall(r"\bst\.\w+\.\w+\.global\S*", raised.text)
+    assert stores
+    assert set(stores) == {"st.relaxed.sys.global.b64"}
+    released = re.findall(rf"bar\.sync\s+0;\s+{fence}@%p\d+ st\.relaxed\.sys", raised.text)
+    assert len(released) == len(stores)
+    loads = re.findall(r"\bld\.\w+\.\w+\.global\S*", awaited.text)
+    assert set(loads) == {"ld.relaxed.sys.global.b64"}
+    acquired = re.findall(
+        r"ld\.relaxed\.sys[^;]*;[^;]*?fence\.(?:acquire|acq_rel)\.sys;", awaited.text
+    )
+    assert len(acquired) == len(loads)
+
+
+@pytest.mark.parametrize("target", AMD)
+def test_flags_are_released_and_acquired_at_system_scope_on_amd(target: str) -> None:
+    """Write-back of all caches before the store, invalidation after the load; sc0 sc1 is system."""
+    (raised,), (awaited,) = of(target, "raise"), of(target, "await")
+    stores = re.findall(r"global_store_dwordx2.*", raised.text)
+    released = re.findall(
+        r"buffer_wbl2 sc0 sc1\s+s_waitcnt vmcnt\(0\)(?:(?!global_).)*?"
+        r"global_store_dwordx2[^\n]* sc0 sc1",
+        raised.text,
+        re.DOTALL,  # nothing reaches memory between the write-back and the store
+    )
+    assert len(released) == len(stores) > 0
+    loads = re.findall(r"global_load_dwordx2.* sc0 sc1", awaited.text)
+    acquired = re.findall(
+        r"global_load_dwordx2.* sc0 sc1\s+s_waitcnt vmcnt\(0\)[^\n]*\s+buffer_inv sc0 sc1",
+        awaited.text,
+    )
+    assert len(acquired) == len(loads) > 0
+
+
+@by_target
+def test_rows_are_published_by_nothing_but_flags(target: str) -> None:
+    word = r"\.relaxed\.|\.release|\batom\b" if target in NVIDIA else r"sc0 sc1|_atomic_"
+    for one in of(target, "put", "reduce"):
+        assert not re.search(word, one.text), one.case

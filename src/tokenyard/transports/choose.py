@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from tokenyard.transports.base import Communicator, RowKernels, Transport
 from tokenyard.transports.collective import CollectiveTransport
 from tokenyard.transports.direct import DirectKernels, DirectTransport
+from tokenyard.transports.peers import PeerMemory, SharedSegments
+from tokenyard.transports.puts import PutKernels, SymmetricTransport
 from tokenyard.transports.ring import RingKernels, RingTransport
 from tokenyard.transports.symmetric import why_not
 from tokenyard.transports.team import Team
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("tokenyard")
 _TRANSPORTS = ("direct", "ring", "collective")
+_BY_NAME = ("symmetric",)  # never taken by itself: no GPU has run it yet
 
 
 class _SharingKernels(DirectKernels, RingKernels, Protocol):
@@ -25,11 +28,12 @@ class _SharingKernels(DirectKernels, RingKernels, Protocol):
 
 
 def available() -> tuple[str, ...]:
+    """Those that every kernel set for CPU tensors can use, where ranks share a machine."""
     return _TRANSPORTS
 
 
 def check_name(name: str) -> None:
-    if name not in ("auto", *_TRANSPORTS):
+    if name not in ("auto", *_TRANSPORTS, *_BY_NAME):
         raise ValueError(f"unknown transport {name!r}; available: auto, {', '.join(_TRANSPORTS)}")
 
 
@@ -62,6 +66,8 @@ def open_transport(
     num_channels: int,
 ) -> Transport:
     """All ranks together, with the same name. `apart` says why they cannot share memory."""
+    if name == "symmetric":
+        return _open_symmetric(communicator, kernels, node_of_rank, timeout)
     if name in ("direct", "ring") and apart is not None:
         raise ValueError(f"transport {name!r} cannot be used: {apart}")
     if name == "auto" and communicator.name == "loopback":
@@ -83,3 +89,20 @@ def open_transport(
     if name == "ring":
         return RingTransport(team, sharing, node_of_rank, num_bytes, num_channels)
     return DirectTransport(team, sharing, node_of_rank)
+
+
+def _open_symmetric(
+    communicator: Communicator,
+    kernels: RowKernels,
+    node_of_rank: Sequence[int],
+    timeout: float,
+) -> Transport:
+    if not hasattr(kernels, "put"):
+        raise ValueError(
+            "transport 'symmetric' cannot be used: the kernel set has no put (take triton)"
+        )
+    try:
+        peers: PeerMemory = SharedSegments(communicator, timeout)
+    except OSError as error:
+        raise ValueError(f"transport 'symmetric' cannot be used: {error}") from error
+    return SymmetricTransport(communicator, peers, cast(PutKernels, kernels), node_of_rank)

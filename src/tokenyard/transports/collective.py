@@ -34,16 +34,7 @@ class CollectiveTransport:
         self.name = f"collective over {communicator.name}"
 
     def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
-        one_each = [1] * self.size
-        answer_RM = np.zeros_like(message_RM)
-        self._communicator.all_to_all(
-            as_bytes(torch.from_numpy(answer_RM)),
-            as_bytes(torch.from_numpy(message_RM)),
-            one_each,
-            one_each,
-            stage,
-        )
-        return answer_RM
+        return exchange_words(self._communicator, message_RM, stage)
 
     def offer_rows(self, flow: Flow | None, widths: Sequence[int]) -> Sequence[int]:
         return ()
@@ -122,6 +113,20 @@ class CollectiveTransport:
     def _unpack(self, records: Tensor, columns: Sequence[Tensor]) -> None:
         for part, column in zip(_parts(records, columns), columns):
             self._kernels.pack(part, None, column)
+
+
+def exchange_words(communicator: Communicator, message_RM: np.ndarray, stage: str) -> np.ndarray:
+    """Row r of an int64 message goes to rank r; row r of the answer came from it."""
+    one_each = [1] * communicator.size
+    answer_RM = np.zeros_like(message_RM)
+    communicator.all_to_all(
+        as_bytes(torch.from_numpy(answer_RM)),
+        as_bytes(torch.from_numpy(message_RM)),
+        one_each,
+        one_each,
+        stage,
+    )
+    return answer_RM
 
 
 def _parts(records: Tensor, columns: Sequence[Tensor]) -> tuple[Tensor, ...]:

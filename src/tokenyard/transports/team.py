@@ -70,9 +70,9 @@ class Team:
             self._kept.append(control)
             fd = control.fd
             control.array()[:8].view(np.int64)[0] = nonce
-        self._pids, fds, nonces = _tell_all(communicator, [os.getpid(), fd, nonce])
+        self._pids, fds, nonces = tell_all(communicator, [os.getpid(), fd, nonce])
         failure = failure or self._attach_controls(fds, nonces)
-        failed = _tell_all(communicator, [int(failure is not None)])[0]
+        failed = tell_all(communicator, [int(failure is not None)])[0]
         if any(failed):
             self.close()
             others = name_ranks([rank for rank, one in enumerate(failed) if one])
@@ -292,7 +292,7 @@ def _try_segment(num_bytes: int) -> tuple[Segment | None, str | None]:
         return None, str(error)
 
 
-def _tell_all(communicator: Communicator, numbers: list[int]) -> list[list[int]]:
+def tell_all(communicator: Communicator, numbers: list[int]) -> list[list[int]]:
     """Each of these numbers, of all ranks."""
     message = torch.tensor([numbers] * communicator.size)
     answer = torch.empty_like(message)

@@ -12,26 +12,33 @@ agrees with `spec` in Triton's interpreter, and compiles for five targets.
     experts    align and place: pairs by expert
     rearrange  copies between any two strides
     quantize   to FP8 and back
+    peers      rows into other ranks' memory, and flags
+    ahead      all of it compiled without a device; `catalogue` says what
 """
 
 from tokenyard.kernels.triton.experts import align, place
 from tokenyard.kernels.triton.gradients import unpermute_backward
 from tokenyard.kernels.triton.layout import layout, route
+from tokenyard.kernels.triton.peers import await_flags, put, raise_flags
 from tokenyard.kernels.triton.quantize import plan_from_fp8, plan_to_fp8
 from tokenyard.kernels.triton.rearrange import rearrange
 from tokenyard.kernels.triton.rows import localise, pack, spread
-from tokenyard.kernels.triton.sums import reduce, unpermute
+from tokenyard.kernels.triton.sums import reduce, reduce_at, unpermute
 
 __all__ = [
     "align",
+    "await_flags",
     "layout",
     "localise",
     "pack",
     "place",
     "plan_from_fp8",
     "plan_to_fp8",
+    "put",
+    "raise_flags",
     "rearrange",
     "reduce",
+    "reduce_at",
     "route",
     "spread",
     "unpermute",

@@ -30,6 +30,7 @@ def cases() -> Iterator[Case]:
     yield from _moving()
     yield from _summing()
     yield from _casting()
+    yield from _sharing()
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -106,3 +107,14 @@ def _casting() -> Iterator[Case]:
             scales_NS = torch.zeros(TOKENS, HIDDEN // 512, dtype=torch.int32)
         back = kernels.plan_from_fp8(TOKENS, HIDDEN, packed)
         yield f"from_fp8 {SCALES[2 * packed]}", partial(back, fp8, scales_NS)
+
+
+def _sharing() -> Iterator[Case]:
+    some = torch.zeros(TOKENS + 1, dtype=torch.int32)
+    route = Route(some, (0,) * RANKS, some, some, some)
+    flags = [64 * rank for rank in range(RANKS)]
+    for dtype in ROW_DTYPES:
+        x = torch.zeros(TOKENS, HIDDEN, dtype=dtype).view(torch.uint8)
+        yield f"put {_name(dtype)}", partial(kernels.put, x, route, flags, 6)
+    yield "raise", partial(kernels.raise_flags, flags, 7, some.device)
+    yield "await", partial(kernels.await_flags, flags, 7, some[:1], 0, 1 << 20)
