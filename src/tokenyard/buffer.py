@@ -22,6 +22,7 @@ from tokenyard.errors import BufferClosed, PeerError
 from tokenyard.events import EventHandle, EventOverlap
 from tokenyard.opening import open_engine
 from tokenyard.prepare import DispatchRequest
+from tokenyard.streams import Finish, capture
 from tokenyard.types import Config, Handle
 
 if TYPE_CHECKING:
@@ -170,6 +171,7 @@ class Buffer:
         """
         engine = self._open_engine()
         config = _default_config(Buffer.num_sms) if config is None else config
+        finish = Finish(async_finish, allocate_on_comm_stream)
         if handle is not None:
             routing = {
                 "num_tokens_per_rank": num_tokens_per_rank,
@@ -182,7 +184,7 @@ class Buffer:
             beside = [name for name, value in routing.items() if value is not None]
             try:
                 again, scales, event = engine.dispatch_cached(
-                    x, handle, beside, config, previous_event, async_finish
+                    x, handle, beside, config, previous_event, finish
                 )
             except PeerError as error:
                 raise self._broken_by(error) from error.__cause__
@@ -202,7 +204,7 @@ class Buffer:
             previous_event,
         )
         try:
-            received, made, event = engine.dispatch(request, async_finish)
+            received, made, event = engine.dispatch(request, finish)
         except PeerError as error:
             raise self._broken_by(error) from error.__cause__
         return Dispatched(
@@ -232,9 +234,10 @@ class Buffer:
         """
         engine = self._open_engine()
         config = _default_config(Buffer.num_sms) if config is None else config
+        finish = Finish(async_finish, allocate_on_comm_stream)
         try:
             return Combined(
-                *engine.combine(x, handle, topk_weights, bias, config, previous_event, async_finish)
+                *engine.combine(x, handle, topk_weights, bias, config, previous_event, finish)
             )
         except PeerError as error:
             raise self._broken_by(error) from error.__cause__
@@ -284,7 +287,7 @@ class Buffer:
     @staticmethod
     def capture() -> EventOverlap:
         """An event that is over when all work submitted so far is."""
-        return EventOverlap(EventHandle())
+        return EventOverlap(capture())
 
     @classmethod
     def set_num_sms(cls, new_num_sms: int) -> None:
@@ -304,9 +307,10 @@ class Buffer:
     def get_combine_config(num_ranks: int) -> Config:
         return _default_config(Buffer.num_sms)
 
-    def get_comm_stream(self) -> torch.cpu.Stream:
+    def get_comm_stream(self) -> Any:
         """The stream that communication runs on: on CPU, the only one."""
-        return torch.cpu.current_stream()
+        streams = self._open_engine().streams
+        return torch.cpu.current_stream() if streams is None else streams.comm
 
     def _open_engine(self) -> Engine:
         engine = self._engine

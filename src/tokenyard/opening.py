@@ -14,6 +14,7 @@ from tokenyard import kernels as kernel_sets
 from tokenyard import validate
 from tokenyard.agreement import STAGES, Agreement, Call, Terms
 from tokenyard.engine import Engine
+from tokenyard.streams import streams_for
 from tokenyard.topology import Placement, Topology
 from tokenyard.transports import (
     CollectiveTransport,
@@ -38,7 +39,7 @@ def open_engine(
     """The engine of a new Buffer. Bad options on one rank raise on all of them."""
     sane = isinstance(timeout, (int, float)) and 0 < timeout <= 1e6
     communicator = connect(group, timeout if sane else 30.0)
-    rank, size = communicator.rank, communicator.size
+    rank, size, device = communicator.rank, communicator.size, communicator.device
     # The first meeting needs no fast kernels, and must take place even if `kernels` is wrong.
     plain = kernel_sets.load("reference")
     first = Agreement(CollectiveTransport(communicator, plain, node_of_rank=[0] * size))
@@ -47,12 +48,12 @@ def open_engine(
         validate.require(sane, f"timeout is {timeout!r}, want seconds above 0, at most 1e6")
         if ranks_per_node is not None:
             validate.integer("ranks_per_node", ranks_per_node, at_least=1)
-        kernel_set = kernel_sets.load(kernel_sets.choose("cpu") if kernels == "auto" else kernels)
+        kernel_set = kernel_sets.pick(kernels, device.type)
         check_name(transport)
         validate.integer("num_nvl_bytes", num_nvl_bytes, at_least=0, at_most=2**50)
         if placement is None:
             return kernel_set, None
-        return kernel_set, Placement(validate.placement(placement, size), size)
+        return kernel_set, Placement(validate.placement(placement, size).to(device), size)
 
     def terms(made: tuple[kernel_sets.Kernels, Placement | None]) -> Terms:
         kernel_set, placed = made
@@ -87,7 +88,8 @@ def open_engine(
         num_bytes=num_nvl_bytes,
         num_channels=num_channels,
     )
-    return Engine(opened, kernel_set, Agreement(opened, shared_id), topology, placed, own_id)
+    agreement, streams = Agreement(opened, shared_id), streams_for(device)
+    return Engine(opened, kernel_set, agreement, topology, placed, own_id, device, streams)
 
 
 def _machine() -> int:

@@ -17,6 +17,7 @@ FLOORS = {
     "memory": 0,
     "topology": 0,
     "threads": 1,
+    "streams": 1,
     "spec": 2,
     "kernels": 2,
     "transports": 2,

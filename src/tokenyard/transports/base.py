@@ -50,6 +50,7 @@ class Communicator(Protocol):
     rank: int
     size: int
     name: str
+    device: torch.device  # of the rows that it moves
 
     def all_to_all(
         self,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from tokenyard.transports.base import Communicator, RowKernels, Transport
 from tokenyard.transports.collective import CollectiveTransport
 from tokenyard.transports.direct import DirectKernels, DirectTransport
-from tokenyard.transports.peers import PeerMemory, SharedSegments
+from tokenyard.transports.peers import PeerMemory, SharedSegments, TorchSymmetricMemory
 from tokenyard.transports.puts import PutKernels, SymmetricTransport
 from tokenyard.transports.ring import RingKernels, RingTransport
 from tokenyard.transports.symmetric import why_not
@@ -101,8 +101,13 @@ def _open_symmetric(
         raise ValueError(
             "transport 'symmetric' cannot be used: the kernel set has no put (take triton)"
         )
+    peers: PeerMemory
     try:
-        peers: PeerMemory = SharedSegments(communicator, timeout)
+        if communicator.device.type == "cuda":
+            group = cast(Any, communicator).group()
+            peers = TorchSymmetricMemory(group, communicator.device, timeout)
+        else:
+            peers = SharedSegments(communicator, timeout)
     except OSError as error:
         raise ValueError(f"transport 'symmetric' cannot be used: {error}") from error
     return SymmetricTransport(communicator, peers, cast(PutKernels, kernels), node_of_rank)

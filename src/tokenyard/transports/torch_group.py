@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -30,6 +31,9 @@ class TorchCommunicator:
         self._timeout = timeout
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.name = str(dist.get_backend(group))
+        self.device = torch.device("cpu")
+        if self.name == "nccl":  # RCCL calls itself so too
+            self.device = torch.device("cuda", torch.cuda.current_device())
 
     def all_to_all(
         self,
@@ -39,12 +43,15 @@ class TorchCommunicator:
         counts: Sequence[int],
         stage: str,
     ) -> None:
-        group = self._group()
+        group = self.group()
         try:
             work = dist.all_to_all_single(
                 out_NB, rows_NB, list(out_counts), list(counts), group=group, async_op=True
             )
-            self._wait(work)
+            if self.device.type == "cuda":
+                work.wait()  # the stream does, not the host; NCCL's own watchdog sees to peers
+            else:
+                self._wait(work)
         except RuntimeError as error:
             raise self._blame(stage, error) from error
 
@@ -74,7 +81,7 @@ class TorchCommunicator:
     def close(self) -> None:
         """The group is the user's, and stays."""
 
-    def _group(self) -> dist.ProcessGroup:
+    def group(self) -> dist.ProcessGroup:
         group = self._group_ref()
         if group is None:
             raise BufferClosed(f"the process group was destroyed, on rank {self.rank}")
@@ -116,7 +123,7 @@ class TorchCommunicator:
         return tuple(silent)
 
     def _store(self) -> dist.Store:
-        return dist.distributed_c10d._get_process_group_store(self._group())
+        return dist.distributed_c10d._get_process_group_store(self.group())
 
 
 def _is_fresh(store: dist.Store, key: str) -> bool:
