@@ -90,24 +90,26 @@ class _Cuda:
 
     @staticmethod
     def record_stream(tensor: Tensor, stream: Any) -> None:
-        tensor.record_stream(stream)
+        tensor.record_stream(stream)  # no GPU has run this
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(torch.cuda, name)
+        return getattr(torch.cuda, name)  # no GPU has run this
 
 
 def capture() -> EventHandle:
     """All that the current stream was given, if there are any; else a moment that has passed."""
     if not torch.cuda.is_initialized():
         return EventHandle()
-    event = torch.cuda.Event()
-    event.record()
-    return StreamEvent(event, _Cuda())
+    event = torch.cuda.Event()  # no GPU has run this
+    event.record()  # no GPU has run this
+    return StreamEvent(event, _Cuda())  # no GPU has run this
 
 
 def streams_for(device: torch.device) -> Streams | None:
     """None for a CPU group."""
-    return Streams(device, _Cuda()) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    return Streams(device, _Cuda())  # no GPU has run this
 
 
 def to_device(numbers: np.ndarray, device: torch.device) -> Tensor:
@@ -115,14 +117,14 @@ def to_device(numbers: np.ndarray, device: torch.device) -> Tensor:
     there = torch.from_numpy(numbers)
     if device.type == "cpu":
         return there
-    return there.pin_memory().to(device, non_blocking=True)
+    return there.pin_memory().to(device, non_blocking=True)  # no GPU has run this
 
 
 def to_host(numbers: Tensor) -> np.ndarray:
     """Waits until the device has made them: through pinned memory, and for this stream alone."""
     if numbers.device.type == "cpu":
         return numbers.numpy()
-    here = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-    here.copy_(numbers, non_blocking=True)
-    torch.cuda.current_stream(numbers.device).synchronize()
-    return here.numpy()
+    here = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)  # no GPU has run this
+    here.copy_(numbers, non_blocking=True)  # no GPU has run this
+    torch.cuda.current_stream(numbers.device).synchronize()  # no GPU has run this
+    return here.numpy()  # no GPU has run this

@@ -104,8 +104,8 @@ def _open_symmetric(
     peers: PeerMemory
     try:
         if communicator.device.type == "cuda":
-            group = cast(Any, communicator).group()
-            peers = TorchSymmetricMemory(group, communicator.device, timeout)
+            group = cast(Any, communicator).group()  # no GPU has run this
+            peers = TorchSymmetricMemory(group, communicator.device, timeout)  # no GPU has run this
         else:
             peers = SharedSegments(communicator, timeout)
     except OSError as error:

@@ -156,12 +156,14 @@ class TorchSymmetricMemory:
 def _host_counter(device: torch.device) -> Tensor:
     """-1, in memory that the host reads and the device writes."""
     counter = torch.full((1,), -1, dtype=torch.int32)
-    return counter.pin_memory() if device.type == "cuda" else counter
+    if device.type != "cuda":
+        return counter
+    return counter.pin_memory()  # no GPU has run this
 
 
 def _synchronise(device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize(device)  # no GPU has run this
 
 
 def offsets_of(num_rows: Sequence[int], widths: Sequence[int], line: int) -> list[list[int]]:

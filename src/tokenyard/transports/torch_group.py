@@ -33,7 +33,7 @@ class TorchCommunicator:
         self.name = str(dist.get_backend(group))
         self.device = torch.device("cpu")
         if self.name == "nccl":  # RCCL calls itself so too
-            self.device = torch.device("cuda", torch.cuda.current_device())
+            self.device = torch.device("cuda", torch.cuda.current_device())  # no GPU has run this
 
     def all_to_all(
         self,
@@ -49,7 +49,8 @@ class TorchCommunicator:
                 out_NB, rows_NB, list(out_counts), list(counts), group=group, async_op=True
             )
             if self.device.type == "cuda":
-                work.wait()  # the stream does, not the host; NCCL's own watchdog sees to peers
+                # The stream waits, not the host; NCCL's own watchdog sees to peers.
+                work.wait()  # no GPU has run this
             else:
                 self._wait(work)
         except RuntimeError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -50,7 +50,10 @@ def _on_device_of(arguments: Sequence[Any]) -> Iterator[None]:
             yield
         return
     first = next(one for one in arguments if isinstance(one, Tensor))
-    with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
+    if not first.is_cuda:  # ahead of time
+        yield
+        return
+    with torch.cuda.device(first.device):  # no GPU has run this
         yield
 
 
@@ -70,7 +73,7 @@ def numbers(values: Sequence[int], device: torch.device) -> Tensor:
     there = torch.tensor(values, dtype=torch.int64)
     if device.type == "cpu":
         return there
-    return there.pin_memory().to(device, non_blocking=True)  # never run without a GPU
+    return there.pin_memory().to(device, non_blocking=True)  # no GPU has run this
 
 
 @lru_cache(maxsize=256)
