@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tokenyard import memory, notify, validate
 from tokenyard.agreement import STAGES, Agreed, Agreement, Call, Terms
+from tokenyard.errors import PeerError
 from tokenyard.events import EventHandle, EventOverlap, Worker
 from tokenyard.kernels import Kernels
 from tokenyard.prepare import DispatchRequest, Outgoing, Preparation, wait
@@ -54,7 +55,7 @@ class Engine:
         self.rank, self.num_ranks = transport.rank, transport.size
         self._kernels = kernels
         self._agreement = agreement
-        self._worker = Worker(f"tokenyard-rank-{self.rank}")
+        self.worker = Worker(f"tokenyard-rank-{self.rank}")
         self._one_node = topology.num_nodes == 1
         nodes = None if self._one_node else topology.node_of_rank
         self._device = device
@@ -64,7 +65,7 @@ class Engine:
     @property
     def failure(self) -> Exception | None:
         """What went wrong on the Buffer's thread, if anything did."""
-        return self._worker.failure
+        return self.worker.failure
 
     def layout(self, topk_idx: Any, num_experts: Any, previous_event: Any) -> Layout:
         """Who gets each token. Local, so bad input raises on this rank alone."""
@@ -107,6 +108,9 @@ class Engine:
             out.topk_weights,
             self._local.token_numbers(out.x.shape[0]),
         ]
+        way = self.transport.survey(flow, out.layout.is_token_in_rank, _widths(columns), stage)
+        if way is not None:
+            flow = flow._replace(way=way)
         arrive, move = self._send(columns, flow, agreed, out.config, stage)
         x, scales, topk_idx, topk_weights, src_idx = arrive
         assert x is not None
@@ -172,10 +176,7 @@ class Engine:
 
         def terms(made: tuple[Tensor, Tensor | None, Handle, EventHandle | None]) -> Terms:
             values, scales, known, _ = made
-            widths = [
-                one.shape[1] * one.element_size() for one in (values, scales) if one is not None
-            ]
-            offer = self.transport.offer_rows(known.flow, widths)
+            offer = self.transport.offer_rows(known.flow, _widths((values, scales)))
             return Terms(_call(stage, values, scales, handle=known.call), offer)
 
         with self._scope(finish, previous_event):
@@ -253,15 +254,21 @@ class Engine:
         except ValueError as error:
             raise self._agreement.named("get_local_experts", error) from None
 
+    def dead_ranks(self) -> tuple[int, ...]:
+        return self.transport.dead_ranks()
+
+    def explain(self, stage: str, error: RuntimeError) -> PeerError:
+        return self.transport.explain(stage, error)
+
     def close(self) -> None:
         """Calls that go on are waited for: they end, or fail, as any call does."""
-        self._worker.close()
+        self.worker.close()
         self.transport.close()
 
     def _before_words(self) -> None:
         """Let the calls that go on end first, where rows and words cannot travel at once."""
         if self.transport.moves_alone:
-            self._worker.drain()
+            self.worker.drain()
 
     def _scope(self, finish: Finish, previous_event: Any) -> AbstractContextManager[Any]:
         if self.streams is None:
@@ -285,8 +292,8 @@ class Engine:
             work()
 
         if finish.async_finish:
-            return EventOverlap(self._worker.submit(later))
-        self._worker.drain()
+            return EventOverlap(self.worker.submit(later))
+        self.worker.drain()
         later()
         return EventOverlap(None)
 
@@ -343,6 +350,11 @@ class Engine:
         each = iter(arrive)
         placed = [None if column is None else next(each) for column in columns]
         return placed, move_and_fill if flow.num_rows > flow.num_received else move
+
+
+def _widths(columns: Sequence[Tensor | None]) -> list[int]:
+    """Bytes of a row of each column that is there."""
+    return [one.shape[1] * one.element_size() for one in columns if one is not None]
 
 
 def _call(stage: str, x: Tensor, scales: Tensor | None, **more: int) -> Call:

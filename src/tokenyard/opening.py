@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import secrets
 import socket
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,15 @@ from tokenyard import kernels as kernel_sets
 from tokenyard import validate
 from tokenyard.agreement import STAGES, Agreement, Call, Terms
 from tokenyard.engine import Engine
+from tokenyard.errors import SharedMemoryError
+from tokenyard.low_latency.engine import LowLatency
+from tokenyard.prepare import Preparation
 from tokenyard.streams import streams_for
 from tokenyard.topology import Placement, Topology
 from tokenyard.transports import (
     CollectiveTransport,
+    Probe,
+    can_attach,
     check_name,
     connect,
     open_transport,
@@ -32,22 +39,25 @@ def open_engine(
     num_channels: int,
     transport: str,
     kernels: str,
-    ranks_per_node: int | None,
+    ranks_per_node: int | Sequence[int] | None,
     timeout: float,
     placement: Tensor | None,
-) -> Engine:
-    """The engine of a new Buffer. Bad options on one rank raise on all of them."""
+    low_latency_mode: bool,
+    enable_shrink: bool,
+) -> tuple[Engine, LowLatency | None]:
+    """The engines of a new Buffer. Bad options on one rank raise on all of them."""
     sane = isinstance(timeout, (int, float)) and 0 < timeout <= 1e6
     communicator = connect(group, timeout if sane else 30.0)
     rank, size, device = communicator.rank, communicator.size, communicator.device
     # The first meeting needs no fast kernels, and must take place even if `kernels` is wrong.
     plain = kernel_sets.load("reference")
-    first = Agreement(CollectiveTransport(communicator, plain, node_of_rank=[0] * size))
+    meeting = CollectiveTransport(communicator, plain, node_of_rank=[0] * size)
+    first = Agreement(meeting)
 
     def prepare() -> tuple[kernel_sets.Kernels, Placement | None]:
         validate.require(sane, f"timeout is {timeout!r}, want seconds above 0, at most 1e6")
         if ranks_per_node is not None:
-            validate.integer("ranks_per_node", ranks_per_node, at_least=1)
+            validate.ranks_per_node(ranks_per_node, size)
         kernel_set = kernel_sets.pick(kernels, device.type)
         check_name(transport)
         validate.integer("num_nvl_bytes", num_nvl_bytes, at_least=0, at_most=2**50)
@@ -59,37 +69,76 @@ def open_engine(
         kernel_set, placed = made
         where = None if placed is None else placed.rank_of_expert.tolist()
         rings = (num_nvl_bytes, num_channels) if transport == "ring" else None
-        options = _digest(repr((transport, rings, ranks_per_node, where)))
+        nodes = list(ranks_per_node) if isinstance(ranks_per_node, Sequence) else ranks_per_node
+        slots = (bool(low_latency_mode), bool(enable_shrink))
+        options = _digest(repr((transport, rings, nodes, where, slots)))
         alone = why_not_shared(kernel_set) is not None
-        mine = np.array([[_machine(), secrets.randbits(62), alone]] * size, np.int64)
+        mine = np.array([[secrets.randbits(62), alone, _machine()]] * size, np.int64)
         return Terms(Call(stage=STAGES.index("Buffer"), options=options), payload=mine)
 
     (kernel_set, placed), agreed = first.agree("Buffer", prepare, terms)
     told = agreed.payload
-    if ranks_per_node is None:
-        topology = Topology.from_marks(told[:, 0].tolist())
-    else:
-        topology = Topology.even(size, ranks_per_node)
-    shared_id, own_id = int(told[0, 1]), int(told[rank, 1])
-    apart = None
-    if len(set(told[:, 0].tolist())) > 1:
-        apart = "ranks are on several machines"
-    elif told[:, 2].any():
-        culprit = int(told[:, 2].argmax())
+    shared_id, own_id = int(told[0, 0]), int(told[rank, 0])
+    alone = None
+    if told[:, 1].any():
+        culprit = int(told[:, 1].argmax())
         own = why_not_shared(kernel_set)
-        apart = own if culprit == rank else f"rank {culprit} cannot share memory"
+        alone = own if culprit == rank else f"rank {culprit} cannot share memory"
+    machines = told[:, 2].tolist()
+    if ranks_per_node is not None:
+        topology = _given(ranks_per_node, size)
+    else:
+        marks = machines if alone is not None else _find_nodes(meeting, machines)
+        topology = Topology.from_marks(marks)
     opened = open_transport(
         transport,
         communicator,
         kernel_set,
-        topology.node_of_rank,
-        apart,
+        topology,
+        several_machines=len(set(machines)) > 1,
+        alone=alone,
         timeout=timeout,
         num_bytes=num_nvl_bytes,
         num_channels=num_channels,
+        label=str(shared_id),
     )
     agreement, streams = Agreement(opened, shared_id), streams_for(device)
-    return Engine(opened, kernel_set, agreement, topology, placed, own_id, device, streams)
+    engine = Engine(opened, kernel_set, agreement, topology, placed, own_id, device, streams)
+    if not low_latency_mode:
+        return engine, None
+    local = Preparation(kernel_set, size, None, placed, device)
+    return engine, LowLatency(
+        opened, kernel_set, agreement, local, engine.worker, own_id, enable_shrink
+    )
+
+
+def _given(ranks_per_node: int | Sequence[int], num_ranks: int) -> Topology:
+    if isinstance(ranks_per_node, Sequence):
+        return Topology.of_sizes(ranks_per_node)
+    return Topology.even(num_ranks, ranks_per_node)
+
+
+def _find_nodes(meeting: CollectiveTransport, machines: list[int]) -> list[int]:
+    """For each rank the lowest rank of its machine whose memory it can use: itself at worst, as
+    where the ranks of a machine are in containers that hide their processes from each other.
+    """
+    rank, size = meeting.rank, meeting.size
+    if len(set(machines)) == size:  # nobody to share with
+        return list(range(size))
+    words, probe = (0, -1, 0), None
+    with suppress(SharedMemoryError):
+        probe = Probe()
+        words = probe.words
+    told = meeting.exchange(np.array([words] * size, np.int64), "Buffer (find nodes)").tolist()
+    mark = next(
+        other
+        for other in range(rank + 1)
+        if other == rank or (machines[other] == machines[rank] and can_attach(*told[other]))
+    )
+    marks = meeting.exchange(np.full((size, 1), mark, np.int64), "Buffer (find nodes)")
+    if probe is not None:
+        probe.close()
+    return marks[:, 0].tolist()
 
 
 def _machine() -> int:

@@ -29,9 +29,30 @@ def even_split(num_experts: int, num_ranks: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Topology:
-    """Which node each rank is on. Nodes are numbered in the order of their lowest rank."""
+    """Which node each rank is on. Nodes are numbered in the order of their lowest rank.
+
+    A rank's *place* is its number among the ranks of its node. *Rail* p joins the ranks in place p
+    of all nodes; where a node has fewer ranks, its ranks take turns. So every rail has one rank of
+    each node, and a rank of a small node may be on several rails. Ranks 0, 1, 2 on one node, 3 and
+    4 on another:
+
+    >>> topology = Topology.of_sizes([3, 2])
+    >>> [topology.rail(p) for p in range(topology.num_rails)]
+    [(0, 3), (1, 4), (2, 3)]
+    >>> topology.rails_of(3), topology.upstream(3)  # who sends it rows for its node
+    ([0, 2], [(0, 0), (2, 2)])
+    """
 
     node_of_rank: tuple[int, ...]
+
+    @classmethod
+    def of_sizes(cls, sizes: Sequence[int]) -> Topology:
+        """Consecutive ranks on nodes of these sizes.
+
+        >>> Topology.of_sizes([3, 2, 1]).node_of_rank
+        (0, 0, 0, 1, 1, 2)
+        """
+        return cls(tuple(node for node, size in enumerate(sizes) for _ in range(size)))
 
     @classmethod
     def even(cls, num_ranks: int, ranks_per_node: int) -> Topology:
@@ -43,7 +64,7 @@ class Topology:
 
     @classmethod
     def from_marks(cls, marks: Sequence[int]) -> Topology:
-        """Ranks that carry the same mark (a digest of the machine's boot id, say) share a node.
+        """Ranks that carry the same mark (the lowest rank whose memory they can use) share a node.
 
         >>> Topology.from_marks([77, 12, 77]).node_of_rank
         (0, 1, 0)
@@ -58,6 +79,46 @@ class Topology:
     @property
     def num_nodes(self) -> int:
         return max(self.node_of_rank) + 1
+
+    @cached_property
+    def ranks_of_node(self) -> tuple[tuple[int, ...], ...]:
+        homes = range(self.num_nodes)
+        ranks: list[list[int]] = [[] for _ in homes]
+        for rank, node in enumerate(self.node_of_rank):
+            ranks[node].append(rank)
+        return tuple(map(tuple, ranks))
+
+    @property
+    def num_rails(self) -> int:
+        return max(map(len, self.ranks_of_node))
+
+    def place(self, rank: int) -> int:
+        return self.ranks_of_node[self.node_of_rank[rank]].index(rank)
+
+    def rail(self, number: int) -> tuple[int, ...]:
+        """Its rank of each node."""
+        return tuple(ranks[number % len(ranks)] for ranks in self.ranks_of_node)
+
+    def rails_of(self, rank: int) -> list[int]:
+        """The rails that a rank is on. It sends on the one of its place, and receives on all."""
+        size = len(self.ranks_of_node[self.node_of_rank[rank]])
+        return list(range(self.place(rank), self.num_rails, size))
+
+    def source(self, rail: int, node: int) -> int | None:
+        """The rank of a node that sends on a rail, if the node is large enough to have one."""
+        ranks = self.ranks_of_node[node]
+        return ranks[rail] if rail < len(ranks) else None
+
+    def upstream(self, rank: int) -> list[tuple[int, int]]:
+        """(rail, rank) of those who send this rank what its node needs, by rail, then by node."""
+        own = self.node_of_rank[rank]
+        found = []
+        for rail in self.rails_of(rank):
+            for node in range(self.num_nodes):
+                source = self.source(rail, node)
+                if node != own and source is not None:
+                    found.append((rail, source))
+        return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -143,6 +143,7 @@ class Flow(NamedTuple):
     tokens_R: np.ndarray  # int64, the tokens of each rank
     rows_R: np.ndarray | None  # int64, num_rows of each rank; this and the next on one node only
     sent_RR: np.ndarray | None  # int64, rows from rank i to rank j; on several nodes O(R * R)
+    way: Any = None  # what the transport knows of it besides
 
     @property
     def num_received(self) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.events import EventHandle, EventOverlap
+from tokenyard.slots import LowLatencyHandle
 from tokenyard.types import (
     ROW_DTYPES,
     SCALE_DTYPES,
@@ -301,6 +302,18 @@ def num_experts(value: Any, owned: int | None) -> int:
     return value
 
 
+def ranks_per_node(value: Any, num_ranks: int) -> None:
+    if not isinstance(value, (list, tuple)):
+        integer("ranks_per_node", value, at_least=1)
+        return
+    for node, size in enumerate(value):
+        integer(f"ranks_per_node[{node}]", size, at_least=1)
+    require(
+        sum(value) == num_ranks,
+        f"ranks_per_node is {list(value)}, {sum(value)} ranks in all, want {num_ranks}",
+    )
+
+
 def integer(what: str, value: Any, *, at_least: int, at_most: int = MOST) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"{what} is {value!r}, want an integer")
@@ -340,6 +353,19 @@ def handle(value: Any, buffer_id: int) -> Handle:
         value.buffer_id == buffer_id,
         f"handle is of dispatch call {value.call} on another Buffer or rank, want one that this "
         "Buffer's dispatch returned here",
+    )
+    return value
+
+
+def low_latency_handle(value: Any, buffer_id: int) -> LowLatencyHandle:
+    require(
+        isinstance(value, LowLatencyHandle),
+        f"handle is {_kind(value)}, want the handle that low_latency_dispatch returned",
+    )
+    require(
+        value.buffer_id == buffer_id,
+        f"handle is of dispatch call {value.number} on another Buffer or rank, want one that this "
+        "Buffer's low_latency_dispatch returned here",
     )
     return value
 

@@ -5,7 +5,7 @@ A rank's job returns every output by name; `expected` gives the same names for a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     kind: str = "uniform"
     placement: tuple[int, ...] | None = None
-    ranks_per_node: int | None = None
+    ranks_per_node: int | tuple[int, ...] | None = None
     kernels: str = "numba"
     transport: str = "auto"
     num_biases: int = 0
@@ -40,7 +40,11 @@ class Case:
 
     @property
     def world(self) -> spec.World:
-        even = spec.World.even(self.num_experts, self.num_ranks, self.ranks_per_node)
+        if isinstance(self.ranks_per_node, tuple):
+            nodes = tuple(n for n, size in enumerate(self.ranks_per_node) for _ in range(size))
+            even = replace(spec.World.even(self.num_experts, self.num_ranks), node_of_rank=nodes)
+        else:
+            even = spec.World.even(self.num_experts, self.num_ranks, self.ranks_per_node)
         return even if self.placement is None else spec.World(self.placement, even.node_of_rank)
 
     @property

@@ -11,8 +11,10 @@
     results = run_processes(job, 4)     # real processes over gloo; `job` must be importable
 
 Both call `job(group, *args)` on every rank and return what the ranks returned, in their order.
+`Cluster([2, 2])` does so on nodes with a network between them (root on Linux).
 """
 
+from tokenyard.testing.cluster import Cluster, why_no_cluster
 from tokenyard.testing.compare import assert_same, poisoned
 from tokenyard.testing.processes import Exited, Processes, RankFailed, run_processes
 from tokenyard.testing.routing import (
@@ -26,6 +28,7 @@ from tokenyard.testing.virtual import VirtualRun, run_virtual
 
 __all__ = [
     "ROUTINGS",
+    "Cluster",
     "Exited",
     "Processes",
     "RankFailed",
@@ -38,4 +41,5 @@ __all__ = [
     "routing",
     "run_processes",
     "run_virtual",
+    "why_no_cluster",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import io
 import multiprocessing as mp
@@ -12,9 +13,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +25,9 @@ from typing import Any
 import torch
 
 from tokenyard.errors import name_ranks
+
+_CLONE_NEWNET = 0x40000000
+_PORT = 29500  # of rank 0's store, in a namespace of its own
 
 
 class RankFailed(AssertionError):
@@ -36,6 +41,15 @@ class Exited:
     exitcode: int | None
 
 
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank speaks from: a network namespace, its interface, and where rank 0 is heard."""
+
+    namespace: str
+    interface: str
+    address_of_rank_0: str
+
+
 class Processes:
     """R processes that stay: start them once, run many jobs.
 
@@ -47,7 +61,9 @@ class Processes:
     stood.
     """
 
-    def __init__(self, num_ranks: int, *, timeout: float = 60.0) -> None:
+    def __init__(
+        self, num_ranks: int, *, timeout: float = 60.0, seats: Sequence[Seat] | None = None
+    ) -> None:
         self.num_ranks = num_ranks
         self.timeout = timeout
         self._folder = tempfile.TemporaryDirectory(prefix="tokenyard-")
@@ -59,7 +75,9 @@ class Processes:
         self._pipes = [ours for ours, _ in pipes]
         self.processes = [
             context.Process(
-                target=_serve, args=(rank, num_ranks, self._folder.name, theirs), daemon=True
+                target=_serve,
+                args=(rank, num_ranks, self._folder.name, theirs, seats[rank] if seats else None),
+                daemon=True,
             )
             for rank, (_, theirs) in enumerate(pipes)
         ]
@@ -152,16 +170,24 @@ def run_processes(
         return ranks.run(job, *args)
 
 
-def _serve(rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
+def _serve(
+    rank: int, num_ranks: int, folder: str, pipe: Connection, seat: Seat | None = None
+) -> None:
     import torch.distributed as dist
 
     # This process is ours alone, so its environment and threads are too.
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback if seat is None else seat.interface
+    if seat is not None:
+        _enter(seat.namespace)
     torch.set_num_threads(1)
     with open(Path(folder, f"stack-{rank}"), "w") as stack:
         if hasattr(faulthandler, "register"):
             faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
-        store = dist.FileStore(str(Path(folder, "store")), num_ranks)
+        store: dist.Store = dist.FileStore(str(Path(folder, "store")), num_ranks)
+        if seat is not None:
+            limit = timedelta(seconds=60)
+            store = dist.TCPStore(seat.address_of_rank_0, _PORT, num_ranks, rank == 0, limit)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
         while True:
             try:
@@ -176,3 +202,11 @@ def _serve(rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
             file = io.BytesIO()
             torch.save(answer, file)
             pipe.send_bytes(file.getvalue())
+
+
+def _enter(namespace: str) -> None:
+    """Of the network; threads that are started later are in it too. (os.setns is Python 3.12's.)"""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(namespace) as file:
+        if libc.setns(file.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")

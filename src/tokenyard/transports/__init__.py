@@ -5,19 +5,24 @@ from tokenyard.transports.choose import (
     available,
     check_name,
     connect,
+    open_slots,
     open_transport,
     why_not_shared,
 )
 from tokenyard.transports.collective import CollectiveTransport
+from tokenyard.transports.symmetric import Probe, can_attach
 
 __all__ = [
     "CollectiveTransport",
     "Communicator",
+    "Probe",
     "Sum",
     "Transport",
     "available",
+    "can_attach",
     "check_name",
     "connect",
+    "open_slots",
     "open_transport",
     "why_not_shared",
 ]

@@ -9,12 +9,13 @@ imports them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tokenyard.errors import PeerError
 from tokenyard.types import Config, Flow, Handle, Route
 
 
@@ -22,6 +23,8 @@ class RowKernels(Protocol):
     """The kernels that every transport asks for."""
 
     def pack(self, x_TB: Tensor, index_N: Tensor | None, out_NB: Tensor) -> Tensor: ...
+
+    def route(self, is_token_in_rank_TR: Tensor) -> Route: ...
 
     def reduce(
         self,
@@ -51,6 +54,7 @@ class Communicator(Protocol):
     size: int
     name: str
     device: torch.device  # of the rows that it moves
+    members: Sequence[int]  # what its ranks are called in the whole group, and in errors
 
     def all_to_all(
         self,
@@ -62,7 +66,26 @@ class Communicator(Protocol):
     ) -> None:
         """Send counts[r] rows to each rank r, in order; out_counts[r] rows come from it."""
 
-    def leave_word(self) -> None:
+    def start(
+        self,
+        out_NB: Tensor,
+        rows_NB: Tensor,
+        out_counts: Sequence[int],
+        counts: Sequence[int],
+        stage: str,
+    ) -> Move:
+        """The same, begun: what it returns waits for the end. Ends are awaited in order."""
+
+    def part(self, members: Sequence[int], name: str) -> Communicator:
+        """A communicator of some ranks, which all of them make at once under the same name."""
+
+    def watch(self, look: Callable[[str], None]) -> None:
+        """Whoever waits long here calls look(stage), which may raise, now and then."""
+
+    def explain(self, stage: str, error: RuntimeError) -> PeerError:
+        """Who is to blame for an error of the engine beneath."""
+
+    def leave_word(self, error: PeerError | None = None) -> None:
         """This rank lives, and has noticed that something is wrong: so others need not blame it."""
 
     def close(self) -> None: ...
@@ -86,6 +109,13 @@ class Transport(Protocol):
 
     def offer_rows(self, flow: Flow | None, widths: Sequence[int]) -> Sequence[int]:
         """Before a dispatch: of this flow, or of one that is not known yet."""
+
+    def survey(
+        self, flow: Flow, is_token_in_rank_TR: Tensor, widths: Sequence[int], stage: str
+    ) -> Any:
+        """Once a dispatch's counts are known: what this transport needs to know besides, now and
+        whenever rows go the same way again. It becomes `flow.way`.
+        """
 
     def send(
         self,
@@ -112,6 +142,12 @@ class Transport(Protocol):
         stage: str,
     ) -> Move:
         """Combine's exchange: rows go back the way they came, and each token's are summed."""
+
+    def dead_ranks(self) -> tuple[int, ...]:
+        """Those that can be seen to have died without asking anybody."""
+
+    def explain(self, stage: str, error: RuntimeError) -> PeerError:
+        """Who is to blame for an error between these ranks, of ours or of somebody else."""
 
     def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """Memory for a result: such that `sum_back` need not copy it, if there is such memory."""

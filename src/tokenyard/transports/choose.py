@@ -6,12 +6,16 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from tokenyard.topology import Topology
 from tokenyard.transports.base import Communicator, RowKernels, Transport
 from tokenyard.transports.collective import CollectiveTransport
 from tokenyard.transports.direct import DirectKernels, DirectTransport
+from tokenyard.transports.exchanged_slots import ExchangedSlots
+from tokenyard.transports.hierarchical import HierarchicalTransport
 from tokenyard.transports.peers import PeerMemory, SharedSegments, TorchSymmetricMemory
 from tokenyard.transports.puts import PutKernels, SymmetricTransport
 from tokenyard.transports.ring import RingKernels, RingTransport
+from tokenyard.transports.shared_slots import SharedSlots
 from tokenyard.transports.symmetric import why_not
 from tokenyard.transports.team import Team
 
@@ -19,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _log = logging.getLogger("tokenyard")
-_TRANSPORTS = ("direct", "ring", "collective")
+_TRANSPORTS = ("direct", "ring", "collective", "hierarchical")
 _BY_NAME = ("symmetric",)  # never taken by itself: no GPU has run it yet
 
 
@@ -58,37 +62,69 @@ def open_transport(
     name: str,
     communicator: Communicator,
     kernels: RowKernels,
-    node_of_rank: Sequence[int],
-    apart: str | None,
+    topology: Topology,
     *,
+    several_machines: bool,
+    alone: str | None,
     timeout: float,
     num_bytes: int,
     num_channels: int,
+    label: str,
 ) -> Transport:
-    """All ranks together, with the same name. `apart` says why they cannot share memory."""
+    """All ranks together, with the same name. `alone` says why a rank cannot share memory at all;
+    `label` is one that no other Buffer of the group has.
+    """
+
     if name == "symmetric":
-        return _open_symmetric(communicator, kernels, node_of_rank, timeout)
-    if name in ("direct", "ring") and apart is not None:
-        raise ValueError(f"transport {name!r} cannot be used: {apart}")
-    if name == "auto" and communicator.name == "loopback":
-        apart = "virtual ranks are threads, whose bytes are counted"
-    if name == "collective" or apart is not None:
-        if name == "auto":
-            _log.info("transport: collective over %s, since %s", communicator.name, apart)
-        return CollectiveTransport(communicator, kernels, node_of_rank)
-    sharing = cast(_SharingKernels, kernels)
-    try:
-        team = Team(communicator, sharing, timeout)
-    except OSError as error:
-        if name != "auto":
-            raise ValueError(f"transport {name!r} cannot be used: {error}") from error
-        _log.warning("transport: collective over %s, since %s", communicator.name, error)
-        return CollectiveTransport(communicator, kernels, node_of_rank)
+        return _open_symmetric(communicator, kernels, topology.node_of_rank, timeout)
+
+    def share(chosen: str) -> Transport:
+        """Raises OSError on all ranks if some cannot attach the memory of others."""
+        sharing = cast(_SharingKernels, kernels)
+        if chosen == "hierarchical":
+            return HierarchicalTransport(communicator, sharing, topology, timeout, label)
+        team, nodes = Team(communicator, sharing, timeout), topology.node_of_rank
+        if chosen == "ring":
+            return RingTransport(team, sharing, nodes, num_bytes, num_channels)
+        return DirectTransport(team, sharing, nodes)
+
+    chosen, why, cause = name, alone, None
     if name == "auto":
-        _log.info("transport: direct, since all ranks share a machine")
-    if name == "ring":
-        return RingTransport(team, sharing, node_of_rank, num_bytes, num_channels)
-    return DirectTransport(team, sharing, node_of_rank)
+        chosen = "hierarchical" if topology.num_nodes > 1 else "direct"
+    if chosen != "hierarchical" and several_machines:
+        why = why or "ranks are on several machines"
+    if name == "auto" and communicator.name == "loopback":
+        why = "virtual ranks are threads, whose bytes are counted"
+    if chosen != "collective" and why is None:
+        try:
+            made = share(chosen)
+            if name == "auto":
+                nodes = f"{topology.num_nodes} node{'s' * (topology.num_nodes > 1)}"
+                _log.info("transport: %s, since ranks are on %s", chosen, nodes)
+            return made
+        except OSError as error:
+            why, cause = str(error), error
+    if name not in ("auto", "collective"):
+        raise ValueError(f"transport {name!r} cannot be used: {why}") from cause
+    if name == "auto":
+        level = logging.INFO if cause is None else logging.WARNING
+        _log.log(level, "transport: collective over %s, since %s", communicator.name, why)
+    return CollectiveTransport(communicator, kernels, topology.node_of_rank)
+
+
+def open_slots(
+    transport: Transport, kernels: Any, shrink: bool, stage: str
+) -> SharedSlots | ExchangedSlots:
+    """The low-latency mode's exchange, beside a transport. All ranks together."""
+    team = getattr(transport, "team", None)
+    if team is not None:
+        return SharedSlots(team, kernels, shrink, stage)
+    if shrink:
+        raise ValueError(
+            f"enable_shrink is True on transport {transport.name!r}, want ranks that share memory "
+            "(direct or ring): nobody can be left out of a collective"
+        )
+    return ExchangedSlots(transport, kernels)
 
 
 def _open_symmetric(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenyard import memory
+from tokenyard.errors import PeerError
 from tokenyard.memory import as_bytes
 from tokenyard.streams import to_device, to_host
 from tokenyard.transports.base import Communicator, Move, RowKernels, Sum
@@ -39,6 +40,10 @@ class CollectiveTransport:
 
     def offer_rows(self, flow: Flow | None, widths: Sequence[int]) -> Sequence[int]:
         return ()
+
+    def survey(
+        self, flow: Flow, is_token_in_rank_TR: Tensor, widths: Sequence[int], stage: str
+    ) -> None: ...
 
     def send(
         self,
@@ -100,6 +105,12 @@ class CollectiveTransport:
 
     def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         return memory.empty(num_rows, width, dtype=dtype, device=self._communicator.device)
+
+    def dead_ranks(self) -> tuple[int, ...]:
+        return ()
+
+    def explain(self, stage: str, error: RuntimeError) -> PeerError:
+        return self._communicator.explain(stage, error)
 
     def close(self) -> None:
         self._communicator.close()

@@ -13,20 +13,20 @@ The default where all ranks share a machine. It takes memory for every result in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.errors import SharedMemoryError
-from tokenyard.memory import as_bytes
+from tokenyard.errors import PeerError
+from tokenyard.transports import blocks
 from tokenyard.transports.base import Move, RowKernels, Sum
-from tokenyard.transports.symmetric import LINE, rows, size_class
-from tokenyard.transports.team import NO_MEMORY, READ, ROWS, SignalKernels, Team
-from tokenyard.types import Config, Flow, Handle, Route, round_up
+from tokenyard.transports.blocks import Block
+from tokenyard.transports.symmetric import rows, size_class
+from tokenyard.transports.team import READ, ROWS, SignalKernels, Team
+from tokenyard.types import Config, Flow, Handle, Route
 
 
 class DirectKernels(RowKernels, SignalKernels, Protocol):
@@ -49,16 +49,6 @@ class DirectKernels(RowKernels, SignalKernels, Protocol):
     ) -> None: ...
 
 
-class _Block(NamedTuple):
-    """Rows of this rank in shared memory, kept there by `array`; or why there is none for them."""
-
-    array: np.ndarray | None
-    fd: int = NO_MEMORY
-    size: int = 0
-    address: int = 0
-    error: SharedMemoryError | None = None
-
-
 class DirectTransport:
     name = "direct"
     moves_alone = False
@@ -69,16 +59,26 @@ class DirectTransport:
         self._node_of_rank = node_of_rank
         self.rank, self.size = team.rank, team.size
         self._last_bytes = 0  # of a dispatch
-        self._offered: list[_Block] = []
+        self._offered: list[Block] = []
+
+    @property
+    def team(self) -> Team:
+        return self._team
 
     def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
         return self._team.exchange(message_RM, stage)
 
     def offer_rows(self, flow: Flow | None, widths: Sequence[int]) -> Sequence[int]:
-        num_bytes = self._last_bytes if flow is None else _offsets(flow.num_rows, tuple(widths))[-1]
-        block = self._take(num_bytes)
+        num_bytes = (
+            self._last_bytes if flow is None else blocks.offsets(flow.num_rows, tuple(widths))[-1]
+        )
+        block = blocks.take(self._team.pool, num_bytes)
         self._offered = [block]
         return block.fd, block.size
+
+    def survey(
+        self, flow: Flow, is_token_in_rank_TR: Tensor, widths: Sequence[int], stage: str
+    ) -> None: ...
 
     def send(
         self,
@@ -89,7 +89,7 @@ class DirectTransport:
         stage: str,
     ) -> tuple[list[Tensor], Move]:
         widths = tuple([column.shape[1] * column.element_size() for column in columns])
-        offsets = _offsets(flow.num_rows, widths)
+        offsets = blocks.offsets(flow.num_rows, widths)
         self._last_bytes = offsets[-1]
         (block,) = self._offered
         self._offered = []
@@ -97,12 +97,12 @@ class DirectTransport:
         if sent_RR is not None and rows_R is not None and _all_fit(rows_R, widths, told_RW[:, 1]):
             starts_R = sent_RR[: self.rank].sum(0)
         else:
-            block = self._take(offsets[-1])
+            block = blocks.take(self._team.pool, offsets[-1])
             message = np.empty((self.size, 4), np.int64)
             message[:] = block.fd, block.size, 0, flow.num_rows
             message[:, 2] = list(accumulate(flow.recv_counts, initial=0))[:-1]
             told_RW = self._team.exchange(message, stage)
-            self._team.check_memory(told_RW[:, :1], [block.error], stage)
+            blocks.check(told_RW[:, :1], [block.error], stage, self.rank)
             starts_R, rows_R = told_RW[:, 2].copy(), told_RW[:, 3].copy()
         blocks_R = np.array(
             [
@@ -127,14 +127,8 @@ class DirectTransport:
         self._offered = []
         for place, column in enumerate(columns):
             width = column.shape[1] * column.element_size()
-            address, num_bytes = column.data_ptr(), flow.num_received * width
-            segment, begin = self._team.pool.find(address, num_bytes), 0
-            if segment is None:
-                block = self._take(num_bytes)
-                ready = False
-            else:
-                block = _Block(None, segment.fd, segment.size, segment.address)
-                begin = address - segment.address
+            block, begin = blocks.find_or_take(self._team.pool, column, flow.num_received)
+            ready = ready and block.fd >= 0 and block.array is None
             self._offered.append(block)
             starts = list(accumulate((count * width for count in flow.recv_counts), initial=begin))
             words_RW[:, 1 + 3 * place : 3 + 3 * place] = block.fd, block.size
@@ -150,10 +144,10 @@ class DirectTransport:
         config: Config,
         stage: str,
     ) -> Move:
-        flow, blocks = handle.flow, self._offered
+        flow, mine = handle.flow, self._offered
         self._offered = []
-        told_fds = told_RW[:, 1 : 1 + 3 * len(blocks) : 3]
-        self._team.check_memory(told_fds, [block.error for block in blocks], stage)
+        told_fds = told_RW[:, 1 : 1 + 3 * len(mine) : 3]
+        blocks.check(told_fds, [block.error for block in mine], stage, self.rank)
         own = sum(flow.recv_counts[: self.rank])
         addresses = []
         for place, one in enumerate(sums):
@@ -169,8 +163,8 @@ class DirectTransport:
         all_ready = all(told_RW[:, 0].tolist())
 
         def move() -> None:
-            for one, block in zip(sums, blocks):
-                self._share(one.rows_ND, block, flow)
+            for one, block in zip(sums, mine):
+                blocks.share(one.rows_ND, block, flow, self.rank, self._kernels)
             if not all_ready:
                 self._team.meet(ROWS, stage)
             for one, bases_R in zip(sums, addresses):
@@ -186,44 +180,20 @@ class DirectTransport:
         _, array = self._team.pool.take(num_rows * width * dtype.itemsize)
         return rows(array, 0, num_rows, width, dtype)
 
+    def dead_ranks(self) -> tuple[int, ...]:
+        return self._team.dead_ranks()
+
+    def explain(self, stage: str, error: RuntimeError) -> PeerError:
+        return self._team.explain(stage, error)
+
     def close(self) -> None:
         self._team.close()
 
-    def _take(self, num_bytes: int) -> _Block:
-        try:
-            segment, array = self._team.pool.take(num_bytes)
-        except SharedMemoryError as error:
-            return _Block(None, error=error)
-        return _Block(array, segment.fd, segment.size, segment.address)
-
-    def _base(self, rank: int, fd: int, size: int, own: _Block, num_rows: int, stage: str) -> int:
+    def _base(self, rank: int, fd: int, size: int, own: Block, num_rows: int, stage: str) -> int:
         """Where a rank's block begins here; 0 if no rows go there, so that nothing is mapped."""
         if rank == self.rank:
             return own.address
         return self._team.memory(rank, fd, size, stage) if num_rows else 0
-
-    def _share(self, rows_ND: Tensor, block: _Block, flow: Flow) -> None:
-        """Copy rows into their block, if they have one, but for those of this rank."""
-        if block.array is None:
-            return
-        copy = rows(block.array, 0, flow.num_received, rows_ND.shape[1], rows_ND.dtype)
-        begin = sum(flow.recv_counts[: self.rank])
-        end = begin + flow.recv_counts[self.rank]
-        for others in (slice(0, begin), slice(end, flow.num_received)):
-            self._kernels.pack(as_bytes(rows_ND[others]), None, as_bytes(copy[others]))
-
-
-@lru_cache(maxsize=256)
-def _offsets(num_rows: int, widths: tuple[int, ...]) -> list[int]:
-    """Where columns begin in a block, and where the last ends.
-
-    >>> _offsets(3, (100, 4, 8))
-    [0, 320, 384, 448]
-    """
-    offsets = [0]
-    for width in widths:
-        offsets.append(offsets[-1] + round_up(num_rows * width, LINE))
-    return offsets
 
 
 def _all_fit(rows_R: np.ndarray, widths: tuple[int, ...], sizes_R: np.ndarray) -> bool:
@@ -231,7 +201,7 @@ def _all_fit(rows_R: np.ndarray, widths: tuple[int, ...], sizes_R: np.ndarray) -
     the same.
     """
     for num_rows, size in zip(rows_R.tolist(), sizes_R.tolist()):
-        needed = _offsets(num_rows, widths)[-1]
+        needed = blocks.offsets(num_rows, widths)[-1]
         if not needed <= size <= 2 * size_class(needed):
             return False
     return True

@@ -38,6 +38,9 @@ class PeerMemory(Protocol):
     def check(self, stage: str) -> None:
         """Raise if a wait has ended without its flags, where that is not known at once."""
 
+    def dead_ranks(self) -> tuple[int, ...]:
+        """Those that can be seen to have died without asking anybody."""
+
     def close(self) -> None: ...
 
 
@@ -91,6 +94,9 @@ class SharedSegments:
 
     def check(self, stage: str) -> None:
         pass
+
+    def dead_ranks(self) -> tuple[int, ...]:
+        return self._team.dead_ranks()
 
     def close(self) -> None:
         for segment in self._segments:
@@ -148,6 +154,9 @@ class TorchSymmetricMemory:
                 ranks=(missing,),
                 stage=stage,
             )
+
+    def dead_ranks(self) -> tuple[int, ...]:
+        return ()
 
     def close(self) -> None:
         self._kept.clear()

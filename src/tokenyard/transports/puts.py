@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tokenyard import memory
+from tokenyard.errors import PeerError
 from tokenyard.memory import as_bytes
 from tokenyard.transports.base import Communicator, Move, RowKernels, Sum
 from tokenyard.transports.collective import exchange_words
@@ -100,6 +101,10 @@ class SymmetricTransport:
     def offer_rows(self, flow: Flow | None, widths: Sequence[int]) -> Sequence[int]:
         return ()
 
+    def survey(
+        self, flow: Flow, is_token_in_rank_TR: Tensor, widths: Sequence[int], stage: str
+    ) -> None: ...
+
     def send(
         self,
         columns: Sequence[Tensor],
@@ -156,6 +161,12 @@ class SymmetricTransport:
 
     def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         return memory.empty(num_rows, width, dtype=dtype, device=self._peers.device)
+
+    def dead_ranks(self) -> tuple[int, ...]:
+        return self._peers.dead_ranks()
+
+    def explain(self, stage: str, error: RuntimeError) -> PeerError:
+        return self._communicator.explain(stage, error)
 
     def close(self) -> None:
         self._peers.close()

@@ -1,9 +1,10 @@
 """Ranks that share memory: who they are, how they signal each other, and how long they wait.
 
-Each rank has a control segment that all others map: for each of them a line for each kind of
-signal, and two boxes for messages. Signals are epochs that only grow, so nothing is ever reset. A
-box is used every other time; a rank cannot be two messages ahead of another, since it needs the
-other's own message to get that far, so a box is never overwritten before it was read.
+Each rank has a control segment that all others map: a line for what it has to say to all, and for
+each of them a line for each kind of signal, and two boxes for messages. Signals are epochs that
+only grow, so nothing is ever reset. A box is used every other time; a rank cannot be two messages
+ahead of another, since it needs the other's own message to get that far, so a box is never
+overwritten before it was read.
 """
 
 from __future__ import annotations
@@ -12,21 +13,24 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from tokenyard.errors import PeerDied, PeerTimeout, SharedMemoryError, name_ranks
+from tokenyard.errors import PeerDied, PeerError, PeerTimeout, SharedMemoryError, name_ranks
+from tokenyard.transports import blocks
 from tokenyard.transports.base import Communicator
+from tokenyard.transports.blocks import NO_MEMORY
 from tokenyard.transports.symmetric import LINE, Pool, Segment, attach
 from tokenyard.types import round_up
 
 MAIL, ROWS, READ = range(3)  # a message is there; rows were written; rows were read
 _KINDS = 3
-NO_MEMORY = -1  # told instead of a file descriptor
 _BOX = 128  # int64s of a message that go at once
+_NONCE, _FAILURE, _BEAT = range(3)  # int64s of a control segment's first line
+_NOTICE_MS = 500  # connections break a moment before a process is seen to be dead
 _GRACE = 0.2  # seconds for signals on their way, once a peer is seen dead
 
 
@@ -50,11 +54,20 @@ class SignalKernels(Protocol):
 
 
 class Team:
-    def __init__(self, communicator: Communicator, kernels: SignalKernels, timeout: float) -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        kernels: SignalKernels,
+        timeout: float,
+        box: int = _BOX,
+    ) -> None:
         """All ranks of the communicator, on one machine. Raises OSError on all ranks if one of them
-        cannot attach the others' memory.
+        cannot attach the others' memory. Messages of up to `box` integers go at once.
         """
         self.rank, self.size = communicator.rank, communicator.size
+        self._members = communicator.members
+        self._me = self._members[self.rank]
+        self._box = box
         self._communicator = communicator
         self.pool = Pool()
         self._kernels = kernels
@@ -69,13 +82,13 @@ class Team:
         if control is not None:
             self._kept.append(control)
             fd = control.fd
-            control.array()[:8].view(np.int64)[0] = nonce
+            control.array()[:LINE].view(np.int64)[_NONCE] = nonce
         self._pids, fds, nonces = tell_all(communicator, [os.getpid(), fd, nonce])
         failure = failure or self._attach_controls(fds, nonces)
         failed = tell_all(communicator, [int(failure is not None)])[0]
         if any(failed):
             self.close()
-            others = name_ranks([rank for rank, one in enumerate(failed) if one])
+            others = name_ranks([self._members[rank] for rank, one in enumerate(failed) if one])
             raise OSError(failure or f"{others} cannot attach the other ranks' memory")
         self._addresses()
         self._pidfds = {os.pidfd_open(pid): rank for rank, pid in enumerate(self._pids)}
@@ -83,23 +96,25 @@ class Team:
         self._one_polls = threading.Lock()  # words may be exchanged while rows move
         for fd in self._pidfds:
             self._deaths.register(fd, select.POLLIN)
-        cores = len(os.sched_getaffinity(0))
-        self._patience = 2000 if self.size <= cores else 20
+        # Ranks may each be bound to cores of their own, so count those of all ranks together.
+        told = np.array(tell_all(communicator, _own_cores()), np.uint64)
+        cores = sum(int(word).bit_count() for word in np.bitwise_or.reduce(told, axis=1))
+        self.patience = 2000 if self.size <= cores else 20
         # Some milliseconds where each rank has a core: two that sleep keep making each other wait.
         self._yields = 2000 if self.size <= cores else 50
 
     def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
         """Row r of an int64 message goes to rank r; row r of the answer came from it."""
-        if message_RM.shape[1] > _BOX:
-            whole = range(0, message_RM.shape[1], _BOX)
-            parts = [self.exchange(message_RM[:, at : at + _BOX], stage) for at in whole]
+        if message_RM.shape[1] > self._box:
+            whole = range(0, message_RM.shape[1], self._box)
+            parts = [self.exchange(message_RM[:, at : at + self._box], stage) for at in whole]
             return np.concatenate(parts, axis=1)
         self._epochs[MAIL] += 1
         epoch = self._epochs[MAIL]
         outgoing, incoming = self._lines[MAIL]
         outboxes, inbox = self._boxes[epoch % 2]
         first = self._kernels.post(
-            message_RM, outboxes, outgoing, incoming, self.size, epoch, self._patience
+            message_RM, outboxes, outgoing, incoming, self.size, epoch, self.patience
         )
         if first < self.size:
             self._wait_long(incoming, epoch, first, stage)
@@ -112,7 +127,7 @@ class Team:
         self._epochs[kind] += 1
         epoch = self._epochs[kind]
         outgoing, incoming = self._lines[kind]
-        first = self._kernels.meet(outgoing, incoming, self.size, epoch, self._patience)
+        first = self._kernels.meet(outgoing, incoming, self.size, epoch, self.patience)
         if first < self.size:
             self._wait_long(incoming, epoch, first, stage)
 
@@ -121,37 +136,64 @@ class Team:
     ) -> None:
         """Until step(), which tries to get on, says that 0 is left to do.
 
-        It may take for ever as long as there is less and less to do. Otherwise PeerDied names who
-        has died, and PeerTimeout the ranks that missing() finds.
+        It may take for ever as long as there is less and less to do, or those waited for get on
+        with what they do elsewhere (`beat`). Otherwise PeerDied names who has died, and PeerTimeout
+        the ranks that missing() finds, or whom a rank of the team has found to be at fault.
+        """
+        dead, late = self.who_stops(step, missing, stage)
+        if dead:
+            raise self.died(dead, stage)
+        if late:
+            raise self.timed_out(late, stage)
+
+    def who_stops(
+        self,
+        step: Callable[[], int],
+        missing: Callable[[], Sequence[int]],
+        stage: str,
+        given_up: Collection[int] = (),
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """As `wait_until`, but gives back who has died, and who is late: nobody, if all is done.
+
+        That a rank has died which was given up before says nothing.
         """
         left = step()
         deadline = time.monotonic() + self._timeout
-        dead_since, rounds = None, 0
+        dead_since, rounds, beats = None, 0, self._beats()
         while left:
             before, left = left, step()
             now = time.monotonic()
             if left < before:
                 deadline, rounds = now + self._timeout, 0
                 continue
-            dead = self._dead_ranks()
+            if self._beats() != beats:
+                deadline, beats = now + self._timeout, self._beats()
+            self.raise_told(stage)
+            dead = tuple(rank for rank in self.dead_ranks() if rank not in given_up)
             if dead and dead_since is None:
                 dead_since = now
             if dead_since is not None and now > dead_since + _GRACE:
-                raise self._died(dead, stage)
+                return dead, ()
             if now > deadline:
-                self._communicator.leave_word()
-                late = tuple(missing())
-                raise PeerTimeout(
-                    f"{stage}: {self._timeout:g} s passed; no word from {name_ranks(late)}, "
-                    f"on rank {self.rank}",
-                    ranks=late,
-                    stage=stage,
-                )
+                return (), tuple(self._members[rank] for rank in missing())
             rounds += 1
             if rounds < self._yields:
                 os.sched_yield()
             else:
                 time.sleep(min(1e-3, 2e-5 * (rounds - self._yields + 1)))
+        return (), ()
+
+    def beat(self) -> None:
+        """This rank gets on with what it does elsewhere: whoever waits for it should be patient."""
+        self._heads[self.rank][_BEAT] += 1
+
+    def tell(self, error: PeerError) -> None:
+        """Tell the team of a rank elsewhere that is at fault: it need not wait to find out. For
+        good, since no rank goes on after that.
+        """
+        if error.ranks:
+            died = isinstance(error, PeerDied)
+            self._heads[self.rank][_FAILURE] = 2 * (1 + error.rank) + died  # one store, so whole
 
     def memory(self, rank: int, fd: int, num_bytes: int, stage: str) -> int:
         """The address here of a peer's segment, which is mapped when it is first asked for."""
@@ -163,31 +205,16 @@ class Team:
             self._attached[rank, fd] = array, int(array.ctypes.data)
         return self._attached[rank, fd][1]
 
-    def check_memory(
-        self, told_fds: np.ndarray, errors: Sequence[SharedMemoryError | None], stage: str
-    ) -> None:
-        """If a rank told of no memory for its rows, all raise."""
-        if NO_MEMORY not in told_fds.flatten().tolist():
-            return
-        for error in errors:
-            if error is not None:
-                raise error
-        without = np.flatnonzero((told_fds == NO_MEMORY).any(1)).tolist()
-        raise SharedMemoryError(
-            f"{stage}: {name_ranks(without)} could not get shared memory, on rank {self.rank}"
-        )
-
     def share(self, num_bytes: int, stage: str) -> np.ndarray:
         """[R] the addresses of a segment of this size of every rank, for the life of the team."""
         error, words = None, (NO_MEMORY, 0)
         try:
-            segment = Segment(num_bytes)
-            self._kept.append(segment)
+            segment = self.keep(num_bytes)
             words = segment.fd, segment.size
         except SharedMemoryError as problem:
             error = problem
         told = self.exchange(np.array([words] * self.size, np.int64), stage)
-        self.check_memory(told[:, :1], [error], stage)
+        blocks.check(told[:, :1], [error], stage, self.rank)
         return np.array(
             [
                 segment.address if rank == self.rank else self.memory(rank, fd, size, stage)
@@ -196,14 +223,28 @@ class Team:
             np.int64,
         )
 
+    def explain(self, stage: str, error: RuntimeError) -> PeerError:
+        """Who has died, if that is why something else between these ranks has failed."""
+        dead = self.dead_ranks(wait_ms=_NOTICE_MS)
+        return self.died(dead, stage) if dead else self._communicator.explain(stage, error)
+
+    def keep(self, num_bytes: int) -> Segment:
+        """A segment of this rank, for the life of the team."""
+        segment = Segment(num_bytes)
+        self._kept.append(segment)
+        return segment
+
     def close(self) -> None:
         for segment in self._kept:
             segment.close()
         self._kept.clear()
         self.pool.close()
-        for fd in getattr(self, "_pidfds", {}):
-            os.close(fd)
-        self._pidfds = {}
+        if hasattr(self, "_pidfds"):
+            with self._one_polls:
+                for fd in self._pidfds:
+                    self._deaths.unregister(fd)
+                    os.close(fd)
+                self._pidfds = {}
 
     def _wait_long(self, incoming: int, epoch: int, first: int, stage: str) -> None:
         def step() -> int:
@@ -218,20 +259,53 @@ class Team:
         closed its Buffer, most likely because another rank died.
         """
         # Who dies loses its files a moment before it is seen to be dead.
-        dead = self._dead_ranks(wait_ms=1000)
+        dead = self.dead_ranks(wait_ms=1000)
         if dead:
-            return self._died(dead, stage)
-        text = f"{stage}: rank {rank} has closed its Buffer, on rank {self.rank}"
-        return PeerDied(text, ranks=(rank,), stage=stage)
+            return self.died(dead, stage)
+        self.raise_told(stage)
+        gone = self._members[rank]
+        text = f"{stage}: rank {gone} has closed its Buffer, on rank {self._me}"
+        return PeerDied(text, ranks=(gone,), stage=stage)
 
-    def _died(self, dead: tuple[int, ...], stage: str) -> PeerDied:
-        self._communicator.leave_word()
-        text = f"{stage}: {name_ranks(dead)} died, on rank {self.rank}"
-        return PeerDied(text, ranks=dead, stage=stage)
+    def died(self, dead: tuple[int, ...], stage: str) -> PeerDied:
+        text = f"{stage}: {name_ranks(dead)} died, on rank {self._me}"
+        error = PeerDied(text, ranks=dead, stage=stage)
+        self._communicator.leave_word(error)
+        return error
 
-    def _dead_ranks(self, wait_ms: int = 0) -> tuple[int, ...]:
+    def timed_out(self, late: tuple[int, ...], stage: str) -> PeerTimeout:
+        error = PeerTimeout(
+            f"{stage}: {self._timeout:g} s passed; no word from {name_ranks(late)}, "
+            f"on rank {self._me}",
+            ranks=late,
+            stage=stage,
+        )
+        self._communicator.leave_word(error)
+        return error
+
+    def dead_ranks(self, wait_ms: int = 0) -> tuple[int, ...]:
         with self._one_polls:
-            return tuple(sorted(self._pidfds[fd] for fd, _ in self._deaths.poll(wait_ms)))
+            dead = sorted(self._pidfds[fd] for fd, _ in self._deaths.poll(wait_ms))
+        return tuple(self._members[rank] for rank in dead)
+
+    def _beats(self) -> int:
+        return sum([int(head[_BEAT]) for head in self._heads])
+
+    def raise_told(self, stage: str) -> None:
+        """If a rank of the team has told of a failure elsewhere."""
+        for rank, head in enumerate(self._heads):
+            told = int(head[_FAILURE])
+            if told and rank != self.rank:
+                culprit, died = told // 2 - 1, told % 2 == 1
+                kind, what = (PeerDied, "died") if died else (PeerTimeout, "does not answer")
+                error = kind(
+                    f"{stage}: rank {culprit} {what}, as rank {self._members[rank]} has noticed, "
+                    f"on rank {self._me}",
+                    ranks=(culprit,),
+                    stage=stage,
+                )
+                self._communicator.leave_word(error)  # so that no other node blames this rank
+                raise error
 
     def _attach_controls(self, fds: Sequence[int], nonces: Sequence[int]) -> str | None:
         """Map all ranks' control segments. Returns what went wrong, if anything did."""
@@ -240,10 +314,13 @@ class Team:
             try:
                 control = attach(self._pids[rank], fd, self.control_bytes)
             except OSError as error:
-                return f"rank {self.rank} cannot attach the memory of rank {rank}: {error}"
-            if control[:8].view(np.int64)[0] != nonce:
-                return f"rank {self.rank} finds other memory where that of rank {rank} should be"
+                them = self._members[rank]
+                return f"rank {self._me} cannot attach the memory of rank {them}: {error}"
+            if control[:LINE].view(np.int64)[_NONCE] != nonce:
+                them = self._members[rank]
+                return f"rank {self._me} finds other memory where that of rank {them} should be"
             self._controls.append(control)
+        self._heads = [control[:LINE].view(np.int64) for control in self._controls]
         return None
 
     def _addresses(self) -> None:
@@ -255,7 +332,7 @@ class Team:
             return base + LINE * (1 + kind * self.size + rank)
 
         def box(base: int, turn: int, rank: int) -> int:
-            return base + self._signal_bytes() + 8 * _BOX * (turn * self.size + rank)
+            return base + self._signal_bytes() + 8 * self._box * (turn * self.size + rank)
 
         self._lines = [
             (
@@ -265,7 +342,7 @@ class Team:
             for kind in range(_KINDS)
         ]
         mine = self._controls[self.rank][self._signal_bytes() :].view(np.int64)
-        inboxes = mine[: 2 * self.size * _BOX].reshape(2, self.size, _BOX)
+        inboxes = mine[: 2 * self.size * self._box].reshape(2, self.size, self._box)
         self._boxes = [
             (self._table([box(base, turn, self.rank) for base in bases]), inboxes[turn])
             for turn in range(2)
@@ -280,8 +357,18 @@ class Team:
         return LINE * (1 + _KINDS * self.size)
 
     def _control_bytes(self) -> int:
-        exact = self._signal_bytes() + 2 * self.size * _BOX * 8
+        exact = self._signal_bytes() + 2 * self.size * self._box * 8
         return round_up(exact, os.sysconf("SC_PAGESIZE"))
+
+
+def _own_cores() -> list[int]:
+    """The cores that this rank may run on, as bits of 16 words: those after the first 512 count as
+    the ones before, which matters only to how long a rank spins.
+    """
+    words = [0] * 16
+    for core in os.sched_getaffinity(0):
+        words[core // 32 % 16] |= 1 << core % 32
+    return words
 
 
 def _try_segment(num_bytes: int) -> tuple[Segment | None, str | None]:

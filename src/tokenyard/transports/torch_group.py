@@ -1,39 +1,47 @@
-"""A communicator over a torch.distributed process group (gloo today)."""
+"""Communicators over torch.distributed: the user's process group, and parts of it over gloo."""
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.errors import BufferClosed, PeerDied, PeerError, PeerTimeout, name_ranks
+from tokenyard.transports.base import Move
+from tokenyard.transports.words import StoreLost, Words
 
-_NOTICED = "tokenyard/noticed"  # in the group's store, by rank: when it noticed a failure
-_GRACE = 0.5  # seconds that the other ranks get to say that they live, once an exchange has failed
-_FRESH = 5.0
 _LOOK = 0.1  # seconds between looks for words of a failure
+_LET_GO = 0.1  # seconds to close connections that nobody uses
 _BEFORE = 1.0  # how long before an exchange a word may have been left that concerns it
 
 
-class TorchCommunicator:
-    """Refers to the group weakly: torch itself keeps a group until it is destroyed, and may abort
-    the process at exit if anybody else keeps it longer.
-    """
+class _Noticed(RuntimeError):
+    """Another rank has left word of a failure."""
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
-        self._group_ref = weakref.ref(group)
-        self._timeout = timeout
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.name = str(dist.get_backend(group))
-        self.device = torch.device("cpu")
-        if self.name == "nccl":  # RCCL calls itself so too
-            self.device = torch.device("cuda", torch.cuda.current_device())  # no GPU has run this
+
+class _TorchExchange:
+    """What the group's communicator and those of its parts have in common."""
+
+    rank: int
+    size: int
+    members: Sequence[int]
+    device = torch.device("cpu")
+    _timeout: float
+    _words: Words
+    _look: Callable[[str], None] | None = None
+
+    def _begin(
+        self, out: Tensor, rows: Tensor, out_counts: list[int], counts: list[int]
+    ) -> dist.Work:
+        raise NotImplementedError
 
     def all_to_all(
         self,
@@ -43,23 +51,49 @@ class TorchCommunicator:
         counts: Sequence[int],
         stage: str,
     ) -> None:
-        group = self.group()
-        try:
-            work = dist.all_to_all_single(
-                out_NB, rows_NB, list(out_counts), list(counts), group=group, async_op=True
-            )
-            if self.device.type == "cuda":
-                # The stream waits, not the host; NCCL's own watchdog sees to peers.
-                work.wait()  # no GPU has run this
-            else:
-                self._wait(work)
-        except RuntimeError as error:
-            raise self._blame(stage, error) from error
+        self.start(out_NB, rows_NB, out_counts, counts, stage)()
 
-    def _wait(self, work: dist.Work) -> None:
+    def start(
+        self,
+        out_NB: Tensor,
+        rows_NB: Tensor,
+        out_counts: Sequence[int],
+        counts: Sequence[int],
+        stage: str,
+    ) -> Move:
+        if self.size == 1:
+            out_NB.copy_(rows_NB)
+            return lambda: None
+        try:
+            work = self._begin(out_NB, rows_NB, list(out_counts), list(counts))
+        except RuntimeError as error:
+            raise self.explain(stage, error) from error
+
+        def finish() -> None:
+            try:
+                self._wait(work, stage)
+            except PeerError:
+                raise
+            except RuntimeError as error:
+                raise self.explain(stage, error) from error
+
+        return finish
+
+    def leave_word(self, error: PeerError | None = None) -> None:
+        with suppress(StoreLost):
+            self._words.leave(error)
+
+    def watch(self, look: Callable[[str], None]) -> None:
+        self._look = look
+
+    def _wait(self, work: dist.Work, stage: str) -> None:
         """A rank that has noticed a failure elsewhere does not come here, and lives: so whoever
         waits for long looks whether any rank has left word of one.
         """
+        if self.device.type == "cuda":
+            # The stream waits, not the host; NCCL's own watchdog sees to peers.
+            work.wait()  # no GPU has run this
+            return  # no GPU has run this
         begin = time.time()
         while True:
             try:
@@ -69,18 +103,77 @@ class TorchCommunicator:
                 late = time.time() - begin >= self._timeout
                 if late or "timed out" not in str(error).lower():
                     raise
-            if self._word_since(begin - _BEFORE):
-                raise RuntimeError("another rank has noticed a failure")
+            if self._look is not None:
+                self._look(stage)
+            noticed = self._words.since(begin - _BEFORE)
+            if noticed is not None:
+                raise _Noticed(noticed)
 
-    def _word_since(self, moment: float) -> bool:
+    def explain(self, stage: str, error: RuntimeError) -> PeerError:
+        """Who did not come. Gloo says only that something failed, so every rank that notices leaves
+        word, and whoever leaves none is named: one of those that were to come here, if there is.
+        """
+        if isinstance(error, BufferClosed):
+            raise error
+        text = str(error).lower()
+        late = "timed out" in text or (isinstance(error, _Noticed) and text == "timeout")
+        kind = PeerTimeout if late else PeerDied
+        what = "a connection broke"
+        if isinstance(error, _Noticed):
+            what = "another rank has noticed a failure"
+        elif late:
+            what = f"{self._timeout:g} s passed"
+        me = self.members[self.rank]
+        others = tuple(rank for rank in self.members if rank != me)
         try:
-            store = self._store()
-            return store.check([_NOTICED]) and float(store.get(_NOTICED)) > moment
-        except RuntimeError:  # the store is gone, and the exchange will fail by itself
-            return False
+            self._words.leave(kind("", ranks=(), stage=stage))
+            silent = self._words.silent(self._all_ranks())
+            silent = tuple(rank for rank in silent if rank in others) or silent
+            who = f"no word from {name_ranks(silent)}" if silent else "every rank still answers"
+        except StoreLost:
+            # It is one of the few that a part has; in a large group it cannot be told.
+            silent = others if len(others) == 1 or self._is_part() else ()
+            who = "the group's store (of rank 0 or the launcher) does not answer"
+            if silent:
+                who += f", nor do{'es' * (len(silent) == 1)} {name_ranks(silent)}"
+        return kind(f"{stage}: {what}; {who}, on rank {me}", ranks=silent, stage=stage)
+
+    def _all_ranks(self) -> Sequence[int]:
+        raise NotImplementedError
+
+    def _is_part(self) -> bool:
+        return len(self._all_ranks()) > self.size
+
+
+class TorchCommunicator(_TorchExchange):
+    """Refers to the group weakly: torch itself keeps a group until it is destroyed, and may abort
+    the process at exit if anybody else keeps it longer.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
+        self._group_ref = weakref.ref(group)
+        self._timeout = timeout
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.members = range(self.size)
+        self.name = str(dist.get_backend(group))
+        if self.name == "nccl":  # RCCL calls itself so too
+            self.device = torch.device("cuda", torch.cuda.current_device())  # no GPU has run this
+        self._store = dist.distributed_c10d._get_process_group_store(group)
+        # A connection of its own: an operation that never ends must not block the user's.
+        self._words = Words(lambda: _clone(self._store), self.rank)
+
+    def part(self, members: Sequence[int], name: str) -> GlooPart:
+        return GlooPart(self, members, self._store, name, self._timeout)
 
     def close(self) -> None:
         """The group is the user's, and stays."""
+
+    def _begin(
+        self, out: Tensor, rows: Tensor, out_counts: list[int], counts: list[int]
+    ) -> dist.Work:
+        return dist.all_to_all_single(
+            out, rows, out_counts, counts, group=self.group(), async_op=True
+        )
 
     def group(self) -> dist.ProcessGroup:
         group = self._group_ref()
@@ -88,45 +181,66 @@ class TorchCommunicator:
             raise BufferClosed(f"the process group was destroyed, on rank {self.rank}")
         return group
 
-    def _blame(self, stage: str, error: RuntimeError) -> PeerError:
-        """Who did not come. Gloo says only that something failed, so every rank that notices leaves
-        word in the group's store, and whoever leaves none is named.
+    def _all_ranks(self) -> Sequence[int]:
+        return self.members
+
+
+class GlooPart(_TorchExchange):
+    """Some ranks of a group, with connections of their own, which are closed with it.
+
+    Not `dist.new_group`, which all ranks of the world would have to call, in one order, and which
+    would live as long as the process.
+    """
+
+    name = "gloo"
+
+    def __init__(
+        self,
+        whole: TorchCommunicator,
+        members: Sequence[int],
+        store: dist.Store,
+        name: str,
+        timeout: float,
+    ) -> None:
+        self._whole, self._timeout, self._words = whole, timeout, whole._words
+        self.members = tuple(members)
+        self.rank, self.size = self.members.index(whole.rank), len(members)
+        meeting = dist.PrefixStore(f"tokenyard/{name}", _clone(store))
+        meeting.set_timeout(timedelta(seconds=timeout))
+        self._pg: dist.ProcessGroupGloo | None = None
+        if self.size > 1:
+            # Gloo's own time limit comes a little after ours, which knows more words.
+            limit = timedelta(seconds=timeout + 1)
+            try:
+                self._pg = dist.ProcessGroupGloo(meeting, self.rank, self.size, limit)
+            except RuntimeError as error:
+                raise self.explain("Buffer (connect)", error) from error
+
+    def part(self, members: Sequence[int], name: str) -> GlooPart:
+        raise NotImplementedError("parts are made of the whole group")
+
+    def close(self) -> None:
+        """Gloo lets go once what was begun has ended, or its time is up: after a failure that takes
+        long, and nobody waits for it.
         """
-        timed_out = "timed out" in str(error).lower()
-        kind = PeerTimeout if timed_out else PeerDied
-        what = f"{self._timeout:g} s passed" if timed_out else "a connection broke"
-        try:
-            silent = self._silent_ranks()
-        except RuntimeError:
-            return kind(
-                f"{stage}: {what}, and the group's store is gone with the process that held it "
-                f"(rank 0 or the launcher), on rank {self.rank}",
-                ranks=(),
-                stage=stage,
-            )
-        who = f"no word from {name_ranks(silent)}" if silent else "every rank still answers"
-        return kind(f"{stage}: {what}; {who}, on rank {self.rank}", ranks=silent, stage=stage)
+        held, self._pg = [self._pg], None
+        thread = threading.Thread(target=held.clear, daemon=True, name="tokenyard-let-go")
+        thread.start()
+        thread.join(_LET_GO)
 
-    def leave_word(self) -> None:
-        with suppress(RuntimeError, BufferClosed):
-            store, now = self._store(), str(time.time())
-            store.set(f"{_NOTICED}/{self.rank}", now)
-            store.set(_NOTICED, now)
+    def _begin(
+        self, out: Tensor, rows: Tensor, out_counts: list[int], counts: list[int]
+    ) -> dist.Work:
+        if self._pg is None:
+            raise BufferClosed(f"the Buffer is closed, on rank {self._whole.rank}")
+        begin: Any = self._pg.alltoall_base  # type: ignore[attr-defined]  # not in torch's stubs
+        return begin(out, rows, out_counts, counts)
 
-    def _silent_ranks(self) -> tuple[int, ...]:
-        self.leave_word()
-        store = self._store()
-        silent = [rank for rank in range(self.size) if rank != self.rank]
-        deadline = time.monotonic() + _GRACE
-        while silent and time.monotonic() < deadline:
-            silent = [rank for rank in silent if not _is_fresh(store, f"{_NOTICED}/{rank}")]
-            time.sleep(0.01)
-        return tuple(silent)
-
-    def _store(self) -> dist.Store:
-        return dist.distributed_c10d._get_process_group_store(self.group())
+    def _all_ranks(self) -> Sequence[int]:
+        return self._whole.members
 
 
-def _is_fresh(store: dist.Store, key: str) -> bool:
-    """A word of the last seconds, and not of a failure that was got over."""
-    return store.check([key]) and time.time() - float(store.get(key)) < _FRESH
+def _clone(store: dist.Store) -> dist.Store:
+    """The same store through another connection."""
+    clone: Any = store.clone  # type: ignore[attr-defined]  # not in torch's stubs
+    return clone()

@@ -93,10 +93,11 @@ def _scatter_kernel(columns, starts, ranks, slots, blocks, firsts, rows, begin, 
     targets = _targets(columns, blocks, firsts, rows)
     for t in range(begin, end):
         for j in range(columns.shape[0]):
-            row, width = columns[j, 0] + np.int64(t) * columns[j, 1], columns[j, 1]
+            row, width = columns[j, 0] + np.int64(t) * columns[j, 2], columns[j, 1]
             for c in range(first[t], first[t + 1]):
-                target = targets[j, to[c]] + np.int64(at[c]) * width
-                copy_row(target, row, width, much and width >= _LONG_ROW)
+                if blocks[to[c]] != 0:
+                    target = targets[j, to[c]] + np.int64(at[c]) * width
+                    copy_row(target, row, width, much and width >= _LONG_ROW)
 
 
 def scatter(
@@ -109,7 +110,8 @@ def scatter(
     """Each token's row into its slot in each of its ranks' memory: read once, written to all.
 
     A rank's block has `rows` rows of each column, one column after the other, each from a new cache
-    line. This rank's rows begin with number `starts` there.
+    line. This rank's rows begin with number `starts` there. Where a block is 0, rows for that rank
+    are left out. Rows of a column may lie apart, as they do in records.
     """
     num_tokens = columns[0].shape[0]
     if num_tokens == 0:
@@ -117,7 +119,7 @@ def scatter(
     table, width = [], 0
     for column in columns:
         each = column.shape[1] * column.element_size()
-        table.append((column.data_ptr(), each))
+        table.append((column.data_ptr(), each, column.stride(0) * column.element_size()))
         width += each
     values = np.array(table, np.int64)
     starts, ranks = route.copy_start.data_ptr(), route.copy_rank.data_ptr()

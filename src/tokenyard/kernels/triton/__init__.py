@@ -14,8 +14,17 @@ agrees with `spec` in Triton's interpreter, and compiles for five targets.
     quantize   to FP8 and back
     peers      rows into other ranks' memory, and flags
     ahead      all of it compiled without a device; `catalogue` says what
+
+The kernels of the low-latency mode are those of the reference set, which torch runs on any device.
 """
 
+from tokenyard.kernels.reference.slots import (
+    fill_slots,
+    pick_slots,
+    stage_back,
+    stage_slots,
+    sum_slots,
+)
 from tokenyard.kernels.triton.experts import align, place
 from tokenyard.kernels.triton.gradients import unpermute_backward
 from tokenyard.kernels.triton.layout import layout, route
@@ -28,9 +37,11 @@ from tokenyard.kernels.triton.sums import reduce, reduce_at, unpermute
 __all__ = [
     "align",
     "await_flags",
+    "fill_slots",
     "layout",
     "localise",
     "pack",
+    "pick_slots",
     "place",
     "plan_from_fp8",
     "plan_to_fp8",
@@ -41,6 +52,9 @@ __all__ = [
     "reduce_at",
     "route",
     "spread",
+    "stage_back",
+    "stage_slots",
+    "sum_slots",
     "unpermute",
     "unpermute_backward",
 ]

@@ -1,0 +1,91 @@
+"""Rows in memory that ranks share: blocks of columns, and how ranks tell each other of them.
+
+A block holds so many rows of each column, one column after the other, each from a new cache line.
+What a rank tells of a block is its segment's file descriptor and size; NO_MEMORY stands for a block
+that could not be had, which raises on all ranks once all have heard of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from tokenyard.errors import SharedMemoryError, name_ranks
+from tokenyard.memory import as_bytes
+from tokenyard.transports.base import RowKernels
+from tokenyard.transports.symmetric import LINE, Pool, rows
+from tokenyard.types import Flow, round_up
+
+NO_MEMORY = -1  # told instead of a file descriptor
+
+
+class Block(NamedTuple):
+    """Rows of this rank in shared memory, kept there by `array`; or why there is none for them."""
+
+    array: np.ndarray | None
+    fd: int = NO_MEMORY
+    size: int = 0
+    address: int = 0
+    error: SharedMemoryError | None = None
+
+
+def take(pool: Pool, num_bytes: int) -> Block:
+    try:
+        segment, array = pool.take(num_bytes)
+    except SharedMemoryError as error:
+        return Block(None, error=error)
+    return Block(array, segment.fd, segment.size, segment.address)
+
+
+def find_or_take(pool: Pool, column: Tensor, num_rows: int) -> tuple[Block, int]:
+    """The block that a column's rows lie in already, with where they begin in it, or one that they
+    must be copied to (see `share`), from its beginning on.
+    """
+    address, num_bytes = column.data_ptr(), num_rows * column.shape[1] * column.element_size()
+    segment = pool.find(address, num_bytes)
+    if segment is None:
+        return take(pool, num_bytes), 0
+    return Block(None, segment.fd, segment.size, segment.address), address - segment.address
+
+
+def share(rows_ND: Tensor, block: Block, flow: Flow, rank: int, kernels: RowKernels) -> None:
+    """Copy rows into the block that was taken for them, if one was, but for those of this rank."""
+    if block.array is None:
+        return
+    copy = rows(block.array, 0, flow.num_received, rows_ND.shape[1], rows_ND.dtype)
+    begin = sum(flow.recv_counts[:rank])
+    end = begin + flow.recv_counts[rank]
+    for others in (slice(0, begin), slice(end, flow.num_received)):
+        kernels.pack(as_bytes(rows_ND[others]), None, as_bytes(copy[others]))
+
+
+def check(
+    told_fds: np.ndarray, errors: Sequence[SharedMemoryError | None], stage: str, rank: int
+) -> None:
+    """If a rank told of no memory for its rows (row r is what rank r told), all raise."""
+    if NO_MEMORY not in told_fds.flatten().tolist():
+        return
+    for error in errors:
+        if error is not None:
+            raise error
+    without = np.flatnonzero((told_fds == NO_MEMORY).any(1)).tolist()
+    raise SharedMemoryError(
+        f"{stage}: {name_ranks(without)} could not get shared memory, on rank {rank}"
+    )
+
+
+@lru_cache(maxsize=256)
+def offsets(num_rows: int, widths: tuple[int, ...]) -> list[int]:
+    """Where columns begin in a block, and where the last ends.
+
+    >>> offsets(3, (100, 4, 8))
+    [0, 320, 384, 448]
+    """
+    begins = [0]
+    for width in widths:
+        begins.append(begins[-1] + round_up(num_rows * width, LINE))
+    return begins

@@ -1,0 +1,119 @@
+"""Between nodes: the ranks of one rail, which pass on what other ranks of their nodes need.
+
+`Topology` says which rails there are. A rank sends on its own rail only, to one rank of each other
+node, and receives, for all ranks of its node, on every rail that it is on. Every rail has two
+communicators, made once a Buffer: words and rows may travel at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokenyard import memory
+from tokenyard.topology import Topology
+from tokenyard.transports.base import Communicator, Move
+
+_IN_FLIGHT = 2  # chunks of a rail on their way at once: as many as gloo has threads
+
+
+class Leg(Protocol):
+    """A stream of rows between nodes, in chunks, as one rank sees it."""
+
+    width: int  # bytes of a row
+
+    def num_chunks(self, rail: int) -> int:
+        """The same on all ranks of a rail."""
+
+    def counts(self, rail: int, chunk: int) -> tuple[list[int], list[int]]:
+        """Rows of a chunk to each node, and from each node."""
+
+    def fill(self, rail: int, chunk: int, rows_NB: Tensor) -> None:
+        """Write the rows that go, by node."""
+
+    def meanwhile(self, chunk: int) -> None:
+        """What can be done while a chunk is on its way."""
+
+    def take(self, rail: int, chunk: int, rows_NB: Tensor) -> None:
+        """Read the rows that came, by node."""
+
+
+class Rails:
+    def __init__(
+        self,
+        communicator: Communicator,
+        topology: Topology,
+        name: str,
+        look: Callable[[str], None],
+    ) -> None:
+        """All ranks together. `name` is new for every Buffer of the group; `look` raises what other
+        ranks of the node have noticed.
+        """
+        self.own = topology.place(communicator.rank)
+        self.numbers = topology.rails_of(communicator.rank)
+        self._words: dict[int, Communicator] = {}
+        self._rows: dict[int, Communicator] = {}
+        if topology.num_nodes == 1:
+            return
+        for rail in self.numbers:
+            members = topology.rail(rail)
+            self._words[rail] = communicator.part(members, f"{name}/rail-{rail}/words")
+            self._rows[rail] = communicator.part(members, f"{name}/rail-{rail}/rows")
+            self._words[rail].watch(look)
+            self._rows[rail].watch(look)
+
+    def exchange(
+        self, parcels: Sequence[np.ndarray], sizes: dict[int, list[int]], stage: str
+    ) -> dict[int, list[np.ndarray]]:
+        """Bytes for each node, sent on this rank's own rail. `sizes` says how many come from each
+        node on each rail, and the answer has them.
+        """
+        answer = {}
+        for rail in self.numbers:
+            out = torch.zeros(sum(sizes[rail]), 1, dtype=torch.uint8)
+            sent, counts = out[:0], [0] * len(parcels)
+            if rail == self.own:
+                sent = torch.from_numpy(np.concatenate(parcels))[:, None]
+                counts = [len(parcel) for parcel in parcels]
+            if rail in self._words:
+                self._words[rail].all_to_all(out, sent, sizes[rail], counts, stage)
+            answer[rail] = np.split(out.numpy()[:, 0], np.cumsum(sizes[rail])[:-1])
+        return answer
+
+    def stream(self, leg: Leg, stage: str) -> None:
+        """All chunks of a leg, so that the network has work while this rank fills and takes."""
+        ends: deque[Move] = deque()
+        for chunk in range(max(map(leg.num_chunks, self.numbers))):
+            for rail in self.numbers:
+                if chunk < leg.num_chunks(rail):
+                    ends.append(self._start(leg, rail, chunk, stage))
+            leg.meanwhile(chunk)
+            while len(ends) > _IN_FLIGHT * len(self.numbers):
+                ends.popleft()()
+        while ends:
+            ends.popleft()()
+
+    def _start(self, leg: Leg, rail: int, chunk: int, stage: str) -> Move:
+        counts, out_counts = leg.counts(rail, chunk)
+        sent = memory.empty(sum(counts), leg.width)
+        out = memory.empty(sum(out_counts), leg.width)
+        leg.fill(rail, chunk, sent)
+        arrive: Move | None = None
+        if rail in self._rows:
+            arrive = self._rows[rail].start(out, sent, out_counts, counts, stage)
+
+        def end() -> None:
+            if arrive is not None:
+                arrive()
+            leg.take(rail, chunk, out)
+
+        return end
+
+    def close(self) -> None:
+        for communicator in (*self._words.values(), *self._rows.values()):
+            communicator.close()

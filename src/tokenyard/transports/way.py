@@ -1,0 +1,168 @@
+"""Which way the rows of a dispatch go over two levels: what a rank knows of it, and remembers.
+
+A token goes once to each other node that needs it, to this rank's partner there, and straight to
+the ranks of its own node. So a rank has two parts in a dispatch: it sends its own tokens, and it
+passes on what its partners in other nodes send it. Each part is a `Route`:
+
+    hops    of this rank's tokens: its *hops* are the ranks of its own node, one by one, and the
+            other nodes, all in the order of nodes
+    relays  of each partner's tokens that need this node, to the ranks of this node
+
+Rows travel in *chunks*, which are ranges of their source's tokens. So both ends can tell the rows
+of a chunk, and everything about a token is in one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokenyard.topology import Topology
+from tokenyard.transports.base import RowKernels
+from tokenyard.types import Route
+
+_CHUNK = 1 << 20  # bytes of a source's tokens that travel together
+
+
+def chunk_tokens(width: int) -> int:
+    """The tokens of a chunk, if their rows have so many bytes: the same on all ranks."""
+    return max(1, _CHUNK // width)
+
+
+class Relay(NamedTuple):
+    """The tokens of a partner that this rank passes on to its node."""
+
+    node: int  # of the partner
+    route: Route  # its rows, as they come, to the ranks of this node
+    before: np.ndarray  # [T + 1] the rows of tokens 0..t-1
+    starts: np.ndarray  # [L] where its rows begin in each local rank's result
+
+
+class Hops(NamedTuple):
+    """Where the tokens of this rank go first."""
+
+    route: Route
+    node_of_hop: list[int]
+    hop_of_node: list[int]  # -1 for this rank's own
+    own: list[int]  # those that are the ranks of its own node
+
+
+class Chunks(NamedTuple):
+    """A way cut into ranges of so many tokens."""
+
+    tokens: int
+    order: Tensor  # int32, this rank's tokens as they go to other nodes, by (chunk, node, token)
+    sent: list[list[int]]  # [chunk][node] rows that this rank sends
+    relayed: dict[int, list[list[int]]]  # [rail][chunk][node] rows that come to be passed on
+    first_hop: np.ndarray  # [chunks + 1, nodes] rows to each node in the chunks before
+    num_chunks: dict[int, int]  # by rail
+
+
+@dataclass(eq=False)
+class Way:
+    topology: Topology
+    own_rail: int
+    num_tokens: dict[int, int]  # by rail: the most that a rank on it has
+    hops: Hops
+    relays: dict[int, list[Relay]]  # by rail, then by node
+    starts: np.ndarray  # [L] where this rank's own rows begin in each local rank's result
+    num_rows: np.ndarray  # [L] of each local rank's result
+    _chunks: dict[int, Chunks] = field(default_factory=dict)
+
+    def chunks(self, width: int) -> Chunks:
+        tokens = chunk_tokens(width)
+        if tokens not in self._chunks:
+            self._chunks[tokens] = self._cut(tokens)
+        return self._chunks[tokens]
+
+    def _cut(self, tokens: int) -> Chunks:
+        num_chunks = {rail: max(1, -(-most // tokens)) for rail, most in self.num_tokens.items()}
+        relayed = {}
+        for rail, relays in self.relays.items():
+            cuts = np.arange(num_chunks[rail] + 1) * tokens
+            by_node = np.zeros((num_chunks[rail], self.topology.num_nodes), np.int64)
+            for relay in relays:
+                upto = relay.before[np.minimum(cuts, len(relay.before) - 1)]
+                by_node[:, relay.node] = np.diff(upto)
+            relayed[rail] = by_node.tolist()
+        cuts = np.arange(num_chunks[self.own_rail] + 1) * tokens
+        first_hop = np.zeros((len(cuts), self.topology.num_nodes), np.int64)
+        of_hop = self.hops.route.send_token.split(list(self.hops.route.send_counts))
+        order = []
+        for node, hop in enumerate(self.hops.hop_of_node):
+            if hop >= 0:
+                first_hop[:, node] = np.searchsorted(of_hop[hop].numpy(), cuts)
+        for begin, end in pairwise(first_hop.tolist()):
+            for node, hop in enumerate(self.hops.hop_of_node):
+                if hop >= 0:
+                    order.append(of_hop[hop][begin[node] : end[node]])
+        flat = torch.cat(order) if order else torch.empty(0, dtype=torch.int32)
+        sent = np.diff(first_hop, axis=0).tolist()
+        return Chunks(tokens, flat, sent, relayed, first_hop, num_chunks)
+
+
+def list_hops(marks_TR: np.ndarray, topology: Topology, rank: int, kernels: RowKernels) -> Hops:
+    """Ranks 0 and 1 are on node 0, rank 2 is on node 1. This is rank 0; its token 0 goes
+    to ranks 1 and 2, token 1 to rank 2:
+
+    >>> from tokenyard.kernels import reference
+    >>> marks = np.array([[0, 1, 1], [0, 0, 1]], bool)
+    >>> route, *tables = list_hops(marks, Topology((0, 0, 1)), 0, reference)
+    >>> route.send_token.tolist(), route.send_counts, tables
+    ([0, 0, 1], (0, 1, 2), [[0, 0, 1], [-1, 2], [0, 1]])
+    """
+    own = topology.node_of_rank[rank]
+    columns: list[np.ndarray] = []
+    node_of_hop: list[int] = []
+    hop_of_node = [-1] * topology.num_nodes
+    own_hops: list[int] = []
+    for node, ranks in enumerate(topology.ranks_of_node):
+        here = marks_TR[:, list(ranks)]
+        if node == own:
+            own_hops = list(range(len(columns), len(columns) + len(ranks)))
+            columns.extend(here.T)
+            node_of_hop.extend([node] * len(ranks))
+        else:
+            hop_of_node[node] = len(columns)
+            columns.append(np.logical_or.reduce(here, axis=1))
+            node_of_hop.append(node)
+    marks_TH = torch.from_numpy(np.ascontiguousarray(np.stack(columns, 1)))
+    return Hops(kernels.route(marks_TH), node_of_hop, hop_of_node, own_hops)
+
+
+def pack_marks(marks_TR: np.ndarray, ranks: Sequence[int]) -> np.ndarray:
+    """Which of these ranks get each token, as bits, from the start of a byte for each token.
+
+    >>> pack_marks(np.array([[True, False, True], [False, True, True]]), [0, 2]).tolist()
+    [192, 64]
+    """
+    return np.packbits(marks_TR[:, list(ranks)], axis=1).ravel()
+
+
+def read_relay(
+    bits: np.ndarray,
+    node: int,
+    num_tokens: int,
+    starts: np.ndarray,
+    kernels: RowKernels,
+) -> Relay:
+    """What a partner said with `pack_marks`, read by a rank of that node.
+
+    >>> from tokenyard.kernels import reference
+    >>> relay = read_relay(np.array([192, 0, 64], np.uint8), 1, 3, np.zeros(2, int), reference)
+    >>> relay.before.tolist(), relay.route.send_token.tolist(), relay.route.send_counts
+    ([0, 1, 1, 2], [0, 0, 1], (1, 2))
+    """
+    marks_TL = np.zeros((0, len(starts)), np.uint8)
+    if num_tokens:
+        marks_TL = np.unpackbits(bits.reshape(num_tokens, -1), axis=1)[:, : len(starts)]
+    comes = marks_TL.any(1)
+    before = np.concatenate([[0], comes.cumsum()])
+    route = kernels.route(torch.from_numpy(np.ascontiguousarray(marks_TL[comes])).bool())
+    return Relay(node, route, before, starts)

@@ -1,0 +1,103 @@
+"""Two levels equal `spec`, bit for bit, whatever the nodes; and what crosses the network."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.transports.exchange_case import Case, inputs, job
+from tests.transports.test_conformance import CASES, case_of, check
+from tokenyard import spec
+from tokenyard.testing import Processes, run_virtual
+from tokenyard.transports import way
+
+SHAPES = [(2, 2), (4, 4), (2, 2, 2, 2), (3, 2, 1)]
+SMALL_SHAPES = [(1, 1), (1, 3), (2,)]  # a node of one rank, and one node
+
+
+def on_nodes(name: str, sizes: tuple[int, ...]) -> Case:
+    case = case_of(name, sum(sizes))
+    return replace(case, ranks_per_node=sizes, transport="hierarchical", kernels="numba")
+
+
+def name_of(sizes: tuple[int, ...]) -> str:
+    return "+".join(map(str, sizes))
+
+
+@pytest.mark.parametrize("sizes", SHAPES + SMALL_SHAPES, ids=name_of)
+@pytest.mark.parametrize("name", CASES)
+def test_virtual_ranks(name: str, sizes: tuple[int, ...]) -> None:
+    case = on_nodes(name, sizes)
+    check(case, run_virtual(job, case.num_ranks, case).results)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 2, 1)], ids=name_of)
+@pytest.mark.parametrize("name", ["plain", "long-rows", "no-tokens-on-some", "holes", "fp8"])
+def test_many_chunks(name: str, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of two or three tokens, and of one where a row is longer than that."""
+    monkeypatch.setattr(way, "_CHUNK", 500)
+    case = on_nodes(name, sizes)
+    check(case, run_virtual(job, case.num_ranks, case).results)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 4, 8, 32])
+@pytest.mark.timeout(300)
+def test_nodes_of_8(num_nodes: int) -> None:
+    case = Case(
+        num_ranks=8 * num_nodes,
+        ranks_per_node=8,
+        tokens=(5, 0, 9),
+        num_experts=16 * num_nodes,
+        num_topk=8,
+        hidden=24,
+        transport="hierarchical",
+    )
+    run = run_virtual(job, case.num_ranks, case, timeout=280)
+    check(case, run.results)
+
+    # A token crosses once to each other node: x, expert ids, weights, number; x and weights back.
+    crossings = nodes_between(case, 0) + nodes_between(case, 1)
+    out, back = 24 * 2 + 8 * 8 + 8 * 4 + 4, 24 * 2 + 8 * 4
+    if num_nodes == 1:
+        assert "combine" not in run.bytes_sent
+        return
+    marks = marks_between(case)  # and a bit for each of its tokens and each rank of that node
+    assert torch.equal(run.bytes_sent["dispatch"], crossings * out + 2 * marks)
+    assert torch.equal(run.bytes_sent["combine"], crossings.t() * back)
+    assert torch.equal(run.bytes_sent["cached dispatch"], nodes_between(case, 0) * 24 * 2)
+
+
+def nodes_between(case: Case, turn: int) -> torch.Tensor:
+    """[R, R]: the tokens of rank i that some rank of another node needs, at its partner there."""
+    sent = torch.zeros(case.num_ranks, case.num_ranks, dtype=torch.int64)
+    for rank in range(case.num_ranks):
+        per_node = spec.layout(inputs(case, rank, turn).topk_idx, case.world).num_tokens_per_node
+        for node, count in enumerate([] if per_node is None else per_node.tolist()):
+            if node != rank // 8:
+                sent[rank, 8 * node + rank % 8] = count
+    return sent
+
+
+def marks_between(case: Case) -> torch.Tensor:
+    bits = torch.zeros(case.num_ranks, case.num_ranks, dtype=torch.int64)
+    for rank in range(case.num_ranks):
+        for node in range(case.num_ranks // 8):
+            if node != rank // 8:
+                bits[rank, 8 * node + rank % 8] = 4 + case.num_tokens(rank)
+    return bits
+
+
+@pytest.fixture(scope="module", params=SHAPES, ids=name_of)
+def nodes(request: pytest.FixtureRequest):
+    with Processes(sum(request.param), timeout=60) as ranks:
+        yield request.param, ranks
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", CASES)
+def test_processes(name: str, nodes: tuple[tuple[int, ...], Processes]) -> None:
+    sizes, ranks = nodes
+    case = on_nodes(name, sizes)
+    check(case, ranks.run(job, case))
