@@ -12,13 +12,20 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from tokenyard.errors import CallMismatch, PeerInputError
+from tokenyard.errors import CallMismatch, PeerInputError, text_to_words, words_to_text
 from tokenyard.transports import Transport
 from tokenyard.types import ROW_DTYPES, SCALE_DTYPES
 
 _Made = TypeVar("_Made")
 
-STAGES = ("Buffer", "dispatch", "cached dispatch", "combine")
+STAGES = (
+    "Buffer",
+    "dispatch",
+    "cached dispatch",
+    "combine",
+    "low-latency dispatch",
+    "low-latency combine",
+)
 
 
 class Call(NamedTuple):
@@ -35,6 +42,8 @@ class Call(NamedTuple):
     num_topk: int = -1
     num_experts: int = -1
     num_channels: int = -1
+    num_max: int = -1
+    cast: int = -1
     options: int = -1  # a digest of what was given to the Buffer
 
 
@@ -48,7 +57,6 @@ _WORST, _OFFER = _TOKENS + 1, _TOKENS + 2
 _INLINE = _OFFER + 8
 _MESSAGE = 128
 _ROOM = _MESSAGE - _INLINE
-_TEXT = 64  # int64s: 504 bytes of UTF-8 and their length
 
 
 class Terms(NamedTuple):
@@ -139,13 +147,13 @@ class Agreement:
     def _raise_failures(self, stage: str, failed: np.ndarray, own: Exception | None) -> None:
         if not failed.any():
             return
-        words = _encode("" if own is None else str(own))
+        words = text_to_words("" if own is None else str(own))
         texts = self._transport.exchange(np.tile(words, (self._size, 1)), f"{stage} (failure)")
         if own is not None:
             raise own
         rank = int(failed.argmax())
         raise PeerInputError(
-            f"rank {rank} rejected its input, so no rank went on: {_decode(texts[rank])}",
+            f"rank {rank} rejected its input, so no rank went on: {words_to_text(texts[rank])}",
             rank=rank,
             stage=stage,
         )
@@ -173,7 +181,9 @@ _WORDS = {
     "num_topk": "top-k",
     "num_experts": "num_experts",
     "num_channels": "channels (config.num_sms // 2)",
-    "options": "transport=, ring memory, ranks_per_node= or placement=",
+    "num_max": "num_max_dispatch_tokens_per_rank",
+    "cast": "use_fp8, round_scale or use_ue8m0",
+    "options": "transport=, ring memory, ranks_per_node=, placement= or the low-latency mode",
 }
 
 
@@ -189,20 +199,3 @@ def _show(name: str, value: int, is_own: bool) -> str:
     if name == "scales_dtype":
         return str(SCALE_DTYPES[value]).removeprefix("torch.")
     return str(value)
-
-
-def _encode(text: str) -> np.ndarray:
-    raw = text.encode()[: 8 * (_TEXT - 1)]
-    words = np.zeros(_TEXT, np.int64)
-    words[0] = len(raw)
-    words[1:].view(np.uint8)[: len(raw)] = np.frombuffer(raw, np.uint8)
-    return words
-
-
-def _decode(words: Sequence[int] | np.ndarray) -> str:
-    """
-    >>> _decode(_encode("topk_idx[3, 1] is 64"))
-    'topk_idx[3, 1] is 64'
-    """
-    words = np.asarray(words)
-    return words[1:].view(np.uint8)[: int(words[0])].tobytes().decode(errors="replace")

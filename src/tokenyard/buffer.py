@@ -21,6 +21,8 @@ from tokenyard import validate
 from tokenyard.engine import Engine
 from tokenyard.errors import BufferClosed, PeerError
 from tokenyard.events import EventHandle, EventOverlap
+from tokenyard.low_latency.calls import LowLatencyCalls
+from tokenyard.low_latency.engine import LowLatency
 from tokenyard.opening import open_engine
 from tokenyard.prepare import DispatchRequest
 from tokenyard.types import Config, Handle
@@ -54,12 +56,13 @@ class Combined(NamedTuple):
     event: EventOverlap
 
 
-class Buffer:
+class Buffer(LowLatencyCalls):
     """Moves tokens to the ranks that own their experts, and sums the results back.
 
     The first parameters are DeepEP's. num_nvl_bytes is how much memory a rank shares on the ring
-    transport, 16 MiB if 0; those about RDMA and queue pairs are accepted and have no use here. Ours
-    are keyword only:
+    transport, 16 MiB if 0; those about RDMA and queue pairs are accepted and have no use here.
+    low_latency_mode adds the calls of `LowLatencyCalls`, in which enable_shrink goes on without
+    ranks that die or stall. Ours are keyword only:
 
         transport       how rows travel; "auto" takes the best there is
         kernels         which set of local kernels; "auto" takes the fastest for the device
@@ -103,8 +106,9 @@ class Buffer:
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
         self._engine: Engine | None = None
+        self._low_latency: LowLatency | None = None
         self._why_closed = "the Buffer is closed"
-        self._engine = open_engine(
+        self._engine, self._low_latency = open_engine(
             group,
             num_nvl_bytes=num_nvl_bytes,
             num_channels=_default_config(Buffer.num_sms).num_channels,
@@ -113,6 +117,8 @@ class Buffer:
             ranks_per_node=ranks_per_node,
             timeout=timeout,
             placement=placement,
+            low_latency_mode=low_latency_mode,
+            enable_shrink=enable_shrink,
         )
         self.rank, self.group_size = self._engine.rank, self._engine.num_ranks
 
@@ -252,9 +258,27 @@ class Buffer:
         """The global ids of this rank's experts, in the order of their local ids."""
         return self._open_engine().local_experts(num_experts)
 
+    def dead_ranks(self) -> tuple[int, ...]:
+        """Ranks that have died, as far as can be seen without a call of all ranks: those that share
+        memory with this one. Any thread may ask. () once the Buffer is closed.
+        """
+        engine = self._engine
+        return () if engine is None else engine.dead_ranks()
+
+    def explain(self, stage: str, error: RuntimeError) -> PeerError:
+        """What an error of torch.distributed between the same ranks means: PeerDied with the ranks
+        that are gone, or PeerTimeout. For collectives of yours, which tell no names:
+
+        try:
+            dist.all_reduce(tensor, group=group)
+        except RuntimeError as error:
+            raise buffer.explain("all_reduce", error) from error
+        """
+        return self._open_engine().explain(stage, error)
+
     def close(self) -> None:
         """Give back what the Buffer holds. Local, and never waits for others; twice is fine."""
-        engine, self._engine = self._engine, None
+        engine, self._engine, self._low_latency = self._engine, None, None
         if engine is not None:
             engine.close()
 
@@ -311,13 +335,25 @@ class Buffer:
         return torch.cpu.current_stream()
 
     def _open_engine(self) -> Engine:
-        engine = self._engine
+        engine, low_latency = self._engine, self._low_latency
         if engine is None:
             raise BufferClosed(f"{self._why_closed}, on rank {self.rank}")
-        if engine.failure is not None:  # of an asynchronous call
-            self._broken_by(engine.failure)
-            raise BufferClosed(f"{self._why_closed}, on rank {self.rank}") from engine.failure
+        failure = engine.failure  # of an asynchronous call, or of a hook
+        if failure is None and low_latency is not None:
+            failure = low_latency.failure
+        if failure is not None:
+            self._broken_by(failure)
+            raise BufferClosed(f"{self._why_closed}, on rank {self.rank}") from failure
         return engine
+
+    def _open_low_latency(self) -> LowLatency:
+        self._open_engine()
+        if self._low_latency is None:
+            raise ValueError(
+                f"low_latency_mode is False, want Buffer(low_latency_mode=True), "
+                f"on rank {self.rank}"
+            )
+        return self._low_latency
 
     def _broken_by(self, error: Exception) -> Exception:
         """After this the engine is in no known state, so nothing may use it again."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tokenyard import memory, notify, validate
 from tokenyard.agreement import STAGES, Agreed, Agreement, Call, Terms
+from tokenyard.errors import PeerError
 from tokenyard.events import EventHandle, EventOverlap, Worker
 from tokenyard.kernels import Kernels
 from tokenyard.prepare import DispatchRequest, Outgoing, Preparation, wait
@@ -49,7 +50,7 @@ class Engine:
         self.rank, self.num_ranks = transport.rank, transport.size
         self._kernels = kernels
         self._agreement = agreement
-        self._worker = Worker(f"tokenyard-rank-{self.rank}")
+        self.worker = Worker(f"tokenyard-rank-{self.rank}")
         self._one_node = topology.num_nodes == 1
         nodes = None if self._one_node else topology.node_of_rank
         self._local = Preparation(kernels, self.num_ranks, nodes, placement)
@@ -57,7 +58,7 @@ class Engine:
     @property
     def failure(self) -> Exception | None:
         """What went wrong on the Buffer's thread, if anything did."""
-        return self._worker.failure
+        return self.worker.failure
 
     def layout(self, topk_idx: Any, num_experts: Any, previous_event: Any) -> Layout:
         """Who gets each token. Local, so bad input raises on this rank alone."""
@@ -227,15 +228,21 @@ class Engine:
         except ValueError as error:
             raise self._agreement.named("get_local_experts", error) from None
 
+    def dead_ranks(self) -> tuple[int, ...]:
+        return self.transport.dead_ranks()
+
+    def explain(self, stage: str, error: RuntimeError) -> PeerError:
+        return self.transport.explain(stage, error)
+
     def close(self) -> None:
         """Calls that go on are waited for: they end, or fail, as any call does."""
-        self._worker.close()
+        self.worker.close()
         self.transport.close()
 
     def _before_words(self) -> None:
         """Let the calls that go on end first, where rows and words cannot travel at once."""
         if self.transport.moves_alone:
-            self._worker.drain()
+            self.worker.drain()
 
     def _go(
         self, work: Callable[[], None], async_finish: bool, pending: EventHandle | None
@@ -248,8 +255,8 @@ class Engine:
             work()
 
         if async_finish:
-            return EventOverlap(self._worker.submit(later))
-        self._worker.drain()
+            return EventOverlap(self.worker.submit(later))
+        self.worker.drain()
         later()
         return EventOverlap(None)
 

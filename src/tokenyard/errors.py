@@ -7,8 +7,13 @@ a ValueError too, on all others: whoever catches ValueError catches it on every 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
+
+import numpy as np
+
+TEXT_WORDS = 64  # int64s that a message crosses ranks in: 504 bytes of UTF-8 and their length
 
 
 class TokenyardError(RuntimeError):
@@ -73,3 +78,20 @@ def name_ranks(ranks: tuple[int, ...] | list[int]) -> str:
     'ranks 0, 3'
     """
     return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
+
+
+def text_to_words(text: str) -> np.ndarray:
+    raw = text.encode()[: 8 * (TEXT_WORDS - 1)]
+    words = np.zeros(TEXT_WORDS, np.int64)
+    words[0] = len(raw)
+    words[1:].view(np.uint8)[: len(raw)] = np.frombuffer(raw, np.uint8)
+    return words
+
+
+def words_to_text(words: Sequence[int] | np.ndarray) -> str:
+    """
+    >>> words_to_text(text_to_words("topk_idx[3, 1] is 64"))
+    'topk_idx[3, 1] is 64'
+    """
+    words = np.asarray(words)
+    return words[1:].view(np.uint8)[: int(words[0])].tobytes().decode(errors="replace")

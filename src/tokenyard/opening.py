@@ -16,6 +16,8 @@ from tokenyard import validate
 from tokenyard.agreement import STAGES, Agreement, Call, Terms
 from tokenyard.engine import Engine
 from tokenyard.errors import SharedMemoryError
+from tokenyard.low_latency.engine import LowLatency
+from tokenyard.prepare import Preparation
 from tokenyard.topology import Placement, Topology
 from tokenyard.transports import (
     CollectiveTransport,
@@ -38,8 +40,10 @@ def open_engine(
     ranks_per_node: int | Sequence[int] | None,
     timeout: float,
     placement: Tensor | None,
-) -> Engine:
-    """The engine of a new Buffer. Bad options on one rank raise on all of them."""
+    low_latency_mode: bool,
+    enable_shrink: bool,
+) -> tuple[Engine, LowLatency | None]:
+    """The engines of a new Buffer. Bad options on one rank raise on all of them."""
     sane = isinstance(timeout, (int, float)) and 0 < timeout <= 1e6
     communicator = connect(group, timeout if sane else 30.0)
     rank, size = communicator.rank, communicator.size
@@ -66,7 +70,8 @@ def open_engine(
         where = None if placed is None else placed.rank_of_expert.tolist()
         rings = (num_nvl_bytes, num_channels) if transport == "ring" else None
         nodes = list(ranks_per_node) if isinstance(ranks_per_node, Sequence) else ranks_per_node
-        options = _digest(repr((transport, rings, nodes, where)))
+        slots = (bool(low_latency_mode), bool(enable_shrink))
+        options = _digest(repr((transport, rings, nodes, where, slots)))
         nonlocal probe, own_reason
         own_reason = why_not_shared(kernel_set)
         if own_reason is None:
@@ -79,21 +84,23 @@ def open_engine(
         call = Call(stage=STAGES.index("Buffer"), options=options)
         return Terms(call, payload=np.array([mine] * size, np.int64))
 
-    (kernel_set, placed), agreed = first.agree("Buffer", prepare, terms)
-    told = agreed.payload
-    shared_id, own_id = int(told[0, 0]), int(told[rank, 0])
-    alone = None
-    if told[:, 1].any():
-        culprit = int(told[:, 1].argmax())
-        alone = own_reason if culprit == rank else f"rank {culprit} cannot share memory"
-    machines = told[:, 2].tolist()
-    if ranks_per_node is not None:
-        topology = _given(ranks_per_node, size)
-    else:
-        marks = machines if alone is not None else _find_nodes(meeting, told[:, 2:])
-        topology = Topology.from_marks(marks)
-    if probe is not None:
-        probe.close()
+    try:
+        (kernel_set, placed), agreed = first.agree("Buffer", prepare, terms)
+        told = agreed.payload
+        shared_id, own_id = int(told[0, 0]), int(told[rank, 0])
+        alone = None
+        if told[:, 1].any():
+            culprit = int(told[:, 1].argmax())
+            alone = own_reason if culprit == rank else f"rank {culprit} cannot share memory"
+        machines = told[:, 2].tolist()
+        if ranks_per_node is not None:
+            topology = _given(ranks_per_node, size)
+        else:
+            marks = machines if alone is not None else _find_nodes(meeting, told[:, 2:])
+            topology = Topology.from_marks(marks)
+    finally:
+        if probe is not None:
+            probe.close()
     opened = open_transport(
         transport,
         communicator,
@@ -106,7 +113,14 @@ def open_engine(
         num_channels=num_channels,
         label=str(shared_id),
     )
-    return Engine(opened, kernel_set, Agreement(opened, shared_id), topology, placed, own_id)
+    agreement = Agreement(opened, shared_id)
+    engine = Engine(opened, kernel_set, agreement, topology, placed, own_id)
+    if not low_latency_mode:
+        return engine, None
+    local = Preparation(kernel_set, size, None, placed)
+    return engine, LowLatency(
+        opened, kernel_set, agreement, local, engine.worker, own_id, enable_shrink
+    )
 
 
 def _given(ranks_per_node: int | Sequence[int], num_ranks: int) -> Topology:

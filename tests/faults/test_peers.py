@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import tokenyard
 from tokenyard.testing import Exited, Processes, RankFailed, run_virtual
@@ -70,6 +71,35 @@ def test_killed_peer(transport: str, text: str) -> None:
         assert text in answer["text"]
         assert "the Buffer was broken by an earlier error" in answer["afterwards"]
         assert answer["seconds"] < 1.0
+
+
+def one_dies_in_a_collective(group: Any, transport: str) -> tuple[Any, ...]:
+    with tokenyard.Buffer(group, timeout=20, transport=transport) as buffer:
+        exchange(buffer)
+        assert buffer.dead_ranks() == ()
+        if group.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            dist.all_reduce(torch.ones(1), group=group)
+        except RuntimeError as error:
+            told = buffer.explain("all_reduce", error)
+            return type(told).__name__, told.ranks, str(told), buffer.dead_ranks()
+    return ("nothing", (), "", ())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "transport, text",
+    [("direct", "rank 1 died"), ("ring", "rank 1 died"), ("collective", "no word from rank 1")],
+)
+def test_a_death_in_somebody_elses_collective(transport: str, text: str) -> None:
+    with Processes(2, timeout=30) as ranks:
+        answer, gone = ranks.run(one_dies_in_a_collective, transport, may_die=True)
+    assert gone == Exited(-signal.SIGKILL)
+    assert answer[:2] == ("PeerDied", (1,))
+    assert answer[2].startswith("all_reduce: ")
+    assert text in answer[2]
+    assert answer[3] == (() if transport == "collective" else (1,))
 
 
 @pytest.mark.processes

@@ -18,7 +18,12 @@ SHOWN = ("tokenyard.spec.exchange", "tokenyard.spec.local", "tokenyard.spec.low_
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples(name: str) -> None:
-    module = importlib.import_module(name)
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        pytest.skip("vllm is not installed")
     result = doctest.testmod(module, optionflags=doctest.FAIL_FAST)
     assert result.failed == 0
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokenyard.slots import Received, SlotShape
 from tokenyard.types import Aligned, Layout, Places, Route
 
 _log = logging.getLogger("tokenyard")
@@ -130,6 +131,57 @@ class Kernels(Protocol):
         self, num_rows: int, hidden: int, use_ue8m0: bool
     ) -> Callable[[Tensor, Tensor], Tensor]:
         """A function that does what `spec.cast_back` does to contiguous values and scales."""
+
+    def stage_slots(
+        self,
+        x_TD: Tensor,
+        topk_idx_TK: Tensor,
+        shape: SlotShape,
+        block_B: Tensor,
+        sent_2TK: Tensor,
+    ) -> int:
+        """Lay tokens out in a block (see `tokenyard.slots`), cast if the shape says so.
+
+        `sent` gets topk_idx, and each pair's place among those of its expert. -1, or p where pair p
+        is no expert, or -2 - p where it names its token's expert again; the block is then not to be
+        used.
+        """
+
+    def fill_slots(
+        self,
+        blocks: Sequence[Tensor],
+        tokens: Sequence[int],
+        shape: SlotShape,
+        out: Received,
+    ) -> None:
+        """Take this rank's rows out of all ranks' blocks, by (source rank, token)."""
+
+    def stage_back(
+        self, y_LSD: Tensor, layout_range_LR: Tensor, outs: Sequence[Tensor], tables_RL: Tensor
+    ) -> None:
+        """The rows of each source rank, as bytes, by (local expert, slot); where each expert's
+        begin goes into the table.
+        """
+
+    def pick_slots(self, topk_idx_TK: Tensor, sent_2TK: Tensor, picked_TK: Tensor) -> int:
+        """Find each pair's place again, -1 for those that are -1. The first pair that was not sent,
+        or -1.
+        """
+
+    def sum_slots(
+        self,
+        rows: Sequence[Tensor],
+        tables_RL: Tensor,
+        topk_idx_TK: Tensor,
+        picked_TK: Tensor,
+        topk_weights_TK: Tensor,
+        shape: SlotShape,
+        out_TD: Tensor,
+    ) -> Tensor:
+        """The weighted sum of each token's rows as `spec.low_latency_combine` makes it.
+
+        rows[r] came from rank r, and tables[r] says where those of each of its experts begin.
+        """
 
 
 def available() -> tuple[str, ...]:

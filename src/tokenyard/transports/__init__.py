@@ -5,6 +5,7 @@ from tokenyard.transports.choose import (
     available,
     check_name,
     connect,
+    open_slots,
     open_transport,
     why_not_shared,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "can_attach",
     "check_name",
     "connect",
+    "open_slots",
     "open_transport",
     "why_not_shared",
 ]

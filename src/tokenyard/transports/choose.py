@@ -9,8 +9,10 @@ from tokenyard.topology import Topology
 from tokenyard.transports.base import Communicator, RowKernels, Transport
 from tokenyard.transports.collective import CollectiveTransport
 from tokenyard.transports.direct import DirectKernels, DirectTransport
+from tokenyard.transports.exchanged_slots import ExchangedSlots
 from tokenyard.transports.hierarchical import HierarchicalTransport
 from tokenyard.transports.ring import RingKernels, RingTransport
+from tokenyard.transports.shared_slots import SharedSlots
 from tokenyard.transports.symmetric import why_not
 from tokenyard.transports.team import Team
 
@@ -100,3 +102,18 @@ def open_transport(
         level = logging.INFO if cause is None else logging.WARNING
         _log.log(level, "transport: collective over %s, since %s", communicator.name, why)
     return CollectiveTransport(communicator, kernels, topology.node_of_rank)
+
+
+def open_slots(
+    transport: Transport, kernels: Any, shrink: bool, stage: str
+) -> SharedSlots | ExchangedSlots:
+    """The low-latency mode's exchange, beside a transport. All ranks together."""
+    team = getattr(transport, "team", None)
+    if team is not None:
+        return SharedSlots(team, kernels, shrink, stage)
+    if shrink:
+        raise ValueError(
+            f"enable_shrink is True on transport {transport.name!r}, want ranks that share memory "
+            "(direct or ring): nobody can be left out of a collective"
+        )
+    return ExchangedSlots(transport, kernels)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenyard import memory
+from tokenyard.errors import PeerError
 from tokenyard.memory import as_bytes
 from tokenyard.transports.base import Communicator, Move, RowKernels, Sum
 from tokenyard.types import Config, Flow, Handle
@@ -112,6 +113,12 @@ class CollectiveTransport:
 
     def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         return memory.empty(num_rows, width, dtype=dtype)
+
+    def dead_ranks(self) -> tuple[int, ...]:
+        return ()
+
+    def explain(self, stage: str, error: RuntimeError) -> PeerError:
+        return self._communicator.explain(stage, error)
 
     def close(self) -> None:
         self._communicator.close()

@@ -229,6 +229,12 @@ class HierarchicalTransport:
         _, array = self._team.pool.take(num_rows * width * dtype.itemsize)
         return rows(array, 0, num_rows, width, dtype)
 
+    def dead_ranks(self) -> tuple[int, ...]:
+        return self._team.dead_ranks()
+
+    def explain(self, stage: str, error: RuntimeError) -> PeerError:
+        return self._team.explain(stage, error)
+
     def close(self) -> None:
         self._opened.close()
 

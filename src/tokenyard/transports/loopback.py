@@ -163,6 +163,9 @@ class LoopbackCommunicator:
     def watch(self, look: Callable[[str], None]) -> None:
         """Who is waited for here is seen to end."""
 
+    def explain(self, stage: str, error: RuntimeError) -> PeerError:
+        return PeerDied(f"{stage}: {error}, on rank {self.rank}", ranks=(), stage=stage)
+
     def leave_word(self, error: PeerError | None = None) -> None: ...
 
     def close(self) -> None: ...

@@ -95,6 +95,10 @@ class RingTransport:
         bases_R = team.share(max(room, _PAGE), "Buffer (attach)")
         self._rings = kernels.make_rings(self.rank, bases_R, self._ring_bytes, num_channels)
 
+    @property
+    def team(self) -> Team:
+        return self._team
+
     def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
         return self._team.exchange(message_RM, stage)
 
@@ -179,6 +183,12 @@ class RingTransport:
 
     def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         return memory.empty(num_rows, width, dtype=dtype)
+
+    def dead_ranks(self) -> tuple[int, ...]:
+        return self._team.dead_ranks()
+
+    def explain(self, stage: str, error: RuntimeError) -> PeerError:
+        return self._team.explain(stage, error)
 
     def close(self) -> None:
         self._team.close()

@@ -13,7 +13,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -30,6 +30,7 @@ MAIL, ROWS, READ = range(3)  # a message is there; rows were written; rows were 
 _KINDS = 3
 _BOX = 128  # int64s of a message that go at once
 _NONCE, _FAILURE, _BEAT = range(3)  # int64s of a control segment's first line
+_NOTICE_MS = 500  # connections break a moment before a process is seen to be dead
 _GRACE = 0.2  # seconds for signals on their way, once a peer is seen dead
 
 
@@ -95,8 +96,10 @@ class Team:
         self._one_polls = threading.Lock()  # words may be exchanged while rows move
         for fd in self._pidfds:
             self._deaths.register(fd, select.POLLIN)
-        cores = len(os.sched_getaffinity(0))
-        self._patience = 2000 if self.size <= cores else 20
+        # Ranks may each be bound to cores of their own, so count those of all ranks together.
+        told = np.array(tell_all(communicator, _own_cores()), np.uint64)
+        cores = sum(int(word).bit_count() for word in np.bitwise_or.reduce(told, axis=1))
+        self.patience = 2000 if self.size <= cores else 20
         # Some milliseconds where each rank has a core: two that sleep keep making each other wait.
         self._yields = 2000 if self.size <= cores else 50
 
@@ -111,7 +114,7 @@ class Team:
         outgoing, incoming = self._lines[MAIL]
         outboxes, inbox = self._boxes[epoch % 2]
         first = self._kernels.post(
-            message_RM, outboxes, outgoing, incoming, self.size, epoch, self._patience
+            message_RM, outboxes, outgoing, incoming, self.size, epoch, self.patience
         )
         if first < self.size:
             self._wait_long(incoming, epoch, first, stage)
@@ -124,7 +127,7 @@ class Team:
         self._epochs[kind] += 1
         epoch = self._epochs[kind]
         outgoing, incoming = self._lines[kind]
-        first = self._kernels.meet(outgoing, incoming, self.size, epoch, self._patience)
+        first = self._kernels.meet(outgoing, incoming, self.size, epoch, self.patience)
         if first < self.size:
             self._wait_long(incoming, epoch, first, stage)
 
@@ -136,6 +139,23 @@ class Team:
         It may take for ever as long as there is less and less to do, or those waited for get on
         with what they do elsewhere (`beat`). Otherwise PeerDied names who has died, and PeerTimeout
         the ranks that missing() finds, or whom a rank of the team has found to be at fault.
+        """
+        dead, late = self.who_stops(step, missing, stage)
+        if dead:
+            raise self.died(dead, stage)
+        if late:
+            raise self.timed_out(late, stage)
+
+    def who_stops(
+        self,
+        step: Callable[[], int],
+        missing: Callable[[], Sequence[int]],
+        stage: str,
+        given_up: Collection[int] = (),
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """As `wait_until`, but gives back who has died, and who is late: nobody, if all is done.
+
+        That a rank has died which was given up before says nothing.
         """
         left = step()
         deadline = time.monotonic() + self._timeout
@@ -149,26 +169,19 @@ class Team:
             if self._beats() != beats:
                 deadline, beats = now + self._timeout, self._beats()
             self.raise_told(stage)
-            dead = self._dead_ranks()
+            dead = tuple(rank for rank in self.dead_ranks() if rank not in given_up)
             if dead and dead_since is None:
                 dead_since = now
             if dead_since is not None and now > dead_since + _GRACE:
-                raise self._died(dead, stage)
+                return dead, ()
             if now > deadline:
-                late = tuple(self._members[rank] for rank in missing())
-                error = PeerTimeout(
-                    f"{stage}: {self._timeout:g} s passed; no word from {name_ranks(late)}, "
-                    f"on rank {self._me}",
-                    ranks=late,
-                    stage=stage,
-                )
-                self._communicator.leave_word(error)
-                raise error
+                return (), tuple(self._members[rank] for rank in missing())
             rounds += 1
             if rounds < self._yields:
                 os.sched_yield()
             else:
                 time.sleep(min(1e-3, 2e-5 * (rounds - self._yields + 1)))
+        return (), ()
 
     def beat(self) -> None:
         """This rank gets on with what it does elsewhere: whoever waits for it should be patient."""
@@ -196,8 +209,7 @@ class Team:
         """[R] the addresses of a segment of this size of every rank, for the life of the team."""
         error, words = None, (NO_MEMORY, 0)
         try:
-            segment = Segment(num_bytes)
-            self._kept.append(segment)
+            segment = self.keep(num_bytes)
             words = segment.fd, segment.size
         except SharedMemoryError as problem:
             error = problem
@@ -211,14 +223,28 @@ class Team:
             np.int64,
         )
 
+    def explain(self, stage: str, error: RuntimeError) -> PeerError:
+        """Who has died, if that is why something else between these ranks has failed."""
+        dead = self.dead_ranks(wait_ms=_NOTICE_MS)
+        return self.died(dead, stage) if dead else self._communicator.explain(stage, error)
+
+    def keep(self, num_bytes: int) -> Segment:
+        """A segment of this rank, for the life of the team."""
+        segment = Segment(num_bytes)
+        self._kept.append(segment)
+        return segment
+
     def close(self) -> None:
         for segment in self._kept:
             segment.close()
         self._kept.clear()
         self.pool.close()
-        for fd in getattr(self, "_pidfds", {}):
-            os.close(fd)
-        self._pidfds = {}
+        if hasattr(self, "_pidfds"):
+            with self._one_polls:
+                for fd in self._pidfds:
+                    self._deaths.unregister(fd)
+                    os.close(fd)
+                self._pidfds = {}
 
     def _wait_long(self, incoming: int, epoch: int, first: int, stage: str) -> None:
         def step() -> int:
@@ -233,21 +259,31 @@ class Team:
         closed its Buffer, most likely because another rank died.
         """
         # Who dies loses its files a moment before it is seen to be dead.
-        dead = self._dead_ranks(wait_ms=1000)
+        dead = self.dead_ranks(wait_ms=1000)
         if dead:
-            return self._died(dead, stage)
+            return self.died(dead, stage)
         self.raise_told(stage)
         gone = self._members[rank]
         text = f"{stage}: rank {gone} has closed its Buffer, on rank {self._me}"
         return PeerDied(text, ranks=(gone,), stage=stage)
 
-    def _died(self, dead: tuple[int, ...], stage: str) -> PeerDied:
+    def died(self, dead: tuple[int, ...], stage: str) -> PeerDied:
         text = f"{stage}: {name_ranks(dead)} died, on rank {self._me}"
         error = PeerDied(text, ranks=dead, stage=stage)
         self._communicator.leave_word(error)
         return error
 
-    def _dead_ranks(self, wait_ms: int = 0) -> tuple[int, ...]:
+    def timed_out(self, late: tuple[int, ...], stage: str) -> PeerTimeout:
+        error = PeerTimeout(
+            f"{stage}: {self._timeout:g} s passed; no word from {name_ranks(late)}, "
+            f"on rank {self._me}",
+            ranks=late,
+            stage=stage,
+        )
+        self._communicator.leave_word(error)
+        return error
+
+    def dead_ranks(self, wait_ms: int = 0) -> tuple[int, ...]:
         with self._one_polls:
             dead = sorted(self._pidfds[fd] for fd, _ in self._deaths.poll(wait_ms))
         return tuple(self._members[rank] for rank in dead)
@@ -323,6 +359,16 @@ class Team:
     def _control_bytes(self) -> int:
         exact = self._signal_bytes() + 2 * self.size * self._box * 8
         return round_up(exact, os.sysconf("SC_PAGESIZE"))
+
+
+def _own_cores() -> list[int]:
+    """The cores that this rank may run on, as bits of 16 words: those after the first 512 count as
+    the ones before, which matters only to how long a rank spins.
+    """
+    words = [0] * 16
+    for core in os.sched_getaffinity(0):
+        words[core // 32 % 16] |= 1 << core % 32
+    return words
 
 
 def _try_segment(num_bytes: int) -> tuple[Segment | None, str | None]:

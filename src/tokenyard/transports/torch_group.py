@@ -65,7 +65,7 @@ class _TorchExchange:
         try:
             work = self._begin(out_NB, rows_NB, list(out_counts), list(counts))
         except RuntimeError as error:
-            raise self._blame(stage, error) from error
+            raise self.explain(stage, error) from error
 
         def finish() -> None:
             try:
@@ -73,7 +73,7 @@ class _TorchExchange:
             except PeerError:
                 raise
             except RuntimeError as error:
-                raise self._blame(stage, error) from error
+                raise self.explain(stage, error) from error
 
         return finish
 
@@ -103,7 +103,7 @@ class _TorchExchange:
             if noticed is not None:
                 raise _Noticed(noticed)
 
-    def _blame(self, stage: str, error: RuntimeError) -> PeerError:
+    def explain(self, stage: str, error: RuntimeError) -> PeerError:
         """Who did not come. Gloo says only that something failed, so every rank that notices leaves
         word, and whoever leaves none is named: one of those that were to come here, if there is.
         """
@@ -200,7 +200,7 @@ class GlooPart(_TorchExchange):
             try:
                 self._pg = dist.ProcessGroupGloo(meeting, self.rank, self.size, limit)
             except RuntimeError as error:
-                raise self._blame("Buffer (connect)", error) from error
+                raise self.explain("Buffer (connect)", error) from error
 
     def part(self, members: Sequence[int], name: str) -> GlooPart:
         raise NotImplementedError("parts are made of the whole group")

@@ -11,6 +11,7 @@ apply to them, since they read raw addresses: to step through a kernel, take the
     rearrange  copies between any two strides
     quantize   to FP8 and back
     signals    for ranks that share memory
+    slots      the low-latency mode; slot_calls makes whole calls of it for shared memory
     ring       the same, through a fixed amount of it: the protocol and its two uses
 """
 
@@ -26,15 +27,35 @@ from tokenyard.kernels.numba.ring_combine import plan_ring_combine, ring_combine
 from tokenyard.kernels.numba.ring_dispatch import plan_ring_dispatch, ring_dispatch
 from tokenyard.kernels.numba.rows import localise, pack, scatter
 from tokenyard.kernels.numba.signals import await_signals, meet, post
+from tokenyard.kernels.numba.slot_calls import (
+    await_slots,
+    combine_calls,
+    dispatch_calls,
+    find_failure,
+    signal,
+)
+from tokenyard.kernels.numba.slots import (
+    fill_slots,
+    pick_slots,
+    stage_back,
+    stage_slots,
+    sum_slots,
+)
 
 __all__ = [
     "align",
     "await_signals",
+    "await_slots",
+    "combine_calls",
+    "dispatch_calls",
+    "fill_slots",
+    "find_failure",
     "layout",
     "localise",
     "make_rings",
     "meet",
     "pack",
+    "pick_slots",
     "place",
     "plan_from_fp8",
     "plan_ring_combine",
@@ -50,7 +71,11 @@ __all__ = [
     "ring_slots",
     "route",
     "scatter",
+    "signal",
     "spread",
+    "stage_back",
+    "stage_slots",
+    "sum_slots",
     "unpermute",
     "unpermute_backward",
 ]

@@ -40,7 +40,7 @@ _FRACTION, _INF = 0x7FFFFF, 0x7F800000  # of a float32's bits
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _to_fp8_kernel(x, values, scales, num_groups, kind, streaming, like):
+def to_fp8_groups(x, values, scales, num_groups, kind, streaming, like):
     floats, exponents = pointer(scales, _FLOAT32), pointer(scales, _UINT8)
     group_bytes = GROUP * np.int64(like.itemsize)
     factors = np.empty(_CHUNK, np.float32)
@@ -106,7 +106,7 @@ def plan_to_fp8(
     scale = np.dtype(np.int32 if use_ue8m0 else np.float32)
     model = _model(num_rows, hidden, float8_e4m3fn)
     # The compiled function itself: the dispatcher would ask each argument's type at every call.
-    kernel = _to_fp8_kernel.compile((int64,) * 6 + (typeof(like),))
+    kernel = to_fp8_groups.compile((int64,) * 6 + (typeof(like),))
 
     def cast(x_ND: Tensor) -> tuple[Tensor, Tensor]:
         values = memory.empty_like(model)

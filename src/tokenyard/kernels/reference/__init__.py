@@ -14,12 +14,21 @@ from tokenyard.kernels.reference.exchange import (
 from tokenyard.kernels.reference.permute import place, spread, unpermute, unpermute_backward
 from tokenyard.kernels.reference.quantize import plan_from_fp8, plan_to_fp8
 from tokenyard.kernels.reference.rearrange import rearrange
+from tokenyard.kernels.reference.slots import (
+    fill_slots,
+    pick_slots,
+    stage_back,
+    stage_slots,
+    sum_slots,
+)
 
 __all__ = [
     "align",
+    "fill_slots",
     "layout",
     "localise",
     "pack",
+    "pick_slots",
     "place",
     "plan_from_fp8",
     "plan_to_fp8",
@@ -27,6 +36,9 @@ __all__ = [
     "reduce",
     "route",
     "spread",
+    "stage_back",
+    "stage_slots",
+    "sum_slots",
     "unpermute",
     "unpermute_backward",
 ]

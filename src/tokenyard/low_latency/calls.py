@@ -1,0 +1,151 @@
+"""The part of Buffer that is DeepEP's low-latency mode: its signatures, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tokenyard.errors import PeerError
+from tokenyard.events import EventOverlap
+from tokenyard.low_latency.engine import LowLatency, most_bytes
+from tokenyard.low_latency.inputs import Asked, Fp8
+from tokenyard.slots import LowLatencyHandle
+
+
+class LowLatencyDispatched(NamedTuple):
+    recv_x: Tensor | tuple[Tensor, Tensor]
+    recv_count: Tensor
+    handle: LowLatencyHandle
+    event: EventOverlap
+    hook: Callable[[], None] | None
+
+
+class LowLatencyCombined(NamedTuple):
+    combined_x: Tensor
+    event: EventOverlap
+    hook: Callable[[], None] | None
+
+
+class LowLatencyCalls:
+    """For few tokens, as in decoding. Needs Buffer(low_latency_mode=True).
+
+    A token is copied to each of its experts, and no counts are exchanged first: recv_x has room for
+    all that could come. A call must not be given more than num_max_dispatch_tokens_per_rank
+    tokens, the same number on all ranks. At most two results may be alive: before a third dispatch
+    recv_x of one of them must be dropped, or it raises.
+    """
+
+    def low_latency_dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: Tensor | None = None,
+        dispatch_wait_recv_cost_stats: Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> LowLatencyDispatched:
+        """Send every token to each of its experts.
+
+        recv_x is [local experts, ranks * num_max, hidden], in FP8 a pair with its scales; the first
+        recv_count[e] rows of expert e are valid, by (source rank, token). A token names an expert
+        once at most.
+
+        With return_recv_hook nothing is received before the hook is called; with async_finish it is
+        received on the Buffer's thread. Counts are added to cumulative_local_expert_recv_stats
+        (int32, one a local expert), and the nanoseconds until each rank's tokens were there to
+        dispatch_wait_recv_cost_stats (int64, one a rank).
+        """
+        engine = self._open_low_latency()
+        asked = Asked(async_finish, return_recv_hook, dispatch_wait_recv_cost_stats)
+        try:
+            got, handle, event, receipt = engine.dispatch(
+                x,
+                topk_idx,
+                num_max_dispatch_tokens_per_rank,
+                num_experts,
+                cumulative_local_expert_recv_stats,
+                Fp8(use_fp8, round_scale, use_ue8m0),
+                asked,
+            )
+        except PeerError as error:
+            raise self._broken_by(error) from error.__cause__
+        recv_x = got.x if got.scales is None else (got.x, got.scales)
+        hook = receipt if return_recv_hook else None
+        return LowLatencyDispatched(recv_x, got.counts, handle, event, hook)
+
+    def low_latency_combine(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: LowLatencyHandle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: Tensor | None = None,
+        combine_wait_recv_cost_stats: Tensor | None = None,
+    ) -> LowLatencyCombined:
+        """Every token gets the sum of weight * row over its experts, in top-k order.
+
+        x has the shape of recv_x. topk_idx is that of the dispatch, or some of it, with -1 for what
+        shall not be summed. With zero_copy x is the tensor of get_next_low_latency_combine_buffer,
+        which other ranks read where it lies: leave it alone afterwards, and ask for the next.
+        """
+        engine = self._open_low_latency()
+        asked = Asked(async_finish, return_recv_hook, combine_wait_recv_cost_stats)
+        try:
+            combined, event, receipt = engine.combine(
+                x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, out, asked
+            )
+        except PeerError as error:
+            raise self._broken_by(error) from error.__cause__
+        return LowLatencyCombined(combined, event, receipt if return_recv_hook else None)
+
+    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
+        """[local experts, ranks * num_max, hidden] for the experts' output, for zero_copy."""
+        return self._open_low_latency().combine_buffer(handle)
+
+    def clean_low_latency_buffer(
+        self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
+    ) -> None:
+        """Nothing is left to clean here: signals are numbers that only grow."""
+        self._open_low_latency()
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Leave a rank out, or wait for it again; this rank alone decides for itself.
+
+        A rank that is taken in again must have made all calls meanwhile, as this one has.
+        """
+        self._open_low_latency().mask(rank_to_mask, mask)
+
+    def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
+        """Write 1 for each rank that is left out into mask_status (int32, one a rank), else 0."""
+        self._open_low_latency().query_masks(mask_status)
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Leave nobody out any more."""
+        self._open_low_latency().unmask_all()
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Bytes that the mode may share with other ranks, at most, for rows of two bytes each.
+
+        Buffer(num_rdma_bytes=) takes it and needs it not: memory is taken when it is needed.
+        """
+        return most_bytes(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
+
+    def _open_low_latency(self) -> LowLatency:
+        raise NotImplementedError
+
+    def _broken_by(self, error: Exception) -> Exception:
+        raise NotImplementedError

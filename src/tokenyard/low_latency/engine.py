@@ -1,0 +1,292 @@
+"""The low-latency mode: fixed slots instead of counts, and no round in which ranks agree.
+
+A call sends, which never waits for this call's words of others, and then receives. What is wrong
+with one rank's input is found before it sends; it then sends the reason instead of tokens, so that
+the others raise too when they receive, and every rank is ready for the next call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, from_numpy
+
+from tokenyard import memory, validate
+from tokenyard.agreement import STAGES, Agreement, Call, Terms
+from tokenyard.errors import CallMismatch, PeerError, PeerInputError
+from tokenyard.events import EventOverlap, Worker
+from tokenyard.kernels import Kernels
+from tokenyard.low_latency.inputs import Asked, Fp8, Inputs, bad_pair, counters, unsent_pair
+from tokenyard.low_latency.results import LaterEvent, Receipt, Results
+from tokenyard.prepare import Preparation
+from tokenyard.slots import Back, LowLatencyHandle, Received, SlotShape
+from tokenyard.transports import Transport, open_slots
+from tokenyard.types import ROW_DTYPES, round_up
+
+DISPATCH, COMBINE = 0, 1
+_STAGES = ("low-latency dispatch", "low-latency combine")
+
+
+class _Unread(ValueError):
+    """What was sent two calls ago has not been received here yet."""
+
+
+class LowLatency:
+    def __init__(
+        self,
+        transport: Transport,
+        kernels: Kernels,
+        agreement: Agreement,
+        local: Preparation,
+        worker: Worker,
+        buffer_id: int,
+        enable_shrink: bool,
+    ) -> None:
+        """All ranks together."""
+        self._rank, self._size = transport.rank, transport.size
+        self._agreement, self._worker = agreement, worker
+        self._buffer_id, self._shrink = buffer_id, enable_shrink
+        self.slots = open_slots(transport, kernels, enable_shrink, "Buffer (low latency)")
+        self.failure: PeerError | None = None
+        self._numbers = [0, 0]  # calls so far, by kind
+        self._unread: dict[tuple[int, int], tuple[int, weakref.ref[Receipt]]] = {}
+        self._inputs = Inputs(local, self._rank, self._size, buffer_id)
+        self._results = Results()
+        self._agreed: set[tuple[Any, ...]] = set()
+
+    def dispatch(
+        self,
+        x: Any,
+        topk_idx: Any,
+        num_max: Any,
+        num_experts: Any,
+        totals: Any,
+        fp8: Fp8,
+        asked: Asked,
+    ) -> tuple[Received, LowLatencyHandle, EventOverlap, Receipt | None]:
+        """`totals`, if given, are increased by each expert's count."""
+        number, stage = self._begin(DISPATCH), _STAGES[DISPATCH]
+        try:
+            self._settle(DISPATCH, number)
+            self._inputs.asked(asked)
+            x, topk_idx, shape = self._inputs.tokens(x, topk_idx, num_max, num_experts, fp8)
+            if totals is not None:
+                totals = counters(
+                    "cumulative_local_expert_recv_stats", totals, shape.num_local, torch.int32
+                )
+            self._agree(DISPATCH, shape, shape.dtype)
+            out = self._results.take(shape, number)
+            sent = from_numpy(memory.empty_array((2, *topk_idx.shape), np.int64))
+            bad = self.slots.send_dispatch(number, x, topk_idx, shape, sent, stage)
+            if bad != -1:
+                raise bad_pair(topk_idx, bad, shape)
+        except (PeerError, CallMismatch, PeerInputError):  # others know already
+            raise
+        except Exception as error:
+            raise self._fail(DISPATCH, number, error) from None
+
+        receive = partial(
+            self.slots.receive_dispatch, number, shape, out, totals, asked.waits, stage
+        )
+        event, receipt = self._end(DISPATCH, number, receive, asked)
+        handle = LowLatencyHandle(
+            src_info=out.src_info,
+            layout_range=out.layout_range,
+            shape=shape,
+            sent=sent,
+            buffer_id=self._buffer_id,
+            number=number,
+            receipt=receipt,
+        )
+        return out, handle, event, receipt
+
+    def combine(
+        self,
+        x: Any,
+        topk_idx: Any,
+        topk_weights: Any,
+        handle: Any,
+        use_logfmt: bool,
+        zero_copy: bool,
+        out: Any,
+        asked: Asked,
+    ) -> tuple[Tensor, EventOverlap, Receipt | None]:
+        number, stage = self._begin(COMBINE), _STAGES[COMBINE]
+        try:
+            self._settle(COMBINE, number)
+            self._inputs.asked(asked)
+            if use_logfmt:
+                raise NotImplementedError(
+                    f"{stage}: use_logfmt is True, want False: rows travel in their own dtype, "
+                    f"on rank {self._rank}"
+                )
+            known, y, topk_idx, weights = self._inputs.rows(x, topk_idx, topk_weights, handle)
+            validate.require(
+                not zero_copy or self.slots.is_shared(y),
+                "x is not the tensor of get_next_low_latency_combine_buffer, want that with "
+                "zero_copy=True",
+            )
+            out = self._inputs.out(out, topk_idx.shape[0], y)
+            self._agree(COMBINE, known.shape, y.dtype)
+            picked = from_numpy(memory.empty_array(tuple(topk_idx.shape), np.int64))
+            back = Back(y, y.dtype, topk_idx, weights, known, picked, zero_copy)
+            if asked.is_later:  # what was given is the user's again when this returns
+                own = y if zero_copy else None
+                back = back._replace(own=own, topk_idx=topk_idx.clone(), weights=weights.clone())
+            bad = self.slots.send_combine(number, y, back, stage)
+            if bad != -1:
+                raise unsent_pair(topk_idx, bad)
+        except (PeerError, CallMismatch, PeerInputError):
+            raise
+        except Exception as error:
+            raise self._fail(COMBINE, number, error) from None
+
+        receive = partial(self.slots.receive_combine, number, back, out, asked.waits, stage)
+        event, receipt = self._end(COMBINE, number, receive, asked)
+        return out, event, receipt
+
+    def combine_buffer(self, handle: Any) -> Tensor:
+        """[L, S, D] for the experts' output, where combine finds it without copying."""
+        try:
+            known = validate.low_latency_handle(handle, self._buffer_id)
+        except ValueError as error:
+            raise self._agreement.named("get_next_low_latency_combine_buffer", error) from None
+        dtype = known.shape.dtype
+        if dtype not in validate.SUMMABLE:
+            dtype = torch.bfloat16
+        return self.slots.combine_buffer(known.shape, dtype)
+
+    def mask(self, rank: Any, masked: bool) -> None:
+        self._check_shrink()
+        validate.integer("rank_to_mask", rank, at_least=0, at_most=self._size - 1)
+        validate.require(rank != self._rank, f"rank_to_mask is {rank}, want another rank than this")
+        self.slots.mask(rank, bool(masked))
+
+    def unmask_all(self) -> None:
+        self._check_shrink()
+        for rank in self.slots.left_out():
+            self.slots.mask(rank, False)
+
+    def query_masks(self, status: Any) -> None:
+        self._check_shrink()
+        status = validate.tensor("mask_status", status, shape=[self._size], dtypes=(torch.int32,))
+        status.zero_()
+        status[self.slots.left_out()] = 1
+
+    def _check_shrink(self) -> None:
+        validate.require(
+            self._shrink,
+            f"enable_shrink is False, want Buffer(enable_shrink=True), on rank {self._rank}",
+        )
+
+    def _begin(self, kind: int) -> int:
+        if self.slots.moves_alone:
+            self._worker.drain()
+        self._numbers[kind] += 1
+        return self._numbers[kind]
+
+    def _settle(self, kind: int, number: int) -> None:
+        """What was sent two calls ago must have been received here too: its place is used again."""
+        unread = self._unread.pop((kind, number % 2), None)
+        if unread is None:
+            return
+        self._worker.drain()
+        earlier, reference = unread
+        receipt = reference()
+        if receipt is None:  # nobody is left who could want it
+            self.slots.skip(kind, earlier)
+        elif not receipt.is_over:
+            self._unread[kind, number % 2] = unread
+            raise _Unread(
+                f"the hook of call {earlier} was not called yet, want it called before call "
+                f"{number}: there are two buffers"
+            )
+
+    def _end(
+        self, kind: int, number: int, receive: Callable[[], None], asked: Asked
+    ) -> tuple[EventOverlap, Receipt | None]:
+        """Receive now, on the Buffer's thread, or when the hook is called."""
+        travel: Callable[[], None] = partial(self.slots.travel, kind, number, _STAGES[kind])
+        if asked.is_later and not self.slots.may_go_on:
+            travel = _finished(travel)
+        elif asked.return_recv_hook and self.slots.moves_alone:
+            travel = self._worker.submit(travel).current_stream_wait
+
+        def work() -> None:
+            try:
+                travel()
+                receive()
+            except BaseException as error:
+                if isinstance(error, PeerError):
+                    self.failure = error
+                if kind == DISPATCH:
+                    self._results.release(number)
+                raise
+
+        if not asked.is_later:
+            self._worker.drain()
+            work()
+            return EventOverlap(None), None
+        receipt = Receipt(work)
+        self._unread[kind, number % 2] = number, weakref.ref(receipt)
+        if asked.return_recv_hook:
+            return EventOverlap(None), receipt
+        return EventOverlap(LaterEvent(self._worker.submit(receipt.on_thread), receipt)), receipt
+
+    def _fail(self, kind: int, number: int, error: Exception) -> Exception:
+        """Tell the others, and give back what to raise here."""
+        stage = _STAGES[kind]
+        if kind == DISPATCH:
+            self._results.release(number)
+        unread = isinstance(error, _Unread)
+        named = self._agreement.named(stage, ValueError(*error.args) if unread else error)
+        if self.slots.moves_alone and kind not in {agreed for agreed, *_ in self._agreed}:
+            self._agreement.meet(stage, named)  # which is where they are, and raises
+        self.slots.fail(kind, number, str(named), stage, unread)
+        return named
+
+    def _agree(self, kind: int, shape: SlotShape, dtype: torch.dtype) -> None:
+        """Where ranks exchange records, their size must be the same before there are any."""
+        if not self.slots.moves_alone or (kind, shape.signature, dtype) in self._agreed:
+            return
+        call = Call(
+            stage=STAGES.index(_STAGES[kind]),
+            hidden=shape.hidden,
+            dtype=ROW_DTYPES.index(dtype),
+            num_topk=shape.num_topk,
+            num_experts=shape.placement.num_experts,
+            num_max=shape.num_max,
+            cast=shape.cast,
+        )
+        self._agreement.meet(_STAGES[kind], Terms(call))
+        self._agreed.add((kind, shape.signature, dtype))
+
+
+def _finished(travel: Callable[[], None]) -> Callable[[], None]:
+    travel()
+    return lambda: None
+
+
+def most_bytes(num_max: int, hidden: int, num_ranks: int, num_experts: int) -> int:
+    """Two blocks, and twice all rows that experts may have to give back, of two bytes an element.
+
+    Half of it is for experts that write to get_next_low_latency_combine_buffer.
+
+    >>> most_bytes(128, 7168, 8, 256)
+    1883242496
+    """
+    for what, value in {
+        "num_max_dispatch_tokens_per_rank": num_max,
+        "hidden": hidden,
+        "num_ranks": num_ranks,
+        "num_experts": num_experts,
+    }.items():
+        validate.integer(what, value, at_least=1)
+    local = -(-num_experts // num_ranks)
+    block = num_max * (8 * num_experts + 2 * hidden)
+    return round_up(2 * (block + 2 * local * num_ranks * num_max * 2 * hidden), 128)

@@ -1,0 +1,194 @@
+"""What low-latency calls are given, checked."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenyard import memory, validate
+from tokenyard.prepare import Preparation
+from tokenyard.slots import (
+    GROUP,
+    NO_CAST,
+    PACKED,
+    PLAIN,
+    ROUNDED,
+    LowLatencyHandle,
+    SlotShape,
+)
+from tokenyard.types import ROW_DTYPES
+
+_CASTABLE = (torch.bfloat16, torch.float16, torch.float32)
+
+# All that a check asks of a tensor, in one step. What has passed once is not asked again, since
+# that would take longer than to send a few tokens.
+_form = attrgetter("__class__", "shape", "dtype", "layout", "device")
+
+
+class Asked(NamedTuple):
+    """How a call is to end."""
+
+    async_finish: bool
+    return_recv_hook: bool
+    waits: Any  # [R] int64, where the time spent waiting for each rank is added
+
+    @property
+    def is_later(self) -> bool:
+        """Is anything left to do when the call returns?"""
+        return self.async_finish or self.return_recv_hook
+
+
+class Fp8(NamedTuple):
+    """How rows are to be cast, as DeepEP says it."""
+
+    use_fp8: bool
+    round_scale: bool
+    use_ue8m0: bool
+
+    def cast(self) -> int:
+        if not self.use_fp8:
+            return NO_CAST
+        validate.require(
+            self.round_scale or not self.use_ue8m0,
+            "use_ue8m0 is True with round_scale=False, want round_scale=True",
+        )
+        return PACKED if self.use_ue8m0 else ROUNDED if self.round_scale else PLAIN
+
+
+class Inputs:
+    """The checks of one Buffer's calls, and the shapes that it has seen."""
+
+    def __init__(self, local: Preparation, rank: int, size: int, buffer_id: int) -> None:
+        self._local, self._rank, self._size = local, rank, size
+        self._buffer_id = buffer_id
+        self._shapes: dict[tuple[Any, ...], SlotShape] = {}
+        self._checked: dict[tuple[Any, ...], SlotShape] = {}
+        self._checked_back: set[tuple[Any, ...]] = set()
+
+    def tokens(
+        self, x: Any, topk_idx: Any, num_max: Any, num_experts: Any, fp8: Fp8
+    ) -> tuple[Tensor, Tensor, SlotShape]:
+        key: tuple[Any, ...] | None = None
+        shape = None
+        with suppress(AttributeError, TypeError):  # no tensors, or no numbers
+            key = _form(x), _form(topk_idx), num_max, num_experts, fp8
+            shape = self._checked.get(key)
+        if shape is None:
+            cast = fp8.cast()
+            x, topk_idx = self._check_tokens(x, topk_idx, num_max, cast)
+            shape = self._shape(x, topk_idx.shape[1], num_max, num_experts, cast)
+            if key is not None:
+                self._checked[key] = shape
+        return x.contiguous(), topk_idx.contiguous(), shape
+
+    def rows(
+        self, x: Any, topk_idx: Any, topk_weights: Any, handle: Any
+    ) -> tuple[LowLatencyHandle, Tensor, Tensor, Tensor]:
+        known = validate.low_latency_handle(handle, self._buffer_id)
+        validate.require(
+            known.receipt is None or known.receipt.is_over,
+            f"handle is of dispatch call {known.number}, whose rows have not been received, want "
+            "its hook called, or its event waited for, first",
+        )
+        forms = None
+        with suppress(AttributeError):
+            forms = _form(x), _form(topk_idx), _form(topk_weights)
+        key = forms, known.shape, known.sent.shape
+        if forms is None or key not in self._checked_back:
+            x, topk_idx, topk_weights = self._check_rows(x, topk_idx, topk_weights, known)
+            self._checked_back.add(key)
+        return known, x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous()
+
+    def _check_tokens(
+        self, x: Any, topk_idx: Any, num_max: Any, cast: int
+    ) -> tuple[Tensor, Tensor]:
+        x = validate.rows(
+            "x", x, num_rows="tokens", dtypes=ROW_DTYPES if cast == NO_CAST else _CASTABLE
+        )
+        num_tokens, hidden = x.shape
+        validate.integer("num_max_dispatch_tokens_per_rank", num_max, at_least=1)
+        validate.require(
+            num_tokens <= num_max,
+            f"x has {num_tokens} tokens, want at most {num_max} (num_max_dispatch_tokens_per_rank)",
+        )
+        multiple = {NO_CAST: 1, PACKED: 4 * GROUP}.get(cast, GROUP)
+        validate.require(
+            hidden % multiple == 0,
+            f"x has hidden size {hidden}, want a multiple of {multiple} in FP8",
+        )
+        return x, validate.topk_idx(topk_idx, num_tokens)
+
+    def _check_rows(
+        self, x: Any, topk_idx: Any, topk_weights: Any, known: LowLatencyHandle
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        y = validate.tensor("x", x, shape=known.shape.x_shape, dtypes=validate.SUMMABLE)
+        num_tokens, num_topk = known.sent.shape[1:]
+        topk_idx = validate.topk_idx(topk_idx, num_tokens)
+        validate.require(
+            topk_idx.shape[1] == num_topk,
+            f"topk_idx has top-k {topk_idx.shape[1]}, want {num_topk}, that of the dispatch",
+        )
+        return y, topk_idx, validate.topk_weights(topk_weights, topk_idx.shape)
+
+    def out(self, out: Any, num_tokens: int, y: Tensor) -> Tensor:
+        if out is None:
+            return memory.empty(num_tokens, y.shape[2], dtype=y.dtype)
+        given = validate.tensor("out", out, shape=(num_tokens, y.shape[2]), dtypes=(y.dtype,))
+        validate.require(given.is_contiguous(), "out is not contiguous, want it so")
+        return out
+
+    def asked(self, asked: Asked) -> None:
+        validate.require(
+            not (asked.async_finish and asked.return_recv_hook),
+            "async_finish and return_recv_hook are both True, want one at most",
+        )
+        if asked.waits is not None:
+            counters("wait_recv_cost_stats", asked.waits, self._size, torch.int64)
+
+    def _shape(
+        self, x: Tensor, num_topk: int, num_max: int, num_experts: Any, cast: int
+    ) -> SlotShape:
+        if type(num_experts) is not int:  # and so may not be a key
+            validate.num_experts(num_experts, None)
+        key = num_max, x.shape[1], num_topk, num_experts, x.dtype, cast
+        if key not in self._shapes:
+            self._shapes[key] = SlotShape(
+                rank=self._rank,
+                num_ranks=self._size,
+                num_max=num_max,
+                hidden=x.shape[1],
+                num_topk=num_topk,
+                dtype=x.dtype,
+                dtype_code=ROW_DTYPES.index(x.dtype),
+                cast=cast,
+                placement=self._local.placement(num_experts),
+            )
+        return self._shapes[key]
+
+
+def counters(what: str, value: Any, length: int, dtype: torch.dtype) -> Tensor:
+    """Where a call adds to what is there."""
+    value = validate.tensor(what, value, shape=[length], dtypes=(dtype,))
+    validate.require(value.is_contiguous(), f"{what} is not contiguous, want it so")
+    return value
+
+
+def bad_pair(topk_idx: Tensor, bad: int, shape: SlotShape) -> ValueError:
+    if bad >= 0:
+        return validate.bad_expert(topk_idx, bad, shape.placement.num_experts)
+    token, k = divmod(-2 - bad, topk_idx.shape[1])
+    expert = int(topk_idx[token, k])
+    times = int((topk_idx[token] == expert).sum())
+    return ValueError(f"topk_idx[{token}] names expert {expert} {times} times, want once at most")
+
+
+def unsent_pair(topk_idx: Tensor, place: int) -> ValueError:
+    token, k = divmod(place, topk_idx.shape[1])
+    return ValueError(
+        f"topk_idx[{token}, {k}] is {int(topk_idx[token, k])}, want an expert that the token had "
+        "in dispatch, or -1"
+    )

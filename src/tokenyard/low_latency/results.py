@@ -1,0 +1,108 @@
+"""Where a low-latency dispatch puts what arrives, and the half of a call that is done later."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor, from_numpy
+
+from tokenyard import memory
+from tokenyard.events import EventHandle
+from tokenyard.slots import NO_CAST, Received, SlotShape
+from tokenyard.types import round_up
+
+
+class Results:
+    """Memory for two results, each used again once its tensors have died."""
+
+    def __init__(self) -> None:
+        self._blocks = [np.empty(0, np.uint8)] * 2
+        self._lent: list[tuple[int, weakref.ref[np.ndarray]] | None] = [None] * 2
+
+    def take(self, shape: SlotShape, number: int) -> Received:
+        """Memory for what arrives. Rows and scales are the result whose life is watched."""
+        num_local, num_slots, _ = shape.x_shape
+        x_bytes = round_up(num_local * num_slots * shape.row_bytes, 64)
+        array = self._lend(x_bytes + num_local * num_slots * shape.scale_bytes, number)
+        scales = None
+        if shape.cast != NO_CAST:
+            width = shape.scale_bytes // 4
+            scales = _view(array, x_bytes, (num_local, num_slots, width), shape.scales_dtype)
+        return Received(
+            _view(array, 0, shape.x_shape, shape.row_dtype),
+            scales,
+            from_numpy(memory.empty_array(num_local, np.int32)),
+            from_numpy(memory.empty_array((num_local, num_slots), np.int32)),
+            from_numpy(memory.empty_array((num_local, shape.num_ranks), np.int64)),
+        )
+
+    def release(self, number: int) -> None:
+        """That call has failed: whoever holds its tensors, as its traceback does, holds nothing."""
+        for place, lent in enumerate(self._lent):
+            if lent is not None and lent[0] == number:
+                self._lent[place] = None
+
+    def _lend(self, num_bytes: int, number: int) -> np.ndarray:
+        for place, lent in enumerate(self._lent):
+            if lent is None or lent[1]() is None:
+                if len(self._blocks[place]) < num_bytes:
+                    self._blocks[place] = memory.empty_array(num_bytes, np.uint8)
+                array = self._blocks[place][:num_bytes]
+                self._lent[place] = number, weakref.ref(array)
+                return array
+        raise ValueError(
+            "two results of low_latency_dispatch are still held, want at most one before the "
+            "next call: there are two buffers, so drop recv_x (and what views it) of one first"
+        )
+
+
+class Receipt:
+    """The second half of a call, which is done once. As DeepEP's hook, it is simply called."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work: Callable[[], None] | None = work
+        self.refused: ValueError | None = None  # of a call that another thread ended
+
+    @property
+    def is_over(self) -> bool:
+        return self._work is None
+
+    def __call__(self) -> None:
+        # Let go of, so that what it would write to does not outlive the tensors of the user.
+        work, self._work = self._work, None
+        if work is not None:
+            work()
+
+    def on_thread(self) -> None:
+        """Bad input elsewhere is for the event to raise, and does not break the Buffer."""
+        try:
+            self()
+        except ValueError as error:
+            self.refused = error
+
+
+class LaterEvent(EventHandle):
+    def __init__(self, over: EventHandle, receipt: Receipt) -> None:
+        super().__init__()
+        self._over, self._receipt = over, receipt
+
+    def current_stream_wait(self) -> None:
+        self._over.current_stream_wait()
+        if self._receipt.refused is not None:
+            raise self._receipt.refused
+
+    @property
+    def is_over(self) -> bool:
+        return self._over.is_over
+
+
+def _view(array: np.ndarray, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Part of an array as a tensor, which keeps the array alive."""
+    count = math.prod(shape)
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(array, dtype=dtype, count=count, offset=begin).view(shape)

@@ -1,0 +1,210 @@
+"""What the low-latency mode moves: blocks of fixed size, and the words that go with them.
+
+Every rank lays its tokens out once, in a *block* that always has room for num_max of them:
+
+    topk_idx [num_max, K] | rows [num_max, D] | scales [num_max, D / 128], FP8 only
+
+Whoever owns experts finds the rows that are its own by the topk_idx beside them, and copies each
+into its experts' slots: so nobody has to be told counts. A *post* is what announces a block: its
+number, comes last, and whatever else a receiver must know or compare. S is the number of slots of
+an expert, R * num_max.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokenyard.errors import TEXT_WORDS
+from tokenyard.topology import Placement
+from tokenyard.types import ROW_DTYPES, round_up
+
+GROUP = 128  # elements that share a scale
+NO_CAST, PLAIN, ROUNDED, PACKED = -1, 0, 1, 2  # how rows are cast to FP8, if they are
+
+# The words of a post, int64. The first line holds all that the usual case looks at.
+NUMBER, FAILED, TOKENS, HANDLE, SIGNATURE, FD, SIZE = range(7)
+ROWS_FD, ROWS_SIZE, ROWS_BEGIN = range(8, 11)  # of a combine: where its rows are
+TERMS = 16  # what the signature is a digest of, for the message when it differs
+TEXT = 24
+POST_WORDS = TEXT + TEXT_WORDS
+
+DTYPE_TERM = 4  # among the terms
+_TERM_NAMES = (
+    "num_max_dispatch_tokens_per_rank",
+    "hidden size",
+    "top-k",
+    "num_experts",
+    "dtype of x",
+    "use_fp8, round_scale or use_ue8m0",
+)
+
+
+# How a compiled call ended: OK, or one of the others times 2**32 plus a rank, a place or a number.
+OK = 0
+LATE = 1  # a rank's post, or its word that it has read, is not there yet
+BAD = 2  # a pair that is no expert, or none that dispatch sent
+TWICE = 3  # a pair that names its token's expert again
+ROOM = 4  # so many rows have no room
+MASKED = 5  # a rank has masked this one
+LOST = 6  # a rank is at another call
+DIFFERS = 7  # a rank's sizes are others, or its handle is
+MAP = 8  # a rank's memory is not mapped yet
+
+
+_CASTS = {NO_CAST: "none", PLAIN: "use_fp8", ROUNDED: "round_scale", PACKED: "use_ue8m0"}
+
+
+class Received(NamedTuple):
+    """Where a dispatch puts what arrives."""
+
+    x: Tensor  # [L, S, D]
+    scales: Tensor | None  # [L, S, D / 128] float32, or D / 512 packed int32; FP8 only
+    counts: Tensor  # [L] int32
+    src_info: Tensor  # [L, S] int32
+    layout_range: Tensor  # [L, R] int64
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SlotShape:
+    """All that follows from a call's sizes, settled once for all calls of those sizes."""
+
+    rank: int
+    num_ranks: int
+    num_max: int
+    hidden: int
+    num_topk: int
+    dtype: torch.dtype  # of x
+    dtype_code: int
+    cast: int
+    placement: Placement
+    row_dtype: torch.dtype = field(init=False)  # what travels
+    row_bytes: int = field(init=False)
+    scale_bytes: int = field(init=False)  # of a row
+    rows_at: int = field(init=False)
+    scales_at: int = field(init=False)
+    block_bytes: int = field(init=False)
+    terms: tuple[int, ...] = field(init=False)
+    signature: int = field(init=False)
+    num_local: int = field(init=False)
+    num_slots: int = field(init=False)  # of an expert
+    table_bytes: int = field(init=False)  # of what a combine tells one rank: a word an expert
+    x_shape: tuple[int, int, int] = field(init=False)  # of recv_x
+    local_table: int = field(init=False)  # the address of the placement's table for this rank
+
+    def __post_init__(self) -> None:
+        row_dtype = self.dtype if self.cast == NO_CAST else torch.float8_e4m3fn
+        row_bytes = self.hidden * row_dtype.itemsize
+        each = {NO_CAST: 0, PLAIN: 4, ROUNDED: 4, PACKED: 1}[self.cast]
+        scale_bytes = self.hidden // GROUP * each
+        rows_at = round_up(8 * self.num_max * self.num_topk, 64)
+        scales_at = rows_at + round_up(self.num_max * row_bytes, 64)
+        terms = (
+            self.num_max,
+            self.hidden,
+            self.num_topk,
+            self.placement.num_experts,
+            self.dtype_code,
+            self.cast,
+        )
+        num_local = len(self.placement.experts_of_rank[self.rank])
+        num_slots = self.num_ranks * self.num_max
+        for name, value in {
+            "row_dtype": row_dtype,
+            "row_bytes": row_bytes,
+            "scale_bytes": scale_bytes,
+            "rows_at": rows_at,
+            "scales_at": scales_at,
+            "block_bytes": scales_at + round_up(self.num_max * scale_bytes, 64),
+            "terms": terms,
+            "signature": _digest(*terms),
+            "num_local": num_local,
+            "num_slots": num_slots,
+            "table_bytes": round_up(8 * self.placement.most_experts, 64),
+            "x_shape": (num_local, num_slots, self.hidden),
+            "local_table": self.placement.local_table(self.rank).data_ptr(),
+        }.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def most_back(self) -> int:
+        """Rows that a rank may have to give back to another, at most."""
+        return self.num_max * min(self.num_topk, self.placement.most_experts)
+
+    @property
+    def scales_dtype(self) -> torch.dtype:
+        return torch.int32 if self.cast == PACKED else torch.float32
+
+
+@dataclass(kw_only=True, eq=False)
+class LowLatencyHandle:
+    """The memory of a low-latency dispatch. It reads as DeepEP's tuple too:
+    (src_info, layout_range, num_max, hidden, num_experts).
+    """
+
+    src_info: Tensor  # [L, S] int32, the token's index on its source rank
+    layout_range: Tensor  # [L, R] int64, begin << 32 | count of the rows from each source rank
+    shape: SlotShape
+    sent: Tensor  # [2, T, K] int64: topk_idx, and each pair's place among those of its expert
+    buffer_id: int  # the Buffer and rank that made it; others refuse it
+    number: int  # of the dispatch; all ranks must combine the same
+    receipt: Any = None  # its `is_over` says whether rows have arrived, if that was left for later
+
+    def _v1(self) -> tuple[Any, ...]:
+        shape = self.shape
+        return (
+            self.src_info,
+            self.layout_range,
+            shape.num_max,
+            shape.hidden,
+            shape.placement.num_experts,
+        )
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._v1())
+
+    def __getitem__(self, index: int) -> Any:
+        return self._v1()[index]
+
+
+class Back(NamedTuple):
+    """A combine, as its two halves know it."""
+
+    own: Tensor | None  # [L, S, D] y, if it can be read until the end; a copy is kept if not
+    dtype: torch.dtype  # of y
+    topk_idx: Tensor  # [T, K] int64
+    weights: Tensor  # [T, K] float32
+    handle: LowLatencyHandle
+    picked: Tensor  # [T, K] int64, for the place of each pair's row among those of its expert
+    zero_copy: bool
+
+
+def _digest(*words: int) -> int:
+    """An int64 that tells tuples of integers apart, and is never 0."""
+    raw = hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
+    return int.from_bytes(raw, "little") >> 1 | 1
+
+
+def say_difference(stage: str, rank: int, mine: np.ndarray, other: int, theirs: np.ndarray) -> str:
+    """What two posts that cannot meet differ in."""
+    what, own, their = "how many low-latency calls they made", mine[NUMBER], theirs[NUMBER]
+    if mine[NUMBER] == theirs[NUMBER]:
+        what, own, their = "the handle (by its dispatch's number)", mine[HANDLE], theirs[HANDLE]
+        for place, name in enumerate(_TERM_NAMES):
+            if mine[TERMS + place] != theirs[TERMS + place]:
+                what, own, their = name, mine[TERMS + place], theirs[TERMS + place]
+                break
+    if what == _TERM_NAMES[DTYPE_TERM]:
+        own, their = (str(ROW_DTYPES[one]).removeprefix("torch.") for one in (own, their))
+    elif what == _TERM_NAMES[-1]:
+        own, their = (_CASTS[one] for one in (int(own), int(their)))
+    return f"{stage}: ranks differ in {what}: {own} on rank {rank}, {their} on rank {other}"

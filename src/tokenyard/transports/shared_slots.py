@@ -1,0 +1,350 @@
+"""The low-latency mode's exchange between ranks that share memory: one compiled call each way.
+
+Blocks, and the rows of combines, lie in segments of their own, which a post names, and which are
+mapped when a post first names them. See `slot_lanes` for the posts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokenyard.errors import CallMismatch, PeerDied
+from tokenyard.slots import (
+    BAD,
+    DTYPE_TERM,
+    FD,
+    LATE,
+    MAP,
+    MASKED,
+    POST_WORDS,
+    ROOM,
+    ROWS_BEGIN,
+    ROWS_FD,
+    ROWS_SIZE,
+    SIGNATURE,
+    SIZE,
+    TERMS,
+    TWICE,
+    Back,
+    Received,
+    SlotShape,
+    say_difference,
+)
+from tokenyard.transports.slot_lanes import Lane, LaneKernels, Lanes, words
+from tokenyard.transports.symmetric import Segment, rows
+from tokenyard.transports.team import Team
+from tokenyard.types import ROW_DTYPES, round_up
+
+DISPATCH, COMBINE = 0, 1
+_LOW = (1 << 32) - 1
+
+
+class SlotKernels(LaneKernels, Protocol):
+    def dispatch_calls(self, shape: SlotShape) -> tuple[Callable[..., int], Callable[..., int]]: ...
+
+    def combine_calls(
+        self, dtype: torch.dtype
+    ) -> tuple[Callable[..., int], Callable[..., int]]: ...
+
+
+class SharedSlots:
+    moves_alone = False
+    may_go_on = True
+
+    def __init__(self, team: Team, kernels: SlotKernels, shrink: bool, stage: str) -> None:
+        """All ranks together."""
+        self._team, self._kernels, self._shrink = team, kernels, shrink
+        self._rank, self._size = team.rank, team.size
+        self.lanes = Lanes(team, kernels, shrink, stage)
+        self._blocks: list[Segment | None] = [None] * 4
+        self._mapped: set[int] = set()  # files of this rank that all others have mapped
+        self._new = [(0, -1)] * 4  # by lane: the last call that named another, and which
+        self._lent: list[Tensor | None] = [None] * 2  # rows that others read where they are
+        self._planned: dict[tuple[int, Any], tuple[Callable[..., int], Callable[..., int]]] = {}
+
+    def send_dispatch(
+        self, number: int, x: Tensor, topk_idx: Tensor, shape: SlotShape, sent: Tensor, stage: str
+    ) -> int:
+        """Lay tokens out and say so. -1, or the place of a bad pair, as `stage_slots` gives it."""
+        place = number % 2
+        lane, block = self.lanes[place], self._block(place, shape.block_bytes)
+        head = lane.head
+        if head[SIGNATURE] != shape.signature or head[FD] != block.fd:
+            head[SIGNATURE], head[FD], head[SIZE] = shape.signature, block.fd, block.size
+            head[TERMS : TERMS + len(shape.terms)] = shape.terms
+        call = partial(
+            self._calls(DISPATCH, shape)[0],
+            lane.reads,
+            self.lanes.masked,
+            self._rank,
+            self._size,
+            number,
+            self._team.patience,
+            x.data_ptr(),
+            topk_idx.data_ptr(),
+            topk_idx.shape[0],
+            shape.num_topk,
+            shape.placement.num_experts,
+            sent.data_ptr(),
+            block.address,
+            shape.rows_at,
+            shape.row_bytes,
+            shape.scales_at,
+            shape.cast,
+            lane.head_at,
+            lane.post,
+        )
+        while code := call():
+            what, which = code >> 32, code & _LOW
+            if what == LATE:
+                self.lanes.wait_to_send(lane, number, stage)
+            else:
+                assert what in (BAD, TWICE)
+                return which if what == BAD else -2 - which
+        self._note_new(place, number, block.fd)
+        return -1
+
+    def receive_dispatch(
+        self,
+        number: int,
+        shape: SlotShape,
+        out: Received,
+        totals: Tensor | None,
+        waits: Tensor | None,
+        stage: str,
+    ) -> None:
+        lane = self.lanes[number % 2]
+        if waits is not None:
+            self.lanes.time_arrivals(lane, number, waits, stage)
+        call = partial(
+            self._calls(DISPATCH, shape)[1],
+            lane.peers,
+            self.lanes.masked,
+            self.lanes.flags,
+            self._rank,
+            self._size,
+            number,
+            self._team.patience,
+            shape.signature,
+            shape.num_max,
+            shape.num_topk,
+            shape.placement.num_experts,
+            shape.local_table,
+            shape.num_local,
+            shape.rows_at,
+            shape.row_bytes,
+            shape.scales_at,
+            shape.scale_bytes,
+            out.x.data_ptr(),
+            0 if out.scales is None else out.scales.data_ptr(),
+            out.counts.data_ptr(),
+            out.src_info.data_ptr(),
+            out.layout_range.data_ptr(),
+            0 if totals is None else totals.data_ptr(),
+            lane.read,
+        )
+        while code := call():
+            self._answer(code, lane, number, stage)
+        self._after_reading(lane, number, stage)
+
+    def send_combine(self, number: int, y: Tensor, back: Back, stage: str) -> int:
+        """Lay rows out and say so. -1, or the place of a pair that dispatch did not send."""
+        handle, shape, place = back.handle, back.handle.shape, 2 + number % 2
+        lane, row_bytes = self.lanes[place], shape.hidden * y.element_size()
+        table_bytes, room = shape.table_bytes, 0
+        tables = self._size * table_bytes
+        given = self._team.pool.find(y.data_ptr(), y.nbytes) if back.zero_copy else None
+        while True:
+            block = self._block(place, tables + room * row_bytes)
+            self._head_combine(lane, shape, block, tables, y, given)
+            code = self._calls(COMBINE, y.dtype)[0](
+                lane.reads,
+                self.lanes.masked,
+                self._rank,
+                self._size,
+                number,
+                self._team.patience,
+                y.data_ptr(),
+                shape.num_local,
+                shape.num_slots,
+                row_bytes,
+                handle.layout_range.data_ptr(),
+                back.own is None,
+                block.address + tables if given is None else 0,
+                (block.size - tables) // row_bytes,
+                block.address,
+                table_bytes,
+                back.topk_idx.data_ptr(),
+                handle.sent.data_ptr(),
+                back.picked.data_ptr(),
+                back.topk_idx.shape[0],
+                shape.num_topk,
+                lane.head_at,
+                lane.post,
+                handle.number,
+            )
+            what, which = code >> 32, code & _LOW
+            if not code:
+                self._lent[number % 2] = None if given is None else y
+                self._note_new(place, number, block.fd if given is None else given.fd)
+                return -1
+            if what == LATE:
+                self.lanes.wait_to_send(lane, number, stage)
+            elif what == ROOM:  # twice as much as is needed now, so that it is asked for seldom
+                room = min(2 * which, self._size * shape.most_back)
+            else:
+                assert what == BAD
+                return which
+
+    def _head_combine(
+        self,
+        lane: Lane,
+        shape: SlotShape,
+        block: Segment,
+        tables: int,
+        y: Tensor,
+        given: Segment | None,
+    ) -> None:
+        head, code = lane.head, ROW_DTYPES.index(y.dtype)
+        signature = _combine_signature(shape, y.dtype)
+        if head[SIGNATURE] != signature or head[FD] != block.fd or head[ROWS_FD] != block.fd:
+            head[SIGNATURE], head[FD], head[SIZE] = signature, block.fd, block.size
+            head[ROWS_FD], head[ROWS_SIZE], head[ROWS_BEGIN] = block.fd, block.size, tables
+            head[TERMS : TERMS + len(shape.terms)] = shape.terms
+            head[TERMS + DTYPE_TERM] = code
+        if given is not None:
+            begin = y.data_ptr() - given.address
+            head[ROWS_FD], head[ROWS_SIZE], head[ROWS_BEGIN] = given.fd, given.size, begin
+
+    def receive_combine(
+        self, number: int, back: Back, out: Tensor, waits: Tensor | None, stage: str
+    ) -> None:
+        handle, shape, lane = back.handle, back.handle.shape, self.lanes[2 + number % 2]
+        if waits is not None:
+            self.lanes.time_arrivals(lane, number, waits, stage)
+        wide = np.float64 if back.dtype == torch.float64 else np.float32
+        call = partial(
+            self._calls(COMBINE, back.dtype)[1],
+            lane.peers,
+            self.lanes.masked,
+            self.lanes.flags,
+            self._rank,
+            self._size,
+            number,
+            self._team.patience,
+            _combine_signature(shape, back.dtype),
+            handle.number,
+            0 if back.own is None else back.own.data_ptr(),
+            shape.table_bytes,
+            shape.placement.rank_of_expert.data_ptr(),
+            shape.placement.local_of_expert.data_ptr(),
+            shape.hidden * out.element_size(),
+            back.topk_idx.data_ptr(),
+            back.picked.data_ptr(),
+            back.weights.data_ptr(),
+            back.topk_idx.shape[0],
+            shape.num_topk,
+            shape.hidden,
+            out.data_ptr(),
+            lane.read,
+            np.empty(shape.num_topk, wide),
+        )
+        while code := call():
+            self._answer(code, lane, number, stage)
+        self._after_reading(lane, number, stage)
+
+    def travel(self, kind: int, number: int, stage: str) -> None:
+        """Nothing does: blocks are read where they are."""
+
+    def combine_buffer(self, shape: SlotShape, dtype: torch.dtype) -> Tensor:
+        """[L, S, D] that others can read. It is not given again before its combine was read."""
+        slots = shape.num_local * shape.num_slots
+        _, array = self._team.pool.take(slots * shape.hidden * dtype.itemsize)
+        flat = rows(array, 0, slots, shape.hidden, dtype)
+        return flat.view(shape.num_local, shape.num_slots, shape.hidden)
+
+    def is_shared(self, y: Tensor) -> bool:
+        return self._team.pool.find(y.data_ptr(), y.nbytes) is not None
+
+    def fail(self, kind: int, number: int, text: str, stage: str, unread: bool) -> None:
+        self.lanes.fail(kind, number, text, unread)
+
+    def skip(self, kind: int, number: int) -> None:
+        """Instead of receiving."""
+        self.lanes.done(self.lanes[2 * kind + number % 2], number)
+
+    def left_out(self) -> list[int]:
+        return self.lanes.left_out()
+
+    def mask(self, rank: int, masked: bool) -> None:
+        self.lanes.mask(rank, masked)
+
+    def _answer(self, code: int, lane: Lane, number: int, stage: str) -> None:
+        """Do what a call that could not go on needs, or raise what it met."""
+        what, rank = code >> 32, code & _LOW
+        if what == LATE:
+            self.lanes.wait_to_receive(lane, number, stage)
+        elif what == MASKED:
+            self.lanes.mask(rank, True)
+        elif what == MAP:
+            self._map(lane, rank, stage)
+        else:
+            theirs = words(int(lane.peers_R5[rank, 0]), POST_WORDS).copy()
+            self.lanes.done(lane, number)
+            mine = words(lane.post, POST_WORDS)
+            raise CallMismatch(say_difference(stage, self._rank, mine, rank, theirs))
+
+    def _map(self, lane: Lane, rank: int, stage: str) -> None:
+        known = lane.peers_R5[rank]
+        post = words(int(known[0]), POST_WORDS)
+        for fd, size, at in ((FD, SIZE, 1), (ROWS_FD, ROWS_SIZE, 3)):
+            if rank == self._rank:  # its rows are read where they were given
+                block = self._blocks[lane.place]
+                assert block is not None
+                known[at], known[at + 1] = post[fd], block.address
+            elif post[size]:
+                try:
+                    address = self._team.memory(rank, int(post[fd]), int(post[size]), stage)
+                except PeerDied:
+                    if not self._shrink:
+                        raise
+                    self.lanes.mask(rank, True)
+                    return
+                known[at], known[at + 1] = post[fd], address
+
+    def _note_new(self, place: int, number: int, fd: int) -> None:
+        if fd not in self._mapped:
+            self._new[place] = number, fd
+
+    def _after_reading(self, lane: Lane, number: int, stage: str) -> None:
+        """A call that was the first to name some memory ends when all have mapped it, lest this
+        rank should close its Buffer, or end, before a slow one has done so.
+        """
+        self.lanes.pay(lane, number)
+        named, fd = self._new[lane.place]
+        if named == number:
+            self.lanes.wait_until_read(lane, number, stage)
+            self._mapped.add(fd)
+
+    def _block(self, place: int, num_bytes: int) -> Segment:
+        """Who still reads an earlier one keeps it mapped."""
+        block = self._blocks[place]
+        if block is None or block.size < num_bytes:
+            block = self._blocks[place] = self._team.keep(round_up(num_bytes, 4096))
+        return block
+
+    def _calls(self, kind: int, key: Any) -> tuple[Callable[..., int], Callable[..., int]]:
+        if (kind, key) not in self._planned:
+            plan = self._kernels.dispatch_calls if kind == DISPATCH else self._kernels.combine_calls
+            self._planned[kind, key] = plan(key)
+        return self._planned[kind, key]
+
+
+def _combine_signature(shape: SlotShape, dtype: torch.dtype) -> int:
+    return shape.signature ^ 2 + ROW_DTYPES.index(dtype)

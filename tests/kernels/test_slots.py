@@ -1,0 +1,134 @@
+"""The low-latency steps of each kernel set: equal bytes, equal verdicts, nothing past the end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokenyard import kernels
+from tokenyard.slots import NO_CAST, PACKED, PLAIN, ROUNDED, Received, SlotShape
+from tokenyard.testing import assert_same, numbered_tokens, routing
+from tokenyard.topology import Placement
+from tokenyard.types import ROW_DTYPES
+
+RANKS, MOST, EXPERTS, TOPK = 3, 6, 7, 3
+WHERE = torch.tensor([2, 0, 2, 2, 0, 0, 2], dtype=torch.int32)  # rank 1 has none
+CASTS = {
+    "as-they-are": (NO_CAST, torch.bfloat16, 33),
+    "float64": (NO_CAST, torch.float64, 5),
+    "fp8": (PLAIN, torch.bfloat16, 256),
+    "fp8-rounded": (ROUNDED, torch.float16, 128),
+    "fp8-packed": (PACKED, torch.float32, 512),
+}
+
+
+def shape_of(rank: int, cast: int, dtype: torch.dtype, hidden: int) -> SlotShape:
+    return SlotShape(
+        rank=rank,
+        num_ranks=RANKS,
+        num_max=MOST,
+        hidden=hidden,
+        num_topk=TOPK,
+        dtype=dtype,
+        dtype_code=ROW_DTYPES.index(dtype),
+        cast=cast,
+        placement=Placement(WHERE, RANKS),
+    )
+
+
+def there_and_back(name: str, kind: tuple[int, torch.dtype, int], num_tokens: int) -> list[Tensor]:
+    """Everything that the steps write, on all ranks; what they need not write is 0."""
+    found, written = kernels.load(name), []
+    shapes = [shape_of(rank, *kind) for rank in range(RANKS)]
+    tokens = [num_tokens, 0, MOST]
+    given = [routing("holes", count, TOPK, EXPERTS, seed=r) for r, count in enumerate(tokens)]
+    blocks, sents = [], []
+    for rank, (shape, (idx, _)) in enumerate(zip(shapes, given)):
+        x = numbered_tokens(tokens[rank], shape.hidden, first=10 * rank, dtype=shape.dtype)
+        block, sent = (
+            torch.zeros(shape.block_bytes, dtype=torch.uint8),
+            idx.new_zeros(2, *idx.shape),
+        )
+        assert found.stage_slots(x, idx, shape, block, sent) == -1
+        blocks.append(block)
+        sents.append(sent)
+    back: list[list[Tensor]] = []
+    tables: list[Tensor] = []
+    for shape in shapes:
+        got = received(shape)
+        found.fill_slots(blocks, tokens, shape, got)
+        written += [one for one in got if one is not None]
+        y = torch.where(got.src_info[:, :, None] >= 0, got.x.double(), 0.0).bfloat16()
+        outs = [torch.zeros(shape.most_back, 2 * shape.hidden, dtype=torch.uint8) for _ in shapes]
+        table = torch.zeros(RANKS, shape.placement.most_experts, dtype=torch.int64)
+        found.stage_back(y, got.layout_range, outs, table)
+        back.append(outs)
+        tables.append(table)
+    for rank, (shape, (idx, weights), sent) in enumerate(zip(shapes, given, sents)):
+        picked, out = torch.zeros_like(idx), torch.zeros(len(idx), shape.hidden).bfloat16()
+        assert found.pick_slots(idx, sent, picked) == -1
+        rows = [outs[rank].view(torch.bfloat16) for outs in back]
+        mine = torch.stack([table[rank] for table in tables])
+        written.append(found.sum_slots(rows, mine, idx, picked, weights, shape, out))
+    return [*written, *blocks, *sents, *(out for outs in back for out in outs), *tables]
+
+
+def received(shape: SlotShape) -> Received:
+    scales = None
+    if shape.cast != NO_CAST:
+        width = shape.scale_bytes // 4
+        scales = torch.zeros(*shape.x_shape[:2], width, dtype=shape.scales_dtype)
+    return Received(
+        torch.zeros(shape.x_shape, dtype=shape.row_dtype),
+        scales,
+        torch.zeros(shape.num_local, dtype=torch.int32),
+        torch.zeros(shape.x_shape[:2], dtype=torch.int32),
+        torch.zeros(shape.num_local, RANKS, dtype=torch.int64),
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, MOST])
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("name", [name for name in kernels.available() if name != "reference"])
+def test_sets_write_the_same(name: str, cast: str, num_tokens: int) -> None:
+    got = there_and_back(name, CASTS[cast], num_tokens)
+    assert_same(got, there_and_back("reference", CASTS[cast], num_tokens))
+
+
+@pytest.mark.parametrize("name", kernels.available())
+@pytest.mark.parametrize(
+    "idx, verdict",
+    [
+        ([[0, 1, 2], [3, 4, 7]], 5),
+        ([[0, 1, 2], [-2, 4, 6]], 3),
+        ([[2**40, 1, 2], [9, 9, 9]], 0),
+        ([[0, 1, 2], [3, 5, 3]], -2 - 5),
+        ([[-1, -1, -1], [3, -1, -1]], -1),
+    ],
+)
+def test_pairs_that_are_no_experts(name: str, idx: list[list[int]], verdict: int) -> None:
+    shape, topk_idx = shape_of(0, NO_CAST, torch.float32, 4), torch.tensor(idx)
+    block = torch.zeros(shape.block_bytes, dtype=torch.uint8)
+    sent = topk_idx.new_zeros(2, 2, 3)
+    stage = kernels.load(name).stage_slots
+    assert stage(torch.ones(2, 4), topk_idx, shape, block, sent) == verdict
+
+
+@pytest.mark.parametrize("name", kernels.available())
+@pytest.mark.parametrize(
+    "idx, verdict, places",
+    [
+        ([[4, 1], [1, 0]], -1, [[0, 0], [1, 0]]),
+        ([[1, -1], [-1, 1]], -1, [[0, -1], [-1, 1]]),
+        ([[4, 1], [1, 4]], 3, None),
+        ([[4, 1], [-2, 0]], 2, None),
+    ],
+)
+def test_pairs_are_found_again(
+    name: str, idx: list[list[int]], verdict: int, places: list[list[int]] | None
+) -> None:
+    sent = torch.tensor([[[4, 1], [1, 0]], [[0, 0], [1, 0]]])
+    picked = torch.zeros(2, 2, dtype=torch.int64)
+    assert kernels.load(name).pick_slots(torch.tensor(idx), sent, picked) == verdict
+    assert places is None or picked.tolist() == places
