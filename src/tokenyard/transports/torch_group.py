@@ -110,7 +110,7 @@ class _TorchExchange:
         if isinstance(error, BufferClosed):
             raise error
         text = str(error).lower()
-        late = "timed out" in text or (isinstance(error, _Noticed) and text == "timeout")
+        late = "timed out" in text or "timeout" in text
         kind = PeerTimeout if late else PeerDied
         what = "a connection broke"
         if isinstance(error, _Noticed):
