@@ -6,7 +6,6 @@ import hashlib
 import secrets
 import socket
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -53,6 +52,8 @@ def open_engine(
     plain = kernel_sets.load("reference")
     meeting = CollectiveTransport(communicator, plain, node_of_rank=[0] * size)
     first = Agreement(meeting)
+    probe: Probe | None = None
+    own_reason: str | None = None
 
     def prepare() -> tuple[kernel_sets.Kernels, Placement | None]:
         validate.require(sane, f"timeout is {timeout!r}, want seconds above 0, at most 1e6")
@@ -72,24 +73,35 @@ def open_engine(
         nodes = list(ranks_per_node) if isinstance(ranks_per_node, Sequence) else ranks_per_node
         slots = (bool(low_latency_mode), bool(enable_shrink))
         options = _digest(repr((transport, rings, nodes, where, slots)))
-        alone = why_not_shared(kernel_set) is not None
-        mine = np.array([[secrets.randbits(62), alone, _machine()]] * size, np.int64)
-        return Terms(Call(stage=STAGES.index("Buffer"), options=options), payload=mine)
+        nonlocal probe, own_reason
+        own_reason = why_not_shared(kernel_set)
+        if own_reason is None:
+            try:
+                probe = Probe()
+            except SharedMemoryError as error:
+                own_reason = str(error)
+        words = (0, -1, 0) if probe is None else probe.words
+        mine = (secrets.randbits(62), own_reason is not None, _machine(), *words)
+        call = Call(stage=STAGES.index("Buffer"), options=options)
+        return Terms(call, payload=np.array([mine] * size, np.int64))
 
-    (kernel_set, placed), agreed = first.agree("Buffer", prepare, terms)
-    told = agreed.payload
-    shared_id, own_id = int(told[0, 0]), int(told[rank, 0])
-    alone = None
-    if told[:, 1].any():
-        culprit = int(told[:, 1].argmax())
-        own = why_not_shared(kernel_set)
-        alone = own if culprit == rank else f"rank {culprit} cannot share memory"
-    machines = told[:, 2].tolist()
-    if ranks_per_node is not None:
-        topology = _given(ranks_per_node, size)
-    else:
-        marks = machines if alone is not None else _find_nodes(meeting, machines)
-        topology = Topology.from_marks(marks)
+    try:
+        (kernel_set, placed), agreed = first.agree("Buffer", prepare, terms)
+        told = agreed.payload
+        shared_id, own_id = int(told[0, 0]), int(told[rank, 0])
+        alone = None
+        if told[:, 1].any():
+            culprit = int(told[:, 1].argmax())
+            alone = own_reason if culprit == rank else f"rank {culprit} cannot share memory"
+        machines = told[:, 2].tolist()
+        if ranks_per_node is not None:
+            topology = _given(ranks_per_node, size)
+        else:
+            marks = machines if alone is not None else _find_nodes(meeting, told[:, 2:])
+            topology = Topology.from_marks(marks)
+    finally:
+        if probe is not None:
+            probe.close()
     opened = open_transport(
         transport,
         communicator,
@@ -118,26 +130,20 @@ def _given(ranks_per_node: int | Sequence[int], num_ranks: int) -> Topology:
     return Topology.even(num_ranks, ranks_per_node)
 
 
-def _find_nodes(meeting: CollectiveTransport, machines: list[int]) -> list[int]:
+def _find_nodes(meeting: CollectiveTransport, told_RW: np.ndarray) -> list[int]:
     """For each rank the lowest rank of its machine whose memory it can use: itself at worst, as
-    where the ranks of a machine are in containers that hide their processes from each other.
+    where the ranks of a machine are in containers that hide their processes from each other. Each
+    has told its machine, and the words of its Probe.
     """
-    rank, size = meeting.rank, meeting.size
-    if len(set(machines)) == size:  # nobody to share with
-        return list(range(size))
-    words, probe = (0, -1, 0), None
-    with suppress(SharedMemoryError):
-        probe = Probe()
-        words = probe.words
-    told = meeting.exchange(np.array([words] * size, np.int64), "Buffer (find nodes)").tolist()
+    rank, told = meeting.rank, told_RW.tolist()
+    machine = told[rank][0]
     mark = next(
         other
-        for other in range(rank + 1)
-        if other == rank or (machines[other] == machines[rank] and can_attach(*told[other]))
+        for other, (there, *words) in enumerate(told[: rank + 1])
+        if other == rank or (there == machine and can_attach(*words))
     )
-    marks = meeting.exchange(np.full((size, 1), mark, np.int64), "Buffer (find nodes)")
-    if probe is not None:
-        probe.close()
+    # When all have answered, all have looked, and probes may go.
+    marks = meeting.exchange(np.full((meeting.size, 1), mark, np.int64), "Buffer (find nodes)")
     return marks[:, 0].tolist()
 
 

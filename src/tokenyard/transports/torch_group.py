@@ -116,7 +116,7 @@ class _TorchExchange:
         if isinstance(error, BufferClosed):
             raise error
         text = str(error).lower()
-        late = "timed out" in text or (isinstance(error, _Noticed) and text == "timeout")
+        late = "timed out" in text or "timeout" in text
         kind = PeerTimeout if late else PeerDied
         what = "a connection broke"
         if isinstance(error, _Noticed):
@@ -160,7 +160,7 @@ class TorchCommunicator(_TorchExchange):
             self.device = torch.device("cuda", torch.cuda.current_device())  # no GPU has run this
         self._store = dist.distributed_c10d._get_process_group_store(group)
         # A connection of its own: an operation that never ends must not block the user's.
-        self._words = Words(lambda: _clone(self._store), self.rank)
+        self._words = Words(lambda: _own_connection(self._store, timeout), self.rank)
 
     def part(self, members: Sequence[int], name: str) -> GlooPart:
         return GlooPart(self, members, self._store, name, self._timeout)
@@ -205,8 +205,7 @@ class GlooPart(_TorchExchange):
         self._whole, self._timeout, self._words = whole, timeout, whole._words
         self.members = tuple(members)
         self.rank, self.size = self.members.index(whole.rank), len(members)
-        meeting = dist.PrefixStore(f"tokenyard/{name}", _clone(store))
-        meeting.set_timeout(timedelta(seconds=timeout))
+        meeting = dist.PrefixStore(f"tokenyard/{name}", _own_connection(store, timeout))
         self._pg: dist.ProcessGroupGloo | None = None
         if self.size > 1:
             # Gloo's own time limit comes a little after ours, which knows more words.
@@ -240,7 +239,16 @@ class GlooPart(_TorchExchange):
         return self._whole.members
 
 
-def _clone(store: dist.Store) -> dist.Store:
-    """The same store through another connection."""
+def _own_connection(store: dist.Store, timeout: float) -> dist.Store:
+    """A store across a network through a connection of its own, with this time limit. Others as
+    they are: each copy of a FileStore counts as a worker that ends, and the last removes the file.
+    """
+    inner = store
+    while isinstance(inner, dist.PrefixStore):
+        inner = inner.underlying_store
+    if not isinstance(inner, dist.TCPStore):
+        return store
     clone: Any = store.clone  # type: ignore[attr-defined]  # not in torch's stubs
-    return clone()
+    own = clone()
+    own.set_timeout(timedelta(seconds=timeout))
+    return own
