@@ -420,6 +420,8 @@ OPEN: Table = {
     "ranks_per_node": {
         "0": (0, " is 0, want at least 1"),
         "float": (2.0, " is 2.0, want an integer"),
+        "empty-node": ([3, 0], "[1] is 0, want at least 1"),
+        "too-few": ([1, 1], " is [1, 1], 2 ranks in all, want 3"),
     },
     "placement": {
         "list": ([0, 1, 2], " is a list, want a torch.Tensor"),

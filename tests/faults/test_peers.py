@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import tokenyard
 from tokenyard.testing import Exited, Processes, RankFailed, run_virtual
@@ -47,8 +48,8 @@ def told(buffer: tokenyard.Buffer) -> dict[str, Any]:
     }
 
 
-def one_dies(group: Any, transport: str) -> dict[str, Any]:
-    buffer = tokenyard.Buffer(group, timeout=20, transport=transport)
+def one_dies(group: Any, transport: str, nodes: int | None = None) -> dict[str, Any]:
+    buffer = tokenyard.Buffer(group, timeout=20, transport=transport, ranks_per_node=nodes)
     exchange(buffer)
     if group.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -72,8 +73,48 @@ def test_killed_peer(transport: str, text: str) -> None:
         assert answer["seconds"] < 1.0
 
 
-def one_stops(group: Any, transport: str) -> dict[str, Any]:
-    buffer = tokenyard.Buffer(group, timeout=TIMEOUT, transport=transport)
+def one_dies_in_a_collective(group: Any, transport: str) -> tuple[Any, ...]:
+    with tokenyard.Buffer(group, timeout=20, transport=transport) as buffer:
+        exchange(buffer)
+        assert buffer.dead_ranks() == ()
+        if group.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            dist.all_reduce(torch.ones(1), group=group)
+        except RuntimeError as error:
+            told = buffer.explain("all_reduce", error)
+            return type(told).__name__, told.ranks, str(told), buffer.dead_ranks()
+    return ("nothing", (), "", ())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "transport, text",
+    [("direct", "rank 1 died"), ("ring", "rank 1 died"), ("collective", "no word from rank 1")],
+)
+def test_a_death_in_somebody_elses_collective(transport: str, text: str) -> None:
+    with Processes(2, timeout=30) as ranks:
+        answer, gone = ranks.run(one_dies_in_a_collective, transport, may_die=True)
+    assert gone == Exited(-signal.SIGKILL)
+    assert answer[:2] == ("PeerDied", (1,))
+    assert answer[2].startswith("all_reduce: ")
+    assert text in answer[2]
+    assert answer[3] == (() if transport == "collective" else (1,))
+
+
+@pytest.mark.processes
+def test_killed_peer_of_another_node() -> None:
+    with Processes(4, timeout=30) as ranks:
+        answers = ranks.run(one_dies, "hierarchical", 2, may_die=True)
+    assert answers.pop(1) == Exited(-signal.SIGKILL)
+    for answer in answers:
+        assert answer["kind"] == "PeerDied"
+        assert answer["ranks"] == (1,), answer
+        assert answer["seconds"] < 1.5  # half of it to hear who is left
+
+
+def one_stops(group: Any, transport: str, nodes: int | None = None) -> dict[str, Any]:
+    buffer = tokenyard.Buffer(group, timeout=TIMEOUT, transport=transport, ranks_per_node=nodes)
     exchange(buffer)
     if group.rank() == 2:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -103,6 +144,21 @@ def test_stopped_peer(transport: str) -> None:
         assert answer["ranks"] == (2,)
         assert f"{TIMEOUT:g} s passed; no word from rank 2" in answer["text"]
         assert TIMEOUT <= answer["seconds"] < TIMEOUT + 1.5
+
+
+@pytest.mark.processes
+def test_stopped_peer_of_another_node() -> None:
+    with Processes(4, timeout=30) as ranks:
+        stuck = ranks.processes[2]
+        undertaker = threading.Thread(target=kill_once_stopped, args=(stuck.pid, TIMEOUT + 4))
+        undertaker.start()
+        answers = ranks.run(one_stops, "hierarchical", 2, may_die=True)
+        undertaker.join()
+    assert answers.pop(2) == Exited(-signal.SIGKILL)
+    for answer in answers:
+        assert answer["kind"] == "PeerTimeout"
+        assert answer["ranks"] == (2,), answer
+        assert TIMEOUT <= answer["seconds"] < TIMEOUT + 2.5
 
 
 def only_some_come(group: Any) -> dict[str, Any] | None:

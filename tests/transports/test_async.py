@@ -79,8 +79,10 @@ def program(buffer: tokenyard.Buffer, seed: int, is_async: bool) -> list[Tensor]
     return kept
 
 
-def both_ways(group: Any, transport: str, seeds: range) -> int:
-    with tokenyard.Buffer(group, transport=transport) as buffer:
+def both_ways(
+    group: Any, transport: str, seeds: range, nodes: tuple[int, ...] | None = None
+) -> int:
+    with tokenyard.Buffer(group, transport=transport, ranks_per_node=nodes) as buffer:
         for seed in seeds:
             assert_same(program(buffer, seed, True), program(buffer, seed, False), f"seed {seed}")
     return len(seeds)

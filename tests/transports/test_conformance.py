@@ -106,7 +106,7 @@ def processes(request: pytest.FixtureRequest):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("transport", available())
+@pytest.mark.parametrize("transport", [one for one in available() if one != "hierarchical"])
 @pytest.mark.parametrize("name", CASES)
 def test_processes(name: str, transport: str, processes: Processes) -> None:
     case = replace(case_of(name, processes.num_ranks), transport=transport)

@@ -82,6 +82,13 @@ class Cluster(Processes):
         first = sum(self.sizes[:node])
         return range(first, first + self.sizes[node])
 
+    def address(self, node: int) -> str:
+        return self._addresses[node]
+
+    def command(self, node: int, *words: str) -> list[str]:
+        """A command that runs on a node, for subprocess; GLOO_SOCKET_IFNAME should be eth0."""
+        return ["ip", "netns", "exec", self._nodes[node], *words]
+
     def bytes_sent(self) -> list[int]:
         """By each node so far, headers and all, as its interface has counted."""
         counts = []

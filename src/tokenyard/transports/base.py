@@ -53,6 +53,7 @@ class Communicator(Protocol):
     rank: int
     size: int
     name: str
+    device: torch.device  # of the rows that it moves
     members: Sequence[int]  # what its ranks are called in the whole group, and in errors
 
     def all_to_all(
@@ -80,6 +81,9 @@ class Communicator(Protocol):
 
     def watch(self, look: Callable[[str], None]) -> None:
         """Whoever waits long here calls look(stage), which may raise, now and then."""
+
+    def explain(self, stage: str, error: RuntimeError) -> PeerError:
+        """Who is to blame for an error of the engine beneath."""
 
     def leave_word(self, error: PeerError | None = None) -> None:
         """This rank lives, and has noticed that something is wrong: so others need not blame it."""
@@ -138,6 +142,12 @@ class Transport(Protocol):
         stage: str,
     ) -> Move:
         """Combine's exchange: rows go back the way they came, and each token's are summed."""
+
+    def dead_ranks(self) -> tuple[int, ...]:
+        """Those that can be seen to have died without asking anybody."""
+
+    def explain(self, stage: str, error: RuntimeError) -> PeerError:
+        """Who is to blame for an error between these ranks, of ours or of somebody else."""
 
     def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """Memory for a result: such that `sum_back` need not copy it, if there is such memory."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from tokenyard.topology import Topology
@@ -11,6 +12,8 @@ from tokenyard.transports.collective import CollectiveTransport
 from tokenyard.transports.direct import DirectKernels, DirectTransport
 from tokenyard.transports.exchanged_slots import ExchangedSlots
 from tokenyard.transports.hierarchical import HierarchicalTransport
+from tokenyard.transports.peers import PeerMemory, SharedSegments, TorchSymmetricMemory
+from tokenyard.transports.puts import PutKernels, SymmetricTransport
 from tokenyard.transports.ring import RingKernels, RingTransport
 from tokenyard.transports.shared_slots import SharedSlots
 from tokenyard.transports.symmetric import why_not
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("tokenyard")
 _TRANSPORTS = ("direct", "ring", "collective", "hierarchical")
+_BY_NAME = ("symmetric",)  # never taken by itself: no GPU has run it yet
 
 
 class _SharingKernels(DirectKernels, RingKernels, Protocol):
@@ -28,11 +32,12 @@ class _SharingKernels(DirectKernels, RingKernels, Protocol):
 
 
 def available() -> tuple[str, ...]:
+    """Those that every kernel set for CPU tensors can use, where ranks share a machine."""
     return _TRANSPORTS
 
 
 def check_name(name: str) -> None:
-    if name not in ("auto", *_TRANSPORTS):
+    if name not in ("auto", *_TRANSPORTS, *_BY_NAME):
         raise ValueError(f"unknown transport {name!r}; available: auto, {', '.join(_TRANSPORTS)}")
 
 
@@ -69,38 +74,40 @@ def open_transport(
     """All ranks together, with the same name. `alone` says why a rank cannot share memory at all;
     `label` is one that no other Buffer of the group has.
     """
-    chosen = name
+
+    if name == "symmetric":
+        return _open_symmetric(communicator, kernels, topology.node_of_rank, timeout)
+
+    def share(chosen: str) -> Transport:
+        """Raises OSError on all ranks if some cannot attach the memory of others."""
+        sharing = cast(_SharingKernels, kernels)
+        if chosen == "hierarchical":
+            return HierarchicalTransport(communicator, sharing, topology, timeout, label)
+        team, nodes = Team(communicator, sharing, timeout), topology.node_of_rank
+        if chosen == "ring":
+            return RingTransport(team, sharing, nodes, num_bytes, num_channels)
+        return DirectTransport(team, sharing, nodes)
+
+    chosen, why, cause = name, alone, None
     if name == "auto":
         chosen = "hierarchical" if topology.num_nodes > 1 else "direct"
-    apart = alone
+    if chosen != "hierarchical" and several_machines:
+        why = why or "ranks are on several machines"
     if name == "auto" and communicator.name == "loopback":
-        apart = "virtual ranks are threads, whose bytes are counted"
-    elif chosen != "hierarchical" and several_machines:
-        apart = alone or "ranks are on several machines"
-    why: str | Exception | None = apart
+        why = "virtual ranks are threads, whose bytes are counted"
     if chosen != "collective" and why is None:
-        sharing = cast(_SharingKernels, kernels)
         try:
-            if chosen == "hierarchical":
-                made: Transport = HierarchicalTransport(
-                    communicator, sharing, topology, timeout, label
-                )
-            else:
-                team = Team(communicator, sharing, timeout)
-                if chosen == "ring":
-                    nodes = topology.node_of_rank
-                    return RingTransport(team, sharing, nodes, num_bytes, num_channels)
-                made = DirectTransport(team, sharing, topology.node_of_rank)
+            made = share(chosen)
             if name == "auto":
-                _log.info("transport: %s, for %d node(s)", chosen, topology.num_nodes)
+                nodes = f"{topology.num_nodes} node{'s' * (topology.num_nodes > 1)}"
+                _log.info("transport: %s, since ranks are on %s", chosen, nodes)
             return made
         except OSError as error:
-            why = error
+            why, cause = str(error), error
     if name not in ("auto", "collective"):
-        cause = why if isinstance(why, OSError) else None
         raise ValueError(f"transport {name!r} cannot be used: {why}") from cause
     if name == "auto":
-        level = logging.WARNING if isinstance(why, OSError) else logging.INFO
+        level = logging.INFO if cause is None else logging.WARNING
         _log.log(level, "transport: collective over %s, since %s", communicator.name, why)
     return CollectiveTransport(communicator, kernels, topology.node_of_rank)
 
@@ -118,3 +125,25 @@ def open_slots(
             "(direct or ring): nobody can be left out of a collective"
         )
     return ExchangedSlots(transport, kernels)
+
+
+def _open_symmetric(
+    communicator: Communicator,
+    kernels: RowKernels,
+    node_of_rank: Sequence[int],
+    timeout: float,
+) -> Transport:
+    if not hasattr(kernels, "put"):
+        raise ValueError(
+            "transport 'symmetric' cannot be used: the kernel set has no put (take triton)"
+        )
+    peers: PeerMemory
+    try:
+        if communicator.device.type == "cuda":
+            group = cast(Any, communicator).group()  # no GPU has run this
+            peers = TorchSymmetricMemory(group, communicator.device, timeout)  # no GPU has run this
+        else:
+            peers = SharedSegments(communicator, timeout)
+    except OSError as error:
+        raise ValueError(f"transport 'symmetric' cannot be used: {error}") from error
+    return SymmetricTransport(communicator, peers, cast(PutKernels, kernels), node_of_rank)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokenyard.errors import PeerError
 from tokenyard.transports import blocks
 from tokenyard.transports.base import Move, RowKernels, Sum
 from tokenyard.transports.blocks import Block
@@ -178,6 +179,12 @@ class DirectTransport:
     def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         _, array = self._team.pool.take(num_rows * width * dtype.itemsize)
         return rows(array, 0, num_rows, width, dtype)
+
+    def dead_ranks(self) -> tuple[int, ...]:
+        return self._team.dead_ranks()
+
+    def explain(self, stage: str, error: RuntimeError) -> PeerError:
+        return self._team.explain(stage, error)
 
     def close(self) -> None:
         self._team.close()

@@ -12,7 +12,7 @@ for every result in full, and for a few chunks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 
 import numpy as np
@@ -59,21 +59,28 @@ class HierarchicalTransport:
         self._node = topology.node_of_rank[self.rank]
         self._locals = topology.ranks_of_node[self._node]
         self._upstream = [topology.upstream(rank) for rank in self._locals]
+        self._mine = topology.upstream(self.rank)
         self._most = 1 + max(map(len, self._upstream))
-        self._neighbours = communicator.part(self._locals, f"{name}/node-{self._node}")
-        failure = None
-        try:
-            box = min(_MESSAGE * self._most, _MOST_AT_ONCE)
-            self._team = Team(self._neighbours, kernels, timeout + _LATER, box)
-        except OSError as error:
-            failure = error
-        failed = tell_all(communicator, [int(failure is not None)])[0]
-        if any(failed):
-            culprits = name_ranks([rank for rank, one in enumerate(failed) if one])
-            raise failure or OSError(f"{culprits} cannot attach the memory of others on their node")
-        self._rails = Rails(communicator, topology, name, self._team.raise_told)
         self._blocks: list[Block] = []
         self._told: list[tuple[int, int]] | None = None  # of a dispatch that was surveyed
+        self._opened = ExitStack()
+        with ExitStack() as opened:
+            neighbours = communicator.part(self._locals, f"{name}/node-{self._node}")
+            opened.callback(neighbours.close)
+            failure = None
+            try:
+                box = min(_MESSAGE * self._most, _MOST_AT_ONCE)
+                self._team = Team(neighbours, kernels, timeout + _LATER, box)
+                opened.callback(self._team.close)
+            except OSError as error:
+                failure = error
+            failed = tell_all(communicator, [int(failure is not None)])[0]
+            if any(failed):
+                culprits = name_ranks([rank for rank, one in enumerate(failed) if one])
+                raise failure or OSError(f"{culprits} cannot attach memory of their node")
+            self._rails = Rails(communicator, topology, name, self._team.raise_told)
+            opened.callback(self._rails.close)
+            self._opened = opened.pop_all()
 
     def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
         """To the partner in each node, what is for all ranks of it; these pass it on."""
@@ -112,55 +119,25 @@ class HierarchicalTransport:
     ) -> Way:
         block = blocks.take(self._team.pool, blocks.offsets(flow.num_rows, tuple(widths))[-1])
         self._blocks = [block]
-        # To each rank of the node: this rank's block, and where rows of its partners begin in it.
-        firsts = list(accumulate(flow.recv_counts, initial=0))
-        message = np.zeros((len(self._locals), 3 + self._most), np.int64)
-        message[:, :3] = block.fd, block.size, flow.num_rows
-        for local, upstream in enumerate(self._upstream):
-            sources = [self._locals[local], *(source for _, source in upstream)]
-            message[local, 3 : 3 + len(sources)] = [firsts[source] for source in sources]
-        told = self._team.exchange(message, stage)
+        told = self._tell_neighbours(block, flow, stage)
         self._told = [(fd, size) for fd, size, *_ in told.tolist()]
-
-        marks_TR = is_token_in_rank_TR.numpy()
-        failed = np.array([(told[:, 0] == NO_MEMORY).any()], np.uint8)
-        parcels = [
-            np.concatenate([failed, pack_marks(marks_TR, ranks)])
-            if node != self._node
-            else failed[:0]
-            for node, ranks in enumerate(self._topology.ranks_of_node)
-        ]
-        tokens = flow.tokens_R.tolist()
-        row_bytes = -(-len(self._locals) // 8)
-        sizes = {rank: 1 + row_bytes * num for rank, num in enumerate(tokens)}
-        with self._telling():
-            came = self._swap(parcels, sizes, stage)
-        self._check_all(bool(failed[0]) or any(bits[0] for bits in came), block, stage)
-
-        topology = self._topology
-        hops, node_of_hop, hop_of_node, own_hops = list_hops(
-            marks_TR, topology, self.rank, self._kernels
-        )
-        own_rail = self._rails.own
+        without = [rank for rank, (fd, _) in zip(self._locals, self._told) if fd == NO_MEMORY]
+        tokens, marks_TR = flow.tokens_R.tolist(), is_token_in_rank_TR.numpy()
+        said = self._tell_partners(marks_TR, tokens, 1 + without[0] if without else 0, stage)
+        self._check_all([1 + rank for rank in without] + [one for one, _ in said], block, stage)
         way = Way(
-            topology,
-            own_rail,
-            {rail: self._most_tokens(rail, tokens) for rail in self._rails.numbers},
-            hops,
-            node_of_hop,
-            hop_of_node,
-            own_hops,
-            {rail: [] for rail in self._rails.numbers},
-            told[:, 3].copy(),
-            told[:, 2].copy(),
+            topology=self._topology,
+            own_rail=self._rails.own,
+            num_tokens={rail: self._most_tokens(rail, tokens) for rail in self._rails.numbers},
+            hops=list_hops(marks_TR, self._topology, self.rank, self._kernels),
+            relays={rail: [] for rail in self._rails.numbers},
+            starts=told[:, 3].copy(),
+            num_rows=told[:, 2].copy(),
         )
-        mine = self._upstream[self._team.rank]
-        for place, ((rail, source), bits) in enumerate(zip(mine, came)):
-            starts_L = told[:, 4 + place].copy()
-            home = topology.node_of_rank[source]
-            way.relays[rail].append(
-                read_relay(bits[1:], home, tokens[source], starts_L, self._kernels)
-            )
+        for place, ((rail, source), (_, bits)) in enumerate(zip(self._mine, said)):
+            starts_L, home = told[:, 4 + place].copy(), self._topology.node_of_rank[source]
+            relay = read_relay(bits, home, tokens[source], starts_L, self._kernels)
+            way.relays[rail].append(relay)
         return way
 
     def send(
@@ -252,10 +229,43 @@ class HierarchicalTransport:
         _, array = self._team.pool.take(num_rows * width * dtype.itemsize)
         return rows(array, 0, num_rows, width, dtype)
 
+    def dead_ranks(self) -> tuple[int, ...]:
+        return self._team.dead_ranks()
+
+    def explain(self, stage: str, error: RuntimeError) -> PeerError:
+        return self._team.explain(stage, error)
+
     def close(self) -> None:
-        self._rails.close()
-        self._team.close()
-        self._neighbours.close()
+        self._opened.close()
+
+    def _tell_neighbours(self, block: Block, flow: Flow, stage: str) -> np.ndarray:
+        """To each rank of the node: this rank's block, how many rows it holds, and where the rows
+        of that rank, and of each of its partners, begin in it. Their answers, by place.
+        """
+        firsts = list(accumulate(flow.recv_counts, initial=0))
+        message = np.zeros((len(self._locals), 3 + self._most), np.int64)
+        message[:, :3] = block.fd, block.size, flow.num_rows
+        for place, upstream in enumerate(self._upstream):
+            sources = [self._locals[place], *(source for _, source in upstream)]
+            message[place, 3 : 3 + len(sources)] = [firsts[source] for source in sources]
+        return self._team.exchange(message, stage)
+
+    def _tell_partners(
+        self, marks_TR: np.ndarray, tokens_R: Sequence[int], failed: int, stage: str
+    ) -> list[tuple[int, np.ndarray]]:
+        """To each other node: who there gets each token, after a number that says whether this node
+        can go on. What the partners said, in their order.
+        """
+        head = np.array([failed], np.int32).view(np.uint8)
+        parcels = [
+            np.concatenate([head, pack_marks(marks_TR, ranks)]) if node != self._node else head[:0]
+            for node, ranks in enumerate(self._topology.ranks_of_node)
+        ]
+        each = -(-len(self._locals) // 8)  # bytes of a token's marks
+        sizes = {rank: len(head) + each * num for rank, num in enumerate(tokens_R)}
+        with self._telling():
+            came = self._swap(parcels, sizes, stage)
+        return [(int(one[: len(head)].view(np.int32)[0]), one[len(head) :]) for one in came]
 
     def _swap(
         self, parcels: Sequence[np.ndarray], sizes_R: dict[int, int], stage: str
@@ -265,26 +275,29 @@ class HierarchicalTransport:
         """
         nodes = range(self._topology.num_nodes)
         sizes = {rail: [0] * len(nodes) for rail in self._rails.numbers}
-        mine = self._upstream[self._team.rank]
-        homes = [self._topology.node_of_rank[source] for _, source in mine]
-        for (rail, source), home in zip(mine, homes):
+        homes = [self._topology.node_of_rank[source] for _, source in self._mine]
+        for (rail, source), home in zip(self._mine, homes):
             sizes[rail][home] = sizes_R[source]
         flat = [parcel.reshape(-1).view(np.uint8) for parcel in parcels]
         answer = self._rails.exchange(flat, sizes, stage)
-        return [answer[rail][home] for (rail, _), home in zip(mine, homes)]
+        return [answer[rail][home] for (rail, _), home in zip(self._mine, homes)]
 
     def _most_tokens(self, rail: int, tokens_R: Sequence[int]) -> int:
         sources = [self._topology.source(rail, node) for node in range(self._topology.num_nodes)]
         return max(tokens_R[source] for source in sources if source is not None)
 
-    def _check_all(self, failed: bool, block: Block, stage: str) -> None:
-        """If a rank of any node has no memory for its rows, all ranks of all nodes raise."""
-        told = self._team.exchange(np.full((len(self._locals), 1), failed, np.int64), stage)
+    def _check_all(self, failed: Sequence[int], block: Block, stage: str) -> None:
+        """If a rank of any node has no memory for its rows, all ranks of all nodes raise: numbers
+        above 0 are such ranks, plus 1.
+        """
+        worst = max(failed, default=0)
+        told = self._team.exchange(np.full((len(self._locals), 1), worst, np.int64), stage)
         if told.any():
             if block.error is not None:
                 raise block.error
+            culprit = int(told.max()) - 1
             raise SharedMemoryError(
-                f"{stage}: another rank could not get shared memory, on rank {self.rank}"
+                f"{stage}: rank {culprit} could not get shared memory, on rank {self.rank}"
             )
 
     @contextmanager

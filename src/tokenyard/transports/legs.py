@@ -38,9 +38,9 @@ class DispatchLeg:
         self._chunks = way.chunks(self.width)
         self._sent = np.cumsum([0] + [sum(chunk) for chunk in self._chunks.sent]).tolist()
         # Rows of the own node: of all hops only its ranks have memory here.
-        self._hops_H = [np.zeros(len(way.node_of_hop), np.int64) for _ in range(3)]
+        self._hops_H = [np.zeros(len(way.hops.node_of_hop), np.int64) for _ in range(3)]
         for table, values in zip(self._hops_H, (blocks_L, way.starts, way.num_rows)):
-            table[way.own_hops] = values
+            table[way.hops.own] = values
 
     def num_chunks(self, rail: int) -> int:
         return self._chunks.num_chunks[rail]
@@ -62,7 +62,7 @@ class DispatchLeg:
         end = begin + self._chunks.tokens
         columns = [column[begin:end] for column in self._bytes]
         if len(columns[0]):
-            self._kernels.scatter(columns, _tokens(self._way.hops, begin, end), *self._hops_H)
+            self._kernels.scatter(columns, _tokens(self._way.hops.route, begin, end), *self._hops_H)
 
     def take(self, rail: int, chunk: int, rows_NB: Tensor) -> None:
         counts = self._chunks.relayed[rail][chunk]
@@ -130,16 +130,16 @@ class CombineLeg:
         if rail != self._way.own_rail or len(out_TD) == 0:
             return
         way = self._way
-        bases_H = np.zeros(len(way.node_of_hop), np.int64)
-        bases_H[way.own_hops] = self._bases_L + way.starts * self.width
+        bases_H = np.zeros(len(way.hops.node_of_hop), np.int64)
+        bases_H[way.hops.own] = self._bases_L + way.starts * self.width
         at = rows_NB.data_ptr()
-        for node, hop in enumerate(way.hop_of_node):
+        for node, hop in enumerate(way.hops.hop_of_node):
             if hop >= 0:  # as if all rows of the chunks before were there as well
                 bases_H[hop] = at - int(self._chunks.first_hop[chunk, node]) * self.width
                 at += self._chunks.sent[chunk][node] * self.width
         biases = [bias[begin:end] for bias in self._sum.biases_TD]
-        route = _tokens(way.hops, begin, end)
-        self._kernels.reduce_at(bases_H, route, way.node_of_hop, biases, out_TD)
+        route = _tokens(way.hops.route, begin, end)
+        self._kernels.reduce_at(bases_H, route, way.hops.node_of_hop, biases, out_TD)
 
 
 def _first(relay: Relay, token: int) -> int:

@@ -122,6 +122,7 @@ class LoopbackGroup:
 
 class LoopbackCommunicator:
     name = "loopback"
+    device = torch.device("cpu")
 
     def __init__(self, world: LoopbackWorld, rank: int, timeout: float) -> None:
         self._world = world
@@ -162,6 +163,9 @@ class LoopbackCommunicator:
 
     def watch(self, look: Callable[[str], None]) -> None:
         """Who is waited for here is seen to end."""
+
+    def explain(self, stage: str, error: RuntimeError) -> PeerError:
+        return PeerDied(f"{stage}: {error}, on rank {self.rank}", ranks=(), stage=stage)
 
     def leave_word(self, error: PeerError | None = None) -> None: ...
 

@@ -184,6 +184,12 @@ class RingTransport:
     def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         return memory.empty(num_rows, width, dtype=dtype)
 
+    def dead_ranks(self) -> tuple[int, ...]:
+        return self._team.dead_ranks()
+
+    def explain(self, stage: str, error: RuntimeError) -> PeerError:
+        return self._team.explain(stage, error)
+
     def close(self) -> None:
         self._team.close()
 

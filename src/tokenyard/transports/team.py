@@ -30,6 +30,7 @@ MAIL, ROWS, READ = range(3)  # a message is there; rows were written; rows were 
 _KINDS = 3
 _BOX = 128  # int64s of a message that go at once
 _NONCE, _FAILURE, _BEAT = range(3)  # int64s of a control segment's first line
+_NOTICE_MS = 500  # connections break a moment before a process is seen to be dead
 _GRACE = 0.2  # seconds for signals on their way, once a peer is seen dead
 
 
@@ -95,7 +96,9 @@ class Team:
         self._one_polls = threading.Lock()  # words may be exchanged while rows move
         for fd in self._pidfds:
             self._deaths.register(fd, select.POLLIN)
-        cores = len(os.sched_getaffinity(0))
+        # Ranks may each be bound to cores of their own, so count those of all ranks together.
+        told = np.array(tell_all(communicator, _own_cores()), np.uint64)
+        cores = sum(int(word).bit_count() for word in np.bitwise_or.reduce(told, axis=1))
         self.patience = 2000 if self.size <= cores else 20
         # Some milliseconds where each rank has a core: two that sleep keep making each other wait.
         self._yields = 2000 if self.size <= cores else 50
@@ -166,7 +169,7 @@ class Team:
             if self._beats() != beats:
                 deadline, beats = now + self._timeout, self._beats()
             self.raise_told(stage)
-            dead = tuple(rank for rank in self._dead_ranks() if rank not in given_up)
+            dead = tuple(rank for rank in self.dead_ranks() if rank not in given_up)
             if dead and dead_since is None:
                 dead_since = now
             if dead_since is not None and now > dead_since + _GRACE:
@@ -220,6 +223,11 @@ class Team:
             np.int64,
         )
 
+    def explain(self, stage: str, error: RuntimeError) -> PeerError:
+        """Who has died, if that is why something else between these ranks has failed."""
+        dead = self.dead_ranks(wait_ms=_NOTICE_MS)
+        return self.died(dead, stage) if dead else self._communicator.explain(stage, error)
+
     def keep(self, num_bytes: int) -> Segment:
         """A segment of this rank, for the life of the team."""
         segment = Segment(num_bytes)
@@ -231,9 +239,12 @@ class Team:
             segment.close()
         self._kept.clear()
         self.pool.close()
-        for fd in getattr(self, "_pidfds", {}):
-            os.close(fd)
-        self._pidfds = {}
+        if hasattr(self, "_pidfds"):
+            with self._one_polls:
+                for fd in self._pidfds:
+                    self._deaths.unregister(fd)
+                    os.close(fd)
+                self._pidfds = {}
 
     def _wait_long(self, incoming: int, epoch: int, first: int, stage: str) -> None:
         def step() -> int:
@@ -248,7 +259,7 @@ class Team:
         closed its Buffer, most likely because another rank died.
         """
         # Who dies loses its files a moment before it is seen to be dead.
-        dead = self._dead_ranks(wait_ms=1000)
+        dead = self.dead_ranks(wait_ms=1000)
         if dead:
             return self.died(dead, stage)
         self.raise_told(stage)
@@ -272,7 +283,7 @@ class Team:
         self._communicator.leave_word(error)
         return error
 
-    def _dead_ranks(self, wait_ms: int = 0) -> tuple[int, ...]:
+    def dead_ranks(self, wait_ms: int = 0) -> tuple[int, ...]:
         with self._one_polls:
             dead = sorted(self._pidfds[fd] for fd, _ in self._deaths.poll(wait_ms))
         return tuple(self._members[rank] for rank in dead)
@@ -287,12 +298,14 @@ class Team:
             if told and rank != self.rank:
                 culprit, died = told // 2 - 1, told % 2 == 1
                 kind, what = (PeerDied, "died") if died else (PeerTimeout, "does not answer")
-                raise kind(
+                error = kind(
                     f"{stage}: rank {culprit} {what}, as rank {self._members[rank]} has noticed, "
                     f"on rank {self._me}",
                     ranks=(culprit,),
                     stage=stage,
                 )
+                self._communicator.leave_word(error)  # so that no other node blames this rank
+                raise error
 
     def _attach_controls(self, fds: Sequence[int], nonces: Sequence[int]) -> str | None:
         """Map all ranks' control segments. Returns what went wrong, if anything did."""
@@ -346,6 +359,16 @@ class Team:
     def _control_bytes(self) -> int:
         exact = self._signal_bytes() + 2 * self.size * self._box * 8
         return round_up(exact, os.sysconf("SC_PAGESIZE"))
+
+
+def _own_cores() -> list[int]:
+    """The cores that this rank may run on, as bits of 16 words: those after the first 512 count as
+    the ones before, which matters only to how long a rank spins.
+    """
+    words = [0] * 16
+    for core in os.sched_getaffinity(0):
+        words[core // 32 % 16] |= 1 << core % 32
+    return words
 
 
 def _try_segment(num_bytes: int) -> tuple[Segment | None, str | None]:

@@ -44,6 +44,15 @@ class Relay(NamedTuple):
     starts: np.ndarray  # [L] where its rows begin in each local rank's result
 
 
+class Hops(NamedTuple):
+    """Where the tokens of this rank go first."""
+
+    route: Route
+    node_of_hop: list[int]
+    hop_of_node: list[int]  # -1 for this rank's own
+    own: list[int]  # those that are the ranks of its own node
+
+
 class Chunks(NamedTuple):
     """A way cut into ranges of so many tokens."""
 
@@ -60,10 +69,7 @@ class Way:
     topology: Topology
     own_rail: int
     num_tokens: dict[int, int]  # by rail: the most that a rank on it has
-    hops: Route
-    node_of_hop: list[int]
-    hop_of_node: list[int]  # -1 for this rank's own
-    own_hops: list[int]  # those that are the ranks of its own node
+    hops: Hops
     relays: dict[int, list[Relay]]  # by rail, then by node
     starts: np.ndarray  # [L] where this rank's own rows begin in each local rank's result
     num_rows: np.ndarray  # [L] of each local rank's result
@@ -87,13 +93,13 @@ class Way:
             relayed[rail] = by_node.tolist()
         cuts = np.arange(num_chunks[self.own_rail] + 1) * tokens
         first_hop = np.zeros((len(cuts), self.topology.num_nodes), np.int64)
-        of_hop = self.hops.send_token.split(list(self.hops.send_counts))
+        of_hop = self.hops.route.send_token.split(list(self.hops.route.send_counts))
         order = []
-        for node, hop in enumerate(self.hop_of_node):
+        for node, hop in enumerate(self.hops.hop_of_node):
             if hop >= 0:
                 first_hop[:, node] = np.searchsorted(of_hop[hop].numpy(), cuts)
         for begin, end in pairwise(first_hop.tolist()):
-            for node, hop in enumerate(self.hop_of_node):
+            for node, hop in enumerate(self.hops.hop_of_node):
                 if hop >= 0:
                     order.append(of_hop[hop][begin[node] : end[node]])
         flat = torch.cat(order) if order else torch.empty(0, dtype=torch.int32)
@@ -101,23 +107,21 @@ class Way:
         return Chunks(tokens, flat, sent, relayed, first_hop, num_chunks)
 
 
-def list_hops(
-    marks_TR: np.ndarray, topology: Topology, rank: int, kernels: RowKernels
-) -> tuple[Route, list[int], list[int], list[int]]:
-    """hops, node_of_hop, hop_of_node and own_hops of a Way.
-
-    Rank 0 is on node 0 with rank 1, rank 2 on node 1; token 0 goes to ranks 1 and 2, token 1 to 2:
+def list_hops(marks_TR: np.ndarray, topology: Topology, rank: int, kernels: RowKernels) -> Hops:
+    """Ranks 0 and 1 are on node 0, rank 2 is on node 1. This is rank 0; its token 0 goes
+    to ranks 1 and 2, token 1 to rank 2:
 
     >>> from tokenyard.kernels import reference
     >>> marks = np.array([[0, 1, 1], [0, 0, 1]], bool)
-    >>> hops, *tables = list_hops(marks, Topology((0, 0, 1)), 0, reference)
-    >>> hops.send_token.tolist(), hops.send_counts, tables
+    >>> route, *tables = list_hops(marks, Topology((0, 0, 1)), 0, reference)
+    >>> route.send_token.tolist(), route.send_counts, tables
     ([0, 0, 1], (0, 1, 2), [[0, 0, 1], [-1, 2], [0, 1]])
     """
     own = topology.node_of_rank[rank]
     columns: list[np.ndarray] = []
     node_of_hop: list[int] = []
-    hop_of_node, own_hops = [-1] * topology.num_nodes, []
+    hop_of_node = [-1] * topology.num_nodes
+    own_hops: list[int] = []
     for node, ranks in enumerate(topology.ranks_of_node):
         here = marks_TR[:, list(ranks)]
         if node == own:
@@ -129,7 +133,7 @@ def list_hops(
             columns.append(np.logical_or.reduce(here, axis=1))
             node_of_hop.append(node)
     marks_TH = torch.from_numpy(np.ascontiguousarray(np.stack(columns, 1)))
-    return kernels.route(marks_TH), node_of_hop, hop_of_node, own_hops
+    return Hops(kernels.route(marks_TH), node_of_hop, hop_of_node, own_hops)
 
 
 def pack_marks(marks_TR: np.ndarray, ranks: Sequence[int]) -> np.ndarray:

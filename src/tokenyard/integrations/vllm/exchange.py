@@ -1,0 +1,118 @@
+"""One Buffer over ranks that have tokens of their own, and the ids that they know experts by.
+
+vLLM places experts on the ranks of its expert parallel group in consecutive blocks as equal as can
+be, which is also what a Buffer assumes. Mostly the Buffer's ranks are that group. Where tensor
+parallel ranks all have the same tokens, they are every TP-th rank of it: each of those sends to the
+experts that such ranks own, and vLLM adds up what tensor parallel ranks have found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenyard.buffer import Buffer, Rows
+from tokenyard.integrations.vllm.settings import Settings
+from tokenyard.ops.permute import permute, unpermute
+from tokenyard.topology import even_split
+from tokenyard.types import Handle, Permuted
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Arrived:
+    """What came to this rank's experts."""
+
+    rows: Permuted  # one a (token, local expert), by expert
+    weights: Tensor  # [N, K] float32, of rows.row_of
+    handle: Handle
+
+
+class Experts(NamedTuple):
+    """How many there are in a layer, as the Buffer's ranks see it."""
+
+    num_known: int  # to the Buffer
+    num_local: int
+    known_as: Tensor | None  # [E] the id that the Buffer knows each by, -1; None if their own
+
+
+class Exchange:
+    """ep_ranks are those of the group's ranks in the expert parallel group of ep_size ranks."""
+
+    def __init__(
+        self, group: Any, ep_ranks: Sequence[int], ep_size: int, settings: Settings
+    ) -> None:
+        self.ep_ranks, self.ep_size = tuple(ep_ranks), ep_size
+        self.buffer = Buffer(group, transport=settings.transport, timeout=settings.timeout)
+        self._experts: dict[int, Experts] = {}  # by their number in all
+
+    def experts(self, num_experts: int) -> Experts:
+        if num_experts not in self._experts:
+            owners = even_split(num_experts, self.ep_size)
+            known = torch.tensor([owner in self.ep_ranks for owner in owners])
+            known_as = torch.where(known, known.cumsum(0) - 1, -1)
+            self._experts[num_experts] = Experts(
+                int(known.sum()),
+                owners.count(self.ep_ranks[self.buffer.rank]),
+                None if known.all() else known_as,
+            )
+        return self._experts[num_experts]
+
+    def expert_map(self, num_experts: int) -> list[int]:
+        """What vLLM should say of this rank: the local id of each expert, -1 if it is elsewhere."""
+        local, mine = count(), self.ep_ranks[self.buffer.rank]
+        owners = even_split(num_experts, self.ep_size)
+        return [next(local) if owner == mine else -1 for owner in owners]
+
+    def send(self, x: Rows, topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> Arrived:
+        """Each token to the ranks of its experts; and there a row for each (token, expert)."""
+        experts, topk_ids = self.experts(num_experts), topk_ids.to(torch.int64)
+        got = self.buffer.dispatch(
+            x,
+            topk_idx=topk_ids if experts.known_as is None else experts.known_as[topk_ids],
+            topk_weights=topk_weights.float(),
+            num_experts=experts.num_known,
+        )
+        assert got.recv_topk_idx is not None
+        assert got.recv_topk_weights is not None
+        assert got.handle is not None
+        rows = permute(got.recv_x, got.recv_topk_idx, experts.num_local)
+        return Arrived(rows=rows, weights=got.recv_topk_weights, handle=got.handle)
+
+    def send_back(self, y: Tensor, arrived: Arrived, weights: Tensor | None) -> Tensor:
+        """[T, D] the sums of what experts made of each token's rows, y [M, D], times weights."""
+        summed = self.buffer.get_next_combine_buffer(arrived.handle)
+        unpermute(y, arrived.rows.row_of, weights=weights, out=summed)
+        return self.buffer.combine(summed, arrived.handle).x
+
+    def gather(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Handle]:
+        """Each of these [T, ...] of all ranks, by rank; and the way back for their sums."""
+        first, *others = (one.reshape(one.shape[0], -1).contiguous() for one in tensors)
+        size = self.buffer.group_size
+        to_all = torch.arange(size).repeat(first.shape[0], 1)
+        got = self.buffer.dispatch(
+            first,
+            topk_idx=to_all,
+            topk_weights=torch.ones(to_all.shape, dtype=torch.float32),
+            num_experts=size,
+        )
+        assert got.handle is not None
+        arrived = [got.recv_x]
+        for one in others:
+            # As bytes, since ids and logits may have dtypes that no row of a Buffer has.
+            arrived.append(self.buffer.dispatch(one.view(torch.uint8), handle=got.handle).recv_x)
+        gathered = []
+        for rows, one in zip(arrived, tensors):
+            assert isinstance(rows, Tensor)
+            gathered.append(rows.view(one.dtype).reshape(-1, *one.shape[1:]))
+        return gathered, got.handle
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compile, or load, what a request will need: one token to every rank and back."""
+        x, weights = torch.zeros(1, 128, dtype=dtype), torch.ones(1, self.ep_size)
+        arrived = self.send(x, torch.arange(self.ep_size)[None], weights, self.ep_size)
+        self.send_back(arrived.rows.x, arrived, arrived.weights)

@@ -1,0 +1,37 @@
+"""Says at once which rank has died.
+
+An exchange with a dead rank raises PeerDied. But where a worker has died vLLM ends all others too,
+within a second, and a rank that was not in an exchange just then would be gone without a word.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from tokenyard.buffer import Buffer
+from tokenyard.errors import PeerDied, name_ranks
+
+_LOOK = 0.05  # seconds between looks
+# Seconds until a death is told: at the end of a server ranks go one by one, and soon so does this.
+_CONFIRM = 0.1
+
+
+class Watch:
+    def __init__(self, buffer: Buffer, log: Any) -> None:
+        self._buffer, self._log = buffer, log
+        self._end = threading.Event()
+        thread = threading.Thread(target=self._watch, daemon=True, name="tokenyard-watch")
+        thread.start()
+
+    def stop(self) -> None:
+        self._end.set()
+
+    def _watch(self) -> None:
+        while not self._end.wait(_LOOK):
+            dead = self._buffer.dead_ranks()
+            if dead and not self._end.wait(_CONFIRM):
+                text = f"{name_ranks(dead)} died, on rank {self._buffer.rank}"
+                error = PeerDied(text, ranks=dead, stage="watch")
+                self._log.error("%s: %s", type(error).__name__, error)
+                return

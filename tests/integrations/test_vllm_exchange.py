@@ -1,0 +1,147 @@
+"""The exchange of the vLLM plugin: ids, rows for the kernel and sums, on virtual ranks."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokenyard.integrations.vllm.exchange import Exchange
+from tokenyard.integrations.vllm.settings import Settings
+from tokenyard.integrations.vllm.watch import Watch
+from tokenyard.testing import assert_same, run_virtual
+from tokenyard.topology import even_split
+
+SETTINGS = Settings(enabled=True, transport="auto", timeout=20.0)
+HIDDEN = 8
+
+
+def tokens_of(rank: int, num_tokens: int, num_experts: int, num_topk: int) -> tuple[Tensor, ...]:
+    """Small whole numbers, whose sums are the same in any order; ids as vLLM's router makes."""
+    random = torch.Generator().manual_seed(rank)
+    x = torch.randint(1, 5, (num_tokens, HIDDEN), generator=random).float()
+    ids = torch.rand(num_tokens, num_experts, generator=random).topk(num_topk).indices
+    weights = torch.randint(1, 4, ids.shape, generator=random).float()
+    return x, ids.to(torch.int32), weights
+
+
+def fake_experts(rows: Any, first: int) -> Tensor:
+    """y = x * (e + 1), e the global id, so that a row at the wrong expert shows."""
+    counts = rows.offsets.diff(prepend=rows.offsets.new_zeros(1)).long()
+    experts = torch.arange(first, first + len(counts)).repeat_interleave(counts)
+    return rows.x * (experts + 1)[:, None]
+
+
+def expected(x: Tensor, ids: Tensor, weights: Tensor, known: Tensor) -> Tensor:
+    """Sums over the experts that are known."""
+    factor = ((ids + 1) * weights * known[ids.long()]).sum(1)
+    return x * factor[:, None]
+
+
+def through_experts(group: Any, ep_ranks: list[int], ep_size: int, case: tuple[int, ...]) -> Tensor:
+    exchange = Exchange(group, ep_ranks, ep_size, SETTINGS)
+    num_experts, num_topk, *tokens = case
+    with exchange.buffer as buffer:
+        exchange.warm_up(torch.float32)
+        x, ids, weights = tokens_of(buffer.rank, tokens[buffer.rank], num_experts, num_topk)
+        first = even_split(num_experts, ep_size).index(ep_ranks[buffer.rank])
+        arrived = exchange.send(x, ids, weights, num_experts)
+        y = fake_experts(arrived.rows, first)
+        return exchange.send_back(y, arrived, arrived.weights)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [(8, 2, 5, 3), (7, 3, 5, 4), (8, 8, 3, 0), (4, 1, 0, 1), (5, 2, 4, 1, 3)],
+    ids=["even", "uneven experts", "idle rank", "one token", "three ranks"],
+)
+def test_tokens_meet_their_experts(case: tuple[int, ...]) -> None:
+    num_experts, num_topk, *tokens = case
+    size = len(tokens)
+    got = run_virtual(through_experts, size, list(range(size)), size, case).results
+    for rank, out in enumerate(got):
+        x, ids, weights = tokens_of(rank, tokens[rank], num_experts, num_topk)
+        assert_same(out, expected(x, ids, weights, torch.ones(num_experts)))
+
+
+@pytest.mark.parametrize("num_experts", [8, 10], ids=["even", "uneven"])
+@pytest.mark.parametrize("tp_rank", [0, 1])
+def test_tensor_parallel_ranks_take_their_own_experts(num_experts: int, tp_rank: int) -> None:
+    """Two data parallel ranks of two tensor parallel ones each: these know half of the experts."""
+    case, ep_ranks = (num_experts, 4, 5, 3), [tp_rank, 2 + tp_rank]
+    got = run_virtual(through_experts, 2, ep_ranks, 4, case).results
+    owner = torch.tensor(even_split(num_experts, 4))
+    known = (owner % 2 == tp_rank).float()
+    for rank, out in enumerate(got):
+        x, ids, weights = tokens_of(rank, case[2 + rank], num_experts, 4)
+        assert_same(out, expected(x, ids, weights, known))
+
+
+def test_expert_map_is_vllms() -> None:
+    def job(group: Any) -> list[int]:
+        exchange = Exchange(group, range(3), 3, SETTINGS)
+        with exchange.buffer:
+            return exchange.expert_map(5)
+
+    assert run_virtual(job, 3).results == [
+        [0, 1, -1, -1, -1],
+        [-1, -1, 0, 1, -1],
+        [-1, -1, -1, -1, 0],
+    ]
+
+
+def test_every_rank_gets_every_token_and_sums_come_back() -> None:
+    def job(group: Any) -> tuple[list[Tensor], Tensor]:
+        exchange = Exchange(group, range(3), 3, SETTINGS)
+        with exchange.buffer as buffer:
+            x, ids, weights = tokens_of(buffer.rank, 2 + buffer.rank, 6, 2)
+            gathered, handle = exchange.gather([x, ids, weights.to(torch.bfloat16)])
+            partial = gathered[0] * (buffer.rank + 1)
+            return gathered, buffer.combine(partial, handle).x
+
+    got = run_virtual(job, 3).results
+    parts = [tokens_of(rank, 2 + rank, 6, 2) for rank in range(3)]
+    for rank, (gathered, summed) in enumerate(got):
+        for column, one in enumerate(gathered):
+            whole = torch.cat([part[column] for part in parts])
+            assert_same(one, whole.to(torch.bfloat16) if column == 2 else whole)
+        assert_same(summed, parts[rank][0] * 6)
+
+
+class DyingBuffer:
+    rank = 0
+
+    def __init__(self) -> None:
+        self.dead: tuple[int, ...] = ()
+
+    def dead_ranks(self) -> tuple[int, ...]:
+        return self.dead
+
+
+class Lines(list[str]):
+    def error(self, text: str, *args: Any) -> None:
+        self.append(text % args)
+
+
+def test_a_death_is_told_at_once_and_once() -> None:
+    buffer, lines = DyingBuffer(), Lines()
+    watch = Watch(buffer, lines)  # type: ignore[arg-type]
+    buffer.dead = (1, 3)
+    deadline = time.monotonic() + 5
+    while not lines and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    watch.stop()
+    assert lines == ["PeerDied: ranks 1, 3 died, on rank 0"]
+
+
+def test_a_rank_that_ends_itself_blames_nobody() -> None:
+    buffer, lines = DyingBuffer(), Lines()
+    watch = Watch(buffer, lines)  # type: ignore[arg-type]
+    watch.stop()
+    buffer.dead = (1,)
+    time.sleep(0.4)
+    assert lines == []

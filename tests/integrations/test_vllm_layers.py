@@ -1,0 +1,204 @@
+"""What surrounds vLLM's experts kernel, with the kernel itself, on virtual ranks."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of vLLM's own imports
+    pytest.importorskip("vllm", reason="vllm is not installed")
+    import vllm._custom_ops as ops
+    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+        TopKWeightAndReduceDelegate,
+        TopKWeightAndReduceNoOP,
+    )
+    from vllm.platforms import current_platform
+
+    from tokenyard.integrations.vllm import prepare_finalize
+    from tokenyard.integrations.vllm.prepare_finalize import (
+        ExchangingPrepareAndFinalize,
+        LocalPrepareAndFinalize,
+    )
+
+from tokenyard.integrations.vllm.exchange import Exchange
+from tokenyard.integrations.vllm.settings import Settings
+from tokenyard.testing import assert_same, run_virtual
+
+current_platform.import_kernels()
+SETTINGS = Settings(enabled=True, transport="auto", timeout=20.0)
+EXPERTS, TOPK, HIDDEN, INNER = 6, 3, 64, 32
+UNQUANTISED = SimpleNamespace()
+ONE_AT_A_TIME = threading.Lock()  # the kernel has one scratch space for all threads
+
+
+def inputs(rank: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.Generator().manual_seed(rank)
+    x = torch.randn(num_tokens, HIDDEN, generator=random)
+    ids = torch.rand(num_tokens, EXPERTS, generator=random).topk(TOPK).indices
+    return x, torch.rand(ids.shape, generator=random), ids
+
+
+def weights_of(experts: slice) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(99)
+    w13 = torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=random) / HIDDEN**0.5
+    w2 = torch.randn(EXPERTS, HIDDEN, INNER, generator=random) / INNER**0.5
+    pack = ops.cpu_prepack_moe_weight
+    return pack(w13[experts].contiguous(), "vec"), pack(w2[experts].contiguous(), "vec")
+
+
+def kernel(x: Tensor, weights: Tensor, ids: Tensor, experts: slice, skip: bool = False) -> Tensor:
+    """vLLM's, in float32, for so many of the experts."""
+    out = torch.empty_like(x)
+    if len(x):
+        w13, w2 = weights_of(experts)
+        ids = ids.to(torch.int32)
+        with ONE_AT_A_TIME:
+            ops.cpu_fused_moe(out, x, w13, w2, None, None, weights, ids, "silu", "vec", skip)
+    return out
+
+
+def assert_near(got: Tensor, want: Tensor) -> None:
+    assert got.shape == want.shape
+    assert (got - want).norm() <= 1e-6 * want.norm()  # float32 sums in another order
+
+
+def expert_map(first: int, end: int) -> Tensor:
+    ids = torch.full((EXPERTS,), -1, dtype=torch.int32)
+    ids[first:end] = torch.arange(end - first, dtype=torch.int32)
+    return ids
+
+
+@pytest.mark.parametrize("tokens", [(7, 5), (7, 0), (1, 1)], ids=["both", "one idle", "decode"])
+def test_travelling_tokens(tokens: tuple[int, int]) -> None:
+    def job(group: Any) -> Tensor:
+        exchange = Exchange(group, range(2), 2, SETTINGS)
+        with exchange.buffer as buffer:
+            around = ExchangingPrepareAndFinalize(exchange)
+            mine = slice(3 * buffer.rank, 3 * buffer.rank + 3)
+            x, weights, ids = inputs(buffer.rank, tokens[buffer.rank])
+            rows, scales, _, row_ids, row_weights = around.prepare(
+                x,
+                weights,
+                ids,
+                EXPERTS,
+                expert_map(mine.start, mine.stop),
+                False,
+                UNQUANTISED,
+                True,
+            )
+            assert scales is None
+            assert row_ids.shape == row_weights.shape == (len(rows), 1)
+            y, out = kernel(rows, row_weights, row_ids, mine), torch.empty_like(x)
+            around.finalize(out, y, row_weights, row_ids, False, TopKWeightAndReduceNoOP())
+            return out
+
+    for rank, got in enumerate(run_virtual(job, 2).results):
+        x, weights, ids = inputs(rank, tokens[rank])
+        assert_near(got, kernel(x, weights, ids, slice(EXPERTS)))
+
+
+def test_same_tokens_on_all_ranks() -> None:
+    x, weights, ids = inputs(0, 9)
+    total = torch.zeros_like(x)
+    for first in (0, 3):
+        around, out = LocalPrepareAndFinalize(), torch.empty_like(x)
+        rows, _, _, row_ids, row_weights = around.prepare(
+            x, weights, ids, EXPERTS, expert_map(first, first + 3), False, UNQUANTISED, True
+        )
+        assert len(rows) == int(((ids >= first) & (ids < first + 3)).sum())
+        y = kernel(rows, row_weights, row_ids, slice(first, first + 3))
+        around.finalize(out, y, row_weights, row_ids, False, TopKWeightAndReduceNoOP())
+        total += out
+    assert_near(total, kernel(x, weights, ids, slice(EXPERTS)))
+
+
+def test_weights_on_the_input() -> None:
+    """Top-k 1 alone, as vLLM has it; and a kernel that leaves its sums to others."""
+    x, weights, ids = inputs(0, 9)
+    weights, ids = weights[:, :1].contiguous(), ids[:, :1].contiguous()
+    around, out = LocalPrepareAndFinalize(), torch.empty_like(x)
+    rows, _, _, row_ids, row_weights = around.prepare(
+        x, weights, ids, EXPERTS, None, True, UNQUANTISED, True
+    )
+    y = kernel(rows, row_weights, row_ids, slice(EXPERTS), skip=True)
+    around.finalize(out, y[:, None], row_weights, row_ids, True, TopKWeightAndReduceDelegate())
+    assert_near(out, kernel(x * weights, torch.ones_like(weights), ids, slice(EXPERTS)))
+    with pytest.raises(ValueError, match="weights on the input with top-k 3, want top-k 1"):
+        around.prepare(*inputs(0, 9), EXPERTS, None, True, UNQUANTISED, True)
+
+
+@pytest.mark.parametrize("each", [True, False], ids=["a scale a token", "one scale"])
+def test_quantised_rows(each: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With experts that undo it: 1 token on one rank looks like one scale, and must not be."""
+
+    def quantise(a1: Tensor, scale: Any, **_: Any) -> tuple[Tensor, Tensor]:
+        scales = a1.float().abs().amax(1, keepdim=True) / 127 if each else torch.tensor(0.05)
+        return (a1 / scales).round().clamp(-127, 127).to(torch.int8), scales
+
+    monkeypatch.setattr(prepare_finalize, "moe_kernel_quantize_input", quantise)
+    config = SimpleNamespace(
+        a1_scale=None, quant_dtype=torch.int8, per_act_token_quant=each, block_shape=None
+    )
+
+    def job(group: Any) -> Tensor:
+        exchange = Exchange(group, range(2), 2, SETTINGS)
+        with exchange.buffer as buffer:
+            around = ExchangingPrepareAndFinalize(exchange)
+            x, weights, ids = inputs(buffer.rank, (1, 4)[buffer.rank])
+            x, weights = x.to(torch.bfloat16), torch.ones_like(weights)
+            rows, scales, _, row_ids, ones = around.prepare(
+                x, weights, ids, EXPERTS, None, False, config, False
+            )
+            assert rows.dtype == torch.int8
+            y, out = (rows * scales).to(torch.bfloat16), torch.empty_like(x)
+            around.finalize(out, y, ones, row_ids, False, TopKWeightAndReduceNoOP())
+            return out
+
+    for rank, got in enumerate(run_virtual(job, 2).results):
+        x = inputs(rank, (1, 4)[rank])[0].to(torch.bfloat16)
+        rows, scales = quantise(x, None)
+        again = (rows * scales).to(torch.bfloat16)
+        assert (got - TOPK * again).abs().max() <= 2**-7 * got.abs().max()  # bfloat16's rounding
+
+
+def test_misplaced_experts_are_refused() -> None:
+    def job(group: Any) -> str:
+        exchange = Exchange(group, range(2), 2, SETTINGS)
+        with exchange.buffer as buffer:
+            around = ExchangingPrepareAndFinalize(exchange)
+            elsewhere = expert_map(0, 3) if buffer.rank else expert_map(3, 6)
+            with pytest.raises(ValueError) as caught:
+                around.prepare(*inputs(0, 2), EXPERTS, elsewhere, False, UNQUANTISED, True)
+            return str(caught.value)
+
+    want = (
+        "expert_map is [-1, -1, -1, 0, 1, 2], want experts in blocks by rank, [0, 1, 2, -1, -1, -1]"
+    )
+    assert run_virtual(job, 2).results[0] == want
+
+
+def test_finalize_comes_after_prepare() -> None:
+    out = torch.empty(1, HIDDEN)
+    with pytest.raises(ValueError, match="finalize without a prepare before it"):
+        LocalPrepareAndFinalize().finalize(out, out, out, out, False, TopKWeightAndReduceNoOP())
+
+
+def test_results_do_not_depend_on_the_rank() -> None:
+    """Ranks with the same tokens get the same bits."""
+
+    def job(group: Any) -> Tensor:
+        exchange = Exchange(group, range(2), 2, SETTINGS)
+        with exchange.buffer:
+            x, weights, ids = inputs(5, 6)
+            arrived = exchange.send(x, ids, weights, EXPERTS)
+            return exchange.send_back(arrived.rows.x.sin(), arrived, arrived.weights)
+
+    first, second = run_virtual(job, 2).results
+    assert_same(first, second)

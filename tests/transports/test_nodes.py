@@ -1,0 +1,153 @@
+"""Which ranks share a node: found, or given; and what all nodes agree on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+from typing import Any
+
+import pytest
+import torch
+
+import tokenyard
+from tests.transports.test_async import both_ways
+from tokenyard import opening
+from tokenyard.errors import SharedMemoryError
+from tokenyard.testing import Processes, run_virtual
+from tokenyard.topology import Topology
+from tokenyard.transports import symmetric
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with Processes(4, timeout=60) as four:
+        yield four
+
+
+def on_other_machines(group: Any, machines: list[int]) -> tuple[str, tuple[int, ...]]:
+    """As if the boot ids of ranks were these."""
+    real = opening._machine
+    opening._machine = lambda: machines[group.rank()]
+    try:
+        with tokenyard.Buffer(group) as buffer:
+            assert dispatch(buffer) == 6 * group.size()
+            return buffer._engine.transport.name, buffer._engine.topology.node_of_rank
+    finally:
+        opening._machine = real
+
+
+def dispatch(buffer: tokenyard.Buffer, num_tokens: int = 6) -> int:
+    """Every token to every rank."""
+    topk_idx = torch.arange(buffer.group_size).repeat(num_tokens, 1)
+    got = buffer.dispatch(
+        torch.ones(num_tokens, 64),
+        topk_idx=topk_idx,
+        topk_weights=torch.ones(topk_idx.shape),
+        num_experts=buffer.group_size,
+    )
+    combined = buffer.combine(got.recv_x, got.handle).x
+    assert combined.eq(buffer.group_size).all()
+    return len(got.recv_x)
+
+
+@pytest.mark.parametrize(
+    "machines, nodes, name",
+    [
+        ([5, 5, 5, 5], (0, 0, 0, 0), "direct"),
+        ([7, 7, 5, 5], (0, 0, 1, 1), "hierarchical"),
+        ([5, 7, 5, 7], (0, 1, 0, 1), "hierarchical"),
+        ([5, 7, 7, 7], (0, 1, 1, 1), "hierarchical"),
+        ([4, 5, 6, 7], (0, 1, 2, 3), "hierarchical"),
+    ],
+    ids=str,
+)
+def test_machines_are_told_apart(
+    ranks: Processes, machines: list[int], nodes: tuple[int, ...], name: str
+) -> None:
+    assert ranks.run(on_other_machines, machines) == [(name, nodes)] * 4
+
+
+def in_two_containers(group: Any) -> tuple[str, tuple[int, ...]]:
+    """Ranks 0 and 1 cannot open the files of ranks 2 and 3, nor the other way round."""
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(4)]
+    torch.distributed.all_gather(pids, torch.tensor([os.getpid()]))
+    hidden = [int(pid) for rank, pid in enumerate(pids) if rank // 2 != group.rank() // 2]
+    real = os.open
+
+    def refuse(path: Any, *args: Any, **kwargs: Any) -> int:
+        if str(path).startswith(tuple(f"/proc/{pid}/" for pid in hidden)):
+            raise PermissionError(13, "Permission denied", path)
+        return real(path, *args, **kwargs)
+
+    symmetric.os.open = refuse
+    try:
+        with tokenyard.Buffer(group) as buffer:
+            assert dispatch(buffer) == 24
+            return buffer._engine.transport.name, buffer._engine.topology.node_of_rank
+    finally:
+        symmetric.os.open = real
+
+
+def test_ranks_that_cannot_attach_each_others_memory_are_on_different_nodes(
+    ranks: Processes,
+) -> None:
+    assert ranks.run(in_two_containers) == [("hierarchical", (0, 0, 1, 1))] * 4
+
+
+def too_small(group: Any, culprit: int) -> tuple[str, int]:
+    """One rank may make no file, memory files too, larger than 1 MiB."""
+    with tokenyard.Buffer(
+        group, transport="hierarchical", ranks_per_node=[3, 1], timeout=5
+    ) as buffer:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if group.rank() == culprit:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+        try:
+            with pytest.raises(SharedMemoryError) as caught:
+                dispatch(buffer, num_tokens=4000)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        return str(caught.value), dispatch(buffer)
+
+
+@pytest.mark.parametrize("culprit", [1, 3])
+def test_too_little_memory_on_one_rank_is_an_error_on_all_nodes(
+    ranks: Processes, culprit: int
+) -> None:
+    for rank, (text, rows) in enumerate(ranks.run(too_small, culprit)):
+        if rank == culprit:
+            assert "bytes of shared memory are needed" in text
+        else:
+            assert text == f"dispatch: rank {culprit} could not get shared memory, on rank {rank}"
+        assert rows == 24  # and the Buffer goes on working
+
+
+def test_asynchronous_calls_over_two_levels(ranks: Processes) -> None:
+    assert ranks.run(both_ways, "hierarchical", range(40), (2, 2)) == [40] * 4
+
+
+def test_given_nodes_choose_two_levels(ranks: Processes, caplog: pytest.LogCaptureFixture) -> None:
+    assert ranks.run(chosen, [1, 3]) == ["hierarchical"] * 4
+    with caplog.at_level(logging.INFO, logger="tokenyard"):
+        assert run_virtual(chosen, 4, [1, 3]).results == ["collective over loopback"] * 4
+
+
+def chosen(group: Any, sizes: list[int]) -> str:
+    with tokenyard.Buffer(group, ranks_per_node=sizes) as buffer:
+        return buffer._engine.transport.name
+
+
+@pytest.mark.parametrize("sizes", [(1,), (2, 2), (3, 2, 1), (1, 4, 2, 4)], ids=str)
+def test_every_rank_is_reached_once_from_every_rank_of_another_node(sizes: tuple[int, ...]) -> None:
+    topology = Topology.of_sizes(sizes)
+    for rank in range(topology.num_ranks):
+        partners = [
+            other
+            for other in range(topology.num_ranks)
+            if rank in [source for _, source in topology.upstream(other)]
+        ]
+        homes = [topology.node_of_rank[other] for other in partners]
+        assert homes == [n for n in range(len(sizes)) if n != topology.node_of_rank[rank]]
