@@ -52,11 +52,12 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 2,
             "first_k_dense_replace": 1,
             "moe_intermediate_size": 128,
-            "kv_lora_rank": 64,
+            # vLLM's attention kernels know these sizes, DeepSeek's own, and no others.
+            "kv_lora_rank": 512,
             "q_lora_rank": None,
-            "qk_nope_head_dim": 32,
-            "qk_rope_head_dim": 32,
-            "v_head_dim": 32,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
         },
     ),
 }

@@ -53,10 +53,12 @@ def ip(*words: str) -> None:
 
 
 def command_line(folder: Path) -> list[str]:
-    """vLLM's own, which looks for metadata under a name that the wheel for CPUs does not have."""
+    """vLLM's own, which looks for metadata under a name that the wheel for CPUs does not have, and
+    for the word cpu in its version.
+    """
     metadata = folder / "vllm-0.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0\n")
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0+cpu\n")
     return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
 
 
