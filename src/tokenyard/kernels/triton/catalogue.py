@@ -50,6 +50,7 @@ def _counting() -> Iterator[Case]:
         some = ids.to(dtype)
         yield f"align {_name(dtype)}", partial(kernels.align, some, 64, EXPERTS, 4096)
         yield f"place {_name(dtype)}", partial(kernels.place, some, EXPERTS, 8)
+    yield "place many experts", partial(kernels.place, ids, 1 << 20, 8)
 
 
 def _moving() -> Iterator[Case]:

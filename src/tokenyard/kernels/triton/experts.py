@@ -25,7 +25,7 @@ from tokenyard.kernels.triton.launch import (
 from tokenyard.kernels.triton.layout import scan
 from tokenyard.types import Aligned, Places
 
-_PAIRS = 64  # that are compared with each other
+_PAIRS = 32  # that are compared with each other
 _OWNED = 32  # blocks whose expert a program looks for
 _MOST_COUNTS = 1 << 22  # segments times experts: with a million experts segments are few and long
 
@@ -73,12 +73,14 @@ def _place_kernel(
     num_experts,
     num_steps,
     INVERSE: tl.constexpr,
+    ONE_STEP: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
     """The place of each pair, -1 where it has none; or, if INVERSE, the pair of each place.
 
-    `tally` says how many of its expert's pairs come before the segment's; the program goes on
-    counting in it. Only this program reads that row, by atomics, since other threads wrote it.
+    `tally` says how many of its expert's pairs come before the segment's. If there are several
+    steps the program goes on counting in it: only it reads that row, by atomics, since other
+    threads wrote it.
     """
     segment = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, PAIRS)
@@ -91,13 +93,17 @@ def _place_kernel(
         expert = tl.where(routed, expert, -1).to(tl.int32)
         safe = tl.where(routed, expert, 0)
         counter = tally + segment * num_experts + safe
-        before = tl.atomic_add(counter, 0, mask=routed, sem="relaxed")
-        tl.debug_barrier()
+        if ONE_STEP:
+            before = tl.load(counter, mask=routed, other=0)
+        else:
+            before = tl.atomic_add(counter, 0, mask=routed, sem="relaxed")
+            tl.debug_barrier()
         same = expert[:, None] == expert[None, :]
         earlier = tl.sum((same & (lanes[None, :] < lanes[:, None])).to(tl.int32), 1)
-        later = tl.sum((same & (lanes[None, :] > lanes[:, None])).to(tl.int32), 1)
-        tl.atomic_add(counter, earlier + 1, mask=routed & (later == 0), sem="relaxed")
-        tl.debug_barrier()
+        if not ONE_STEP:
+            later = tl.sum((same & (lanes[None, :] > lanes[:, None])).to(tl.int32), 1)
+            tl.atomic_add(counter, earlier + 1, mask=routed & (later == 0), sem="relaxed")
+            tl.debug_barrier()
         place = tl.load(begins + safe, mask=routed, other=0) + before + earlier
         if INVERSE:
             tl.store(out + place, pairs.to(tl.int32), mask=routed)
@@ -163,7 +169,8 @@ class _ByExpert:
 
     def place(self, out: Tensor, inverse: bool) -> None:
         arguments: tuple[Any, ...] = (self._given, self._tally, self._begins, out, *self._sizes)
-        launch(_place_kernel, self._grid, *arguments, INVERSE=inverse, PAIRS=_PAIRS)
+        how = {"INVERSE": inverse, "ONE_STEP": self._sizes[2] == 1, "PAIRS": _PAIRS}
+        launch(_place_kernel, self._grid, *arguments, **how)
 
 
 def align(

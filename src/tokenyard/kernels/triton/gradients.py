@@ -72,7 +72,8 @@ def _dot_kernel(
     pairs = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
     place = tl.load(row_of + pairs, mask=pairs < num_pairs, other=-1)
     there = place >= 0
-    one = grad + (pairs // num_topk * grad_stride)[:, None]
+    row = (pairs.to(tl.int32) // num_topk).to(tl.int64)  # pairs are fewer than 2**31
+    one = grad + (row * grad_stride)[:, None]
     other = y + (tl.where(there, place, 0) * y_stride)[:, None]
     sums = tl.zeros([PAIRS, LANES], tl.float64 if KIND == FLOAT64 else tl.float32)
     for first in range(0, hidden, LANES):
