@@ -25,6 +25,7 @@ from tokenyard.low_latency.calls import LowLatencyCalls
 from tokenyard.low_latency.engine import LowLatency
 from tokenyard.opening import open_engine
 from tokenyard.prepare import DispatchRequest
+from tokenyard.streams import Finish, capture
 from tokenyard.types import Config, Handle
 
 if TYPE_CHECKING:
@@ -178,6 +179,7 @@ class Buffer(LowLatencyCalls):
         """
         engine = self._open_engine()
         config = _default_config(Buffer.num_sms) if config is None else config
+        finish = Finish(async_finish, allocate_on_comm_stream)
         if handle is not None:
             routing = {
                 "num_tokens_per_rank": num_tokens_per_rank,
@@ -190,7 +192,7 @@ class Buffer(LowLatencyCalls):
             beside = [name for name, value in routing.items() if value is not None]
             try:
                 again, scales, event = engine.dispatch_cached(
-                    x, handle, beside, config, previous_event, async_finish
+                    x, handle, beside, config, previous_event, finish
                 )
             except PeerError as error:
                 raise self._broken_by(error) from error.__cause__
@@ -210,7 +212,7 @@ class Buffer(LowLatencyCalls):
             previous_event,
         )
         try:
-            received, made, event = engine.dispatch(request, async_finish)
+            received, made, event = engine.dispatch(request, finish)
         except PeerError as error:
             raise self._broken_by(error) from error.__cause__
         return Dispatched(
@@ -240,9 +242,10 @@ class Buffer(LowLatencyCalls):
         """
         engine = self._open_engine()
         config = _default_config(Buffer.num_sms) if config is None else config
+        finish = Finish(async_finish, allocate_on_comm_stream)
         try:
             return Combined(
-                *engine.combine(x, handle, topk_weights, bias, config, previous_event, async_finish)
+                *engine.combine(x, handle, topk_weights, bias, config, previous_event, finish)
             )
         except PeerError as error:
             raise self._broken_by(error) from error.__cause__
@@ -310,7 +313,7 @@ class Buffer(LowLatencyCalls):
     @staticmethod
     def capture() -> EventOverlap:
         """An event that is over when all work submitted so far is."""
-        return EventOverlap(EventHandle())
+        return EventOverlap(capture())
 
     @classmethod
     def set_num_sms(cls, new_num_sms: int) -> None:
@@ -330,9 +333,10 @@ class Buffer(LowLatencyCalls):
     def get_combine_config(num_ranks: int) -> Config:
         return _default_config(Buffer.num_sms)
 
-    def get_comm_stream(self) -> torch.cpu.Stream:
+    def get_comm_stream(self) -> Any:
         """The stream that communication runs on: on CPU, the only one."""
-        return torch.cpu.current_stream()
+        streams = self._open_engine().streams
+        return torch.cpu.current_stream() if streams is None else streams.comm
 
     def _open_engine(self) -> Engine:
         engine, low_latency = self._engine, self._low_latency

@@ -8,6 +8,7 @@ Buffer's thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from tokenyard.errors import PeerError
 from tokenyard.events import EventHandle, EventOverlap, Worker
 from tokenyard.kernels import Kernels
 from tokenyard.prepare import DispatchRequest, Outgoing, Preparation, wait
+from tokenyard.streams import Finish, Streams
 from tokenyard.topology import Placement, Topology
 from tokenyard.transports import Sum, Transport
 from tokenyard.types import (
@@ -43,7 +45,10 @@ class Engine:
         topology: Topology,
         placement: Placement | None,
         buffer_id: int,
+        device: torch.device,
+        streams: Streams | None,
     ) -> None:
+        """`streams` is None where the tensors are on CPU."""
         self.transport = transport
         self.topology = topology
         self.buffer_id = buffer_id
@@ -53,7 +58,9 @@ class Engine:
         self.worker = Worker(f"tokenyard-rank-{self.rank}")
         self._one_node = topology.num_nodes == 1
         nodes = None if self._one_node else topology.node_of_rank
-        self._local = Preparation(kernels, self.num_ranks, nodes, placement)
+        self._device = device
+        self.streams = streams
+        self._local = Preparation(kernels, self.num_ranks, nodes, placement, device)
 
     @property
     def failure(self) -> Exception | None:
@@ -69,8 +76,16 @@ class Engine:
             raise self._agreement.named("get_dispatch_layout", error) from None
 
     def dispatch(
-        self, request: DispatchRequest, async_finish: bool
+        self, request: DispatchRequest, finish: Finish
     ) -> tuple[Received, Handle, EventOverlap]:
+        with self._scope(finish, request.previous_event):
+            received, handle, work, used = self._dispatch(request)
+        return received, handle, self._go(work, finish, None, used)
+
+    def _dispatch(
+        self, request: DispatchRequest
+    ) -> tuple[Received, Handle, Callable[[], None], list[Tensor | None]]:
+        """All but the move, and what it reads and writes."""
         stage = "dispatch"
         self._before_words()
         call = self._agreement.number
@@ -109,7 +124,6 @@ class Engine:
             if topk_idx is not None:
                 self._kernels.localise(topk_idx, topk_weights, out.placement.local_table(self.rank))
 
-        event = self._go(work, async_finish, None)
         if out.expert_alignment > 1:
             per_expert = -(-per_expert // out.expert_alignment) * out.expert_alignment
         received = Received(
@@ -130,7 +144,7 @@ class Engine:
             is_token_in_rank=out.layout.is_token_in_rank,
             recv_src_idx=received.src_idx,
         )
-        return received, handle, event
+        return received, handle, work, [*columns, *arrive]
 
     def dispatch_cached(
         self,
@@ -139,7 +153,7 @@ class Engine:
         beside: Sequence[str],
         config: Any,
         previous_event: Any,
-        async_finish: bool,
+        finish: Finish,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         """Rows along a handle: (x, scales), without counting. `beside`: what else was given."""
         stage = "cached dispatch"
@@ -152,7 +166,7 @@ class Engine:
                 not beside,
                 f"{', '.join(beside)} given with a handle, which has the routing already",
             )
-            values, scales = validate.dispatched(x, pending)
+            values, scales = validate.dispatched(x, pending, self._device)
             validate.require(
                 values.shape[0] == known.num_tokens,
                 f"x has {values.shape[0]} tokens, want {known.num_tokens}, those of the handle",
@@ -165,12 +179,14 @@ class Engine:
             offer = self.transport.offer_rows(known.flow, _widths((values, scales)))
             return Terms(_call(stage, values, scales, handle=known.call), offer)
 
-        (values, scales, known, pending), agreed = self._agreement.agree(stage, prepare, terms)
-        (recv_x, recv_scales), move = self._send(
-            [values, scales], known.flow, agreed, config, stage
-        )
+        with self._scope(finish, previous_event):
+            (values, scales, known, pending), agreed = self._agreement.agree(stage, prepare, terms)
+            (recv_x, recv_scales), move = self._send(
+                [values, scales], known.flow, agreed, config, stage
+            )
         assert recv_x is not None
-        return recv_x, recv_scales, self._go(move, async_finish, pending)
+        used = [values, scales, recv_x, recv_scales]
+        return recv_x, recv_scales, self._go(move, finish, pending, used)
 
     def combine(
         self,
@@ -180,7 +196,7 @@ class Engine:
         bias: Any,
         config: Any,
         previous_event: Any,
-        async_finish: bool,
+        finish: Finish,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         """The sums of each token's rows, and of its weights."""
         stage = "combine"
@@ -190,13 +206,21 @@ class Engine:
             pending = validate.previous_event(previous_event)
             known = validate.handle(handle, self.buffer_id)
             num_rows, num_tokens = known.flow.num_rows, known.num_tokens
-            rows = validate.rows("x", x, num_rows=num_rows, dtypes=validate.SUMMABLE, after=pending)
+            rows = validate.rows(
+                "x",
+                x,
+                num_rows=num_rows,
+                dtypes=validate.SUMMABLE,
+                after=pending,
+                device=self._device,
+            )
             self._local.config(config)
             sums = [
                 Sum(rows, validate.biases(bias, rows, num_tokens, pending), self._sum(rows, known))
             ]
             if topk_weights is not None:
-                weights = validate.topk_weights(topk_weights, [num_rows, "topk"], pending)
+                shape = (num_rows, "topk")
+                weights = validate.topk_weights(topk_weights, shape, pending, self._device)
                 sums.append(Sum(weights, (), self._sum(weights, known)))
             return sums, known, pending
 
@@ -209,9 +233,11 @@ class Engine:
             rows = sums[0].rows_ND
             return Terms(_call(stage, rows, None, handle=known.call, num_topk=num_topk), offer)
 
-        (sums, known, pending), agreed = self._agreement.agree(stage, prepare, terms)
-        move = self.transport.sum_back(sums, known, agreed.offers, config, stage)
-        event = self._go(move, async_finish, pending)
+        with self._scope(finish, previous_event):
+            (sums, known, pending), agreed = self._agreement.agree(stage, prepare, terms)
+            move = self.transport.sum_back(sums, known, agreed.offers, config, stage)
+        used = [tensor for one in sums for tensor in (one.rows_ND, *one.biases_TD, one.out_TD)]
+        event = self._go(move, finish, pending, used)
         return sums[0].out_TD, sums[1].out_TD if len(sums) > 1 else None, event
 
     def combine_buffer(self, handle: Any) -> Tensor:
@@ -244,17 +270,28 @@ class Engine:
         if self.transport.moves_alone:
             self.worker.drain()
 
+    def _scope(self, finish: Finish, previous_event: Any) -> AbstractContextManager[Any]:
+        if self.streams is None:
+            return nullcontext()
+        return self.streams.scope(finish, previous_event is None)
+
     def _go(
-        self, work: Callable[[], None], async_finish: bool, pending: EventHandle | None
+        self,
+        work: Callable[[], None],
+        finish: Finish,
+        pending: EventHandle | None,
+        used: Sequence[Tensor | None],
     ) -> EventOverlap:
         """Do the work after what is pending, and after all work before it."""
+        if self.streams is not None:
+            return self.streams.run(work, used, pending, finish)
 
         def later() -> None:
             if pending is not None:
                 pending.current_stream_wait()
             work()
 
-        if async_finish:
+        if finish.async_finish:
             return EventOverlap(self.worker.submit(later))
         self.worker.drain()
         later()
@@ -264,7 +301,7 @@ class Engine:
         """Memory for the sums of these rows."""
         num_tokens, width, dtype = handle.num_tokens, rows_ND.shape[1], rows_ND.dtype
         if num_tokens * width * rows_ND.element_size() < _SMALL:
-            return memory.empty(num_tokens, width, dtype=dtype)
+            return memory.empty(num_tokens, width, dtype=dtype, device=self._device)
         return self.transport.empty(num_tokens, width, dtype)
 
     def _terms(self, out: Outgoing) -> Terms:

@@ -32,7 +32,7 @@ def tell(route: Route, layout: Layout, placement: Placement, one_node: bool) -> 
     last = 1 + placement.most_experts
     told_RM = np.empty((num_ranks, last + num_ranks * one_node), np.int64)
     told_RM[:, 0] = counts
-    pairs = layout.num_tokens_per_expert.numpy()
+    pairs = layout.num_tokens_per_expert.cpu().numpy()
     if placement.is_even:
         told_RM[:, 1:last] = pairs.reshape(num_ranks, -1)
     else:  # ranks with fewer experts than others are padded with an expert that nobody chose

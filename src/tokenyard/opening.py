@@ -19,6 +19,7 @@ from tokenyard.engine import Engine
 from tokenyard.errors import SharedMemoryError
 from tokenyard.low_latency.engine import LowLatency
 from tokenyard.prepare import Preparation
+from tokenyard.streams import streams_for
 from tokenyard.topology import Placement, Topology
 from tokenyard.transports import (
     CollectiveTransport,
@@ -47,7 +48,7 @@ def open_engine(
     """The engines of a new Buffer. Bad options on one rank raise on all of them."""
     sane = isinstance(timeout, (int, float)) and 0 < timeout <= 1e6
     communicator = connect(group, timeout if sane else 30.0)
-    rank, size = communicator.rank, communicator.size
+    rank, size, device = communicator.rank, communicator.size, communicator.device
     # The first meeting needs no fast kernels, and must take place even if `kernels` is wrong.
     plain = kernel_sets.load("reference")
     meeting = CollectiveTransport(communicator, plain, node_of_rank=[0] * size)
@@ -57,12 +58,12 @@ def open_engine(
         validate.require(sane, f"timeout is {timeout!r}, want seconds above 0, at most 1e6")
         if ranks_per_node is not None:
             validate.ranks_per_node(ranks_per_node, size)
-        kernel_set = kernel_sets.load(kernel_sets.choose("cpu") if kernels == "auto" else kernels)
+        kernel_set = kernel_sets.pick(kernels, device.type)
         check_name(transport)
         validate.integer("num_nvl_bytes", num_nvl_bytes, at_least=0, at_most=2**50)
         if placement is None:
             return kernel_set, None
-        return kernel_set, Placement(validate.placement(placement, size), size)
+        return kernel_set, Placement(validate.placement(placement, size).to(device), size)
 
     def terms(made: tuple[kernel_sets.Kernels, Placement | None]) -> Terms:
         kernel_set, placed = made
@@ -101,11 +102,11 @@ def open_engine(
         num_channels=num_channels,
         label=str(shared_id),
     )
-    agreement = Agreement(opened, shared_id)
-    engine = Engine(opened, kernel_set, agreement, topology, placed, own_id)
+    agreement, streams = Agreement(opened, shared_id), streams_for(device)
+    engine = Engine(opened, kernel_set, agreement, topology, placed, own_id, device, streams)
     if not low_latency_mode:
         return engine, None
-    local = Preparation(kernel_set, size, None, placed)
+    local = Preparation(kernel_set, size, None, placed, device)
     return engine, LowLatency(
         opened, kernel_set, agreement, local, engine.worker, own_id, enable_shrink
     )

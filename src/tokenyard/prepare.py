@@ -55,18 +55,20 @@ class Preparation:
         num_ranks: int,
         node_of_rank: Sequence[int] | None,
         placement: Placement | None,
+        device: torch.device = validate.CPU,
     ) -> None:
         """`node_of_rank` is None on one node, `placement` where experts are spread evenly."""
+        self._device = device
         self._kernels = kernels
         self._num_ranks = num_ranks
         self._node_of_rank = node_of_rank
         self._given_placement = placement
         self._even_placements: dict[int, Placement] = {}
-        self._numbers = torch.empty(0, 1, dtype=torch.int32)
+        self._numbers = torch.empty(0, 1, dtype=torch.int32, device=device)
         self._checked_config: Config | None = None
 
     def layout(self, topk_idx: Any, num_experts: Any) -> Layout:
-        topk_idx = validate.topk_idx(topk_idx, "tokens")
+        topk_idx = validate.topk_idx(topk_idx, "tokens", self._device)
         placement = self.placement(num_experts)
         layout, first_bad = self._kernels.layout(
             topk_idx, placement.rank_of_expert, self._num_ranks, self._node_of_rank
@@ -81,7 +83,8 @@ class Preparation:
         if given is not None:
             return given
         if num_experts not in self._even_placements:
-            self._even_placements[num_experts] = Placement.even(num_experts, self._num_ranks)
+            made = Placement.even(num_experts, self._num_ranks, self._device)
+            self._even_placements[num_experts] = made
         return self._even_placements[num_experts]
 
     def config(self, config: Any) -> Config:
@@ -91,8 +94,11 @@ class Preparation:
 
     def dispatch(self, request: DispatchRequest) -> Outgoing:
         wait(request.previous_event)  # counting reads what it made
-        x, scales = validate.dispatched(request.x)
-        topk_idx, topk_weights = validate.topk(request.topk_idx, request.topk_weights, x.shape[0])
+        device = self._device
+        x, scales = validate.dispatched(request.x, device=device)
+        topk_idx, topk_weights = validate.topk(
+            request.topk_idx, request.topk_weights, x.shape[0], device
+        )
         alignment = validate.integer("expert_alignment", request.expert_alignment, at_least=1)
         num_worst = validate.integer("num_worst_tokens", request.num_worst_tokens, at_least=0)
         config = self.config(request.config)
@@ -102,6 +108,7 @@ class Preparation:
             request.num_tokens_per_expert,
             num_tokens=x.shape[0],
             num_ranks=self._num_ranks,
+            device=device,
         )
         if layout is None:
             validate.require(
@@ -131,7 +138,8 @@ class Preparation:
     def token_numbers(self, num_tokens: int) -> Tensor:
         """[T, 1] int32: 0, 1, 2, ..., made anew only if there were not as many."""
         if num_tokens != self._numbers.shape[0]:
-            self._numbers = torch.arange(num_tokens, dtype=torch.int32)[:, None]
+            numbers = torch.arange(num_tokens, dtype=torch.int32, device=self._device)
+            self._numbers = numbers[:, None]
         return self._numbers
 
 

@@ -189,7 +189,9 @@ class Handle:
     def rank_prefix_matrix(self) -> Tensor | None:
         """[R, R] int32: the rows of destination j from sources 0..i."""
         sent_RR = self.flow.sent_RR
-        return None if sent_RR is None else torch.from_numpy(sent_RR.cumsum(0, np.int32))
+        if sent_RR is None:
+            return None
+        return torch.from_numpy(sent_RR.cumsum(0, np.int32)).to(self.recv_src_idx.device)
 
     @cached_property
     def channel_prefix_matrix(self) -> Tensor | None:
@@ -210,7 +212,8 @@ class Handle:
         tokens_by_source = self.recv_src_idx[: self.flow.num_received].split(self.flow.recv_counts)
         for tokens, num_tokens in zip(tokens_by_source, self.flow.tokens_R.tolist()):
             first = [begin for begin, _ in channel_ranges(num_tokens, self.num_channels)]
-            begins.append(torch.searchsorted(tokens, torch.tensor(first), out_int32=True))
+            at = torch.tensor(first, device=tokens.device)
+            begins.append(torch.searchsorted(tokens, at, out_int32=True))
         return torch.stack(begins)
 
     @cached_property

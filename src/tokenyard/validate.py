@@ -34,7 +34,7 @@ _MOST_SMS = 2**12
 _FEW = 100  # numbers that Python compares sooner than a tensor's method is called
 
 ID_DTYPES = (torch.int32, torch.int64)
-_CPU = torch.device("cpu")
+_CPU = CPU = torch.device("cpu")
 
 
 def require(condition: bool, message: str) -> None:
@@ -124,42 +124,48 @@ def rows(
     num_rows: int | str,
     dtypes: Sequence[torch.dtype],
     after: EventHandle | None = None,
+    device: torch.device = _CPU,
 ) -> Tensor:
-    value = tensor(what, value, shape=(num_rows, "hidden"), dtypes=dtypes)
+    value = tensor(what, value, shape=(num_rows, "hidden"), dtypes=dtypes, device=device)
     if value.shape[1] == 0:
         raise ValueError(f"{what} has hidden size 0, want at least 1")
     return _contiguous(value, after)
 
 
-def dispatched(x: Any, after: EventHandle | None = None) -> tuple[Tensor, Tensor | None]:
+def dispatched(
+    x: Any, after: EventHandle | None = None, device: torch.device = _CPU
+) -> tuple[Tensor, Tensor | None]:
     """x, or the pair (x, scales) of quantised rows."""
     if not isinstance(x, tuple):
-        return rows("x", x, num_rows="tokens", dtypes=ROW_DTYPES, after=after), None
+        return rows("x", x, num_rows="tokens", dtypes=ROW_DTYPES, after=after, device=device), None
     require(len(x) == 2, f"x is a tuple of {len(x)}, want a tensor or (x, scales)")
-    values = rows("x[0]", x[0], num_rows="tokens", dtypes=ROW_DTYPES, after=after)
+    values = rows("x[0]", x[0], num_rows="tokens", dtypes=ROW_DTYPES, after=after, device=device)
     scales = tensor(
         "x[1] (scales)",
         x[1],
         shape=[values.shape[0], "scales"],
         dtypes=SCALE_DTYPES,
+        device=device,
     )
     require(scales.shape[1] > 0, "x[1] (scales) has no columns, want at least 1 a row")
     return values, _contiguous(scales, after)
 
 
-def topk_idx(value: Any, num_tokens: int | str) -> Tensor:
+def topk_idx(value: Any, num_tokens: int | str, device: torch.device = _CPU) -> Tensor:
     # A short way for what is plainly right: the checks below take as long as a small layout.
     if (
         type(value) is Tensor
         and value.dtype is topk_idx_t
         and value.dim() == 2
         and value.is_cpu
+        and device is _CPU
         and value.is_contiguous()
         and value.numel()
         and (num_tokens == "tokens" or num_tokens == value.shape[0])
     ):
         return value
-    value = tensor("topk_idx", value, shape=(num_tokens, "topk"), dtypes=(topk_idx_t,))
+    shape = (num_tokens, "topk")
+    value = tensor("topk_idx", value, shape=shape, dtypes=(topk_idx_t,), device=device)
     require(value.shape[1] > 0, "topk_idx has top-k 0, want at least 1")
     return value.contiguous()
 
@@ -175,14 +181,19 @@ def topk_ids(
 
 
 def topk_weights(
-    value: Any, shape: Sequence[int | str], after: EventHandle | None = None
+    value: Any,
+    shape: Sequence[int | str],
+    after: EventHandle | None = None,
+    device: torch.device = _CPU,
 ) -> Tensor:
-    value = tensor("topk_weights", value, shape=shape, dtypes=(torch.float32,))
+    value = tensor("topk_weights", value, shape=shape, dtypes=(torch.float32,), device=device)
     require(value.shape[1] > 0, "topk_weights has top-k 0, want at least 1")
     return _contiguous(value, after)
 
 
-def topk(idx: Any, weights: Any, num_tokens: int) -> tuple[Tensor | None, Tensor | None]:
+def topk(
+    idx: Any, weights: Any, num_tokens: int, device: torch.device = _CPU
+) -> tuple[Tensor | None, Tensor | None]:
     require(
         (idx is None) == (weights is None),
         f"topk_{'weights' if idx is None else 'idx'} is given alone, want topk_idx and "
@@ -190,12 +201,18 @@ def topk(idx: Any, weights: Any, num_tokens: int) -> tuple[Tensor | None, Tensor
     )
     if idx is None:
         return None, None
-    idx = topk_idx(idx, num_tokens)
-    return idx, topk_weights(weights, idx.shape)
+    idx = topk_idx(idx, num_tokens, device)
+    return idx, topk_weights(weights, idx.shape, device=device)
 
 
 def layout(
-    per_rank: Any, in_rank: Any, per_expert: Any, *, num_tokens: int, num_ranks: int
+    per_rank: Any,
+    in_rank: Any,
+    per_expert: Any,
+    *,
+    num_tokens: int,
+    num_ranks: int,
+    device: torch.device = _CPU,
 ) -> Layout | None:
     """The layout that the user passed in parts, None if there is none."""
     parts = {
@@ -212,18 +229,26 @@ def layout(
         f"{', '.join(parts)} together, or none of them and num_experts",
     )
     ints = (torch.int32,)
-    counts = tensor("num_tokens_per_expert", per_expert, shape=["experts"], dtypes=ints)
+    counts = tensor(
+        "num_tokens_per_expert", per_expert, shape=["experts"], dtypes=ints, device=device
+    )
     require(counts.shape[0] > 0, "num_tokens_per_expert is empty, want at least one expert")
     numbers = counts.tolist()
     if min(numbers) < 0:
         expert = next(place for place, number in enumerate(numbers) if number < 0)
         raise ValueError(f"num_tokens_per_expert[{expert}] is {counts[expert]}, want at least 0")
     return Layout(
-        num_tokens_per_rank=tensor("num_tokens_per_rank", per_rank, shape=[num_ranks], dtypes=ints),
+        num_tokens_per_rank=tensor(
+            "num_tokens_per_rank", per_rank, shape=[num_ranks], dtypes=ints, device=device
+        ),
         num_tokens_per_node=None,
         num_tokens_per_expert=counts,
         is_token_in_rank=tensor(
-            "is_token_in_rank", in_rank, shape=[num_tokens, num_ranks], dtypes=(torch.bool,)
+            "is_token_in_rank",
+            in_rank,
+            shape=[num_tokens, num_ranks],
+            dtypes=(torch.bool,),
+            device=device,
         ).contiguous(),
     )
 
@@ -355,7 +380,7 @@ def biases(value: Any, like: Tensor, num_tokens: int, after: EventHandle | None)
         named = {f"bias[{i}]": one for i, one in enumerate(value)}
     shape, dtypes = (num_tokens, like.shape[1]), (like.dtype,)
     return [
-        _contiguous(tensor(what, one, shape=shape, dtypes=dtypes), after)
+        _contiguous(tensor(what, one, shape=shape, dtypes=dtypes, device=like.device), after)
         for what, one in named.items()
         if one is not None
     ]

@@ -16,6 +16,7 @@ from tokenyard import kernels, spec
 from tokenyard.testing import ROUTINGS, assert_same, poisoned, routing
 
 SETS = kernels.available()
+MUCH = [one for one in SETS if one != "triton"]  # its interpreter takes a minute for as much
 
 
 @pytest.fixture(params=SETS)
@@ -72,6 +73,7 @@ def test_any_ids(name: str, data: st.DataObject) -> None:
         assert_meets_spec(topk_ids, data.draw(st.integers(1, 20)), num_experts, name)
 
 
+@pytest.mark.parametrize("name", MUCH, indirect=True)
 @pytest.mark.parametrize("block_size", [1, 7, 128])
 @pytest.mark.parametrize("kind", ROUTINGS)
 def test_many_pairs(name: str, kind: str, block_size: int) -> None:

@@ -18,6 +18,7 @@ FLOORS = {
     "topology": 0,
     "slots": 1,
     "threads": 1,
+    "streams": 1,
     "spec": 2,
     "kernels": 2,
     "transports": 2,

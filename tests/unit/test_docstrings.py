@@ -9,8 +9,13 @@ import pkgutil
 import pytest
 
 import tokenyard
+from tokenyard.kernels.base import has_triton
 
-MODULES = [info.name for info in pkgutil.walk_packages(tokenyard.__path__, "tokenyard.")]
+MODULES = [
+    info.name
+    for info in pkgutil.walk_packages(tokenyard.__path__, "tokenyard.")
+    if has_triton() or not info.name.startswith("tokenyard.kernels.triton")
+]
 
 # Rooms whose public functions must all show an example.
 SHOWN = ("tokenyard.spec.exchange", "tokenyard.spec.local", "tokenyard.spec.low_latency")

@@ -7,7 +7,9 @@ Launchers allocate and choose the grid. They never validate: that is done before
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
+import os
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Protocol, TypeVar, cast
@@ -20,7 +22,7 @@ from tokenyard.slots import Received, SlotShape
 from tokenyard.types import Aligned, Layout, Places, Route
 
 _log = logging.getLogger("tokenyard")
-_SETS = ("numba", "reference")
+_SETS = ("numba", "reference", "triton")
 
 Array = TypeVar("Array", Tensor, np.ndarray)
 
@@ -184,21 +186,41 @@ class Kernels(Protocol):
         """
 
 
+@cache
 def available() -> tuple[str, ...]:
-    return _SETS
+    """The sets that can be used on CPU tensors here. "triton" can, where it is interpreted."""
+    return _SETS if interprets_triton() else _SETS[:-1]
+
+
+def interprets_triton() -> bool:
+    """Whether Triton runs kernels in Python, on CPU tensors. It decides when they are defined."""
+    return os.environ.get("TRITON_INTERPRET") == "1" and has_triton()
+
+
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 @cache
 def load(name: str) -> Kernels:
     if name not in _SETS:
-        raise ValueError(f"unknown kernel set {name!r}; available: auto, {', '.join(_SETS)}")
+        raise ValueError(f"unknown kernel set {name!r}; available: auto, {', '.join(available())}")
+    if name == "triton" and not has_triton():
+        raise ValueError("kernels is 'triton', which is not installed, want tokenyard[triton]")
     return cast(Kernels, importlib.import_module(f"tokenyard.kernels.{name}"))
 
 
 @cache
 def choose(device_type: str) -> str:
-    """The fastest set for a device. Cached so that the choice is logged once."""
-    name = "numba" if device_type == "cpu" else "reference"
+    """The fastest set for a device. Cached so that the choice is logged once.
+
+    Torch says cuda of AMD's devices too.
+    """
+    name = "reference"
+    if device_type == "cpu":
+        name = "numba"
+    elif device_type == "cuda" and has_triton():
+        name = "triton"
     _log.info("kernels: %s, for tensors on %s", name, device_type)
     return name
 
@@ -211,6 +233,15 @@ def pick(name: str, device_type: str) -> Kernels:
     found = load(name)
     if name == "numba" and device_type != "cpu":
         raise ValueError(f"kernels is 'numba' for tensors on {device_type}, want auto or reference")
+    if (
+        name == "triton"
+        and device_type != "cuda"
+        and (device_type != "cpu" or not interprets_triton())
+    ):
+        raise ValueError(
+            f"kernels is 'triton' for tensors on {device_type}, want auto or reference "
+            "(or TRITON_INTERPRET=1 for tensors on cpu)"
+        )
     return found
 
 

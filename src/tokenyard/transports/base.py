@@ -53,6 +53,7 @@ class Communicator(Protocol):
     rank: int
     size: int
     name: str
+    device: torch.device  # of the rows that it moves
     members: Sequence[int]  # what its ranks are called in the whole group, and in errors
 
     def all_to_all(

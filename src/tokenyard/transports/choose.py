@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from tokenyard.topology import Topology
@@ -11,6 +12,8 @@ from tokenyard.transports.collective import CollectiveTransport
 from tokenyard.transports.direct import DirectKernels, DirectTransport
 from tokenyard.transports.exchanged_slots import ExchangedSlots
 from tokenyard.transports.hierarchical import HierarchicalTransport
+from tokenyard.transports.peers import PeerMemory, SharedSegments, TorchSymmetricMemory
+from tokenyard.transports.puts import PutKernels, SymmetricTransport
 from tokenyard.transports.ring import RingKernels, RingTransport
 from tokenyard.transports.shared_slots import SharedSlots
 from tokenyard.transports.symmetric import why_not
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("tokenyard")
 _TRANSPORTS = ("direct", "ring", "collective", "hierarchical")
+_BY_NAME = ("symmetric",)  # never taken by itself: no GPU has run it yet
 
 
 class _SharingKernels(DirectKernels, RingKernels, Protocol):
@@ -28,11 +32,12 @@ class _SharingKernels(DirectKernels, RingKernels, Protocol):
 
 
 def available() -> tuple[str, ...]:
+    """Those that every kernel set for CPU tensors can use, where ranks share a machine."""
     return _TRANSPORTS
 
 
 def check_name(name: str) -> None:
-    if name not in ("auto", *_TRANSPORTS):
+    if name not in ("auto", *_TRANSPORTS, *_BY_NAME):
         raise ValueError(f"unknown transport {name!r}; available: auto, {', '.join(_TRANSPORTS)}")
 
 
@@ -69,6 +74,9 @@ def open_transport(
     """All ranks together, with the same name. `alone` says why a rank cannot share memory at all;
     `label` is one that no other Buffer of the group has.
     """
+
+    if name == "symmetric":
+        return _open_symmetric(communicator, kernels, topology.node_of_rank, timeout)
 
     def share(chosen: str) -> Transport:
         """Raises OSError on all ranks if some cannot attach the memory of others."""
@@ -117,3 +125,25 @@ def open_slots(
             "(direct or ring): nobody can be left out of a collective"
         )
     return ExchangedSlots(transport, kernels)
+
+
+def _open_symmetric(
+    communicator: Communicator,
+    kernels: RowKernels,
+    node_of_rank: Sequence[int],
+    timeout: float,
+) -> Transport:
+    if not hasattr(kernels, "put"):
+        raise ValueError(
+            "transport 'symmetric' cannot be used: the kernel set has no put (take triton)"
+        )
+    peers: PeerMemory
+    try:
+        if communicator.device.type == "cuda":
+            group = cast(Any, communicator).group()  # no GPU has run this
+            peers = TorchSymmetricMemory(group, communicator.device, timeout)  # no GPU has run this
+        else:
+            peers = SharedSegments(communicator, timeout)
+    except OSError as error:
+        raise ValueError(f"transport 'symmetric' cannot be used: {error}") from error
+    return SymmetricTransport(communicator, peers, cast(PutKernels, kernels), node_of_rank)

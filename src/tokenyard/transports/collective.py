@@ -16,6 +16,7 @@ from torch import Tensor
 from tokenyard import memory
 from tokenyard.errors import PeerError
 from tokenyard.memory import as_bytes
+from tokenyard.streams import to_device, to_host
 from tokenyard.transports.base import Communicator, Move, RowKernels, Sum
 from tokenyard.types import Config, Flow, Handle
 
@@ -35,16 +36,7 @@ class CollectiveTransport:
         self.name = f"collective over {communicator.name}"
 
     def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
-        one_each = [1] * self.size
-        answer_RM = np.zeros_like(message_RM)
-        self._communicator.all_to_all(
-            as_bytes(torch.from_numpy(answer_RM)),
-            as_bytes(torch.from_numpy(message_RM)),
-            one_each,
-            one_each,
-            stage,
-        )
-        return answer_RM
+        return exchange_words(self._communicator, message_RM, stage)
 
     def offer_rows(self, flow: Flow | None, widths: Sequence[int]) -> Sequence[int]:
         return ()
@@ -67,7 +59,7 @@ class CollectiveTransport:
             sent = self._pack([as_bytes(column) for column in columns], flow.route.send_token)
             outs = [as_bytes(out)[: flow.num_received] for out in arrive]
             single = len(outs) == 1  # a single column is its own record
-            records = outs[0] if single else memory.empty(flow.num_received, sent.shape[1])
+            records = outs[0] if single else self._bytes(flow.num_received, sent.shape[1])
             self._communicator.all_to_all(
                 records, sent, flow.recv_counts, flow.route.send_counts, stage
             )
@@ -94,11 +86,11 @@ class CollectiveTransport:
             single = len(columns) == 1
             sent = columns[0] if single else self._pack(columns, None)
             counts = flow.route.send_counts
-            records = memory.empty(sum(counts), sent.shape[1])
+            records = self._bytes(sum(counts), sent.shape[1])
             self._communicator.all_to_all(records, sent, counts, flow.recv_counts, stage)
             back = [records]
             if not single:
-                back = [memory.empty(len(records), column.shape[1]) for column in columns]
+                back = [self._bytes(len(records), column.shape[1]) for column in columns]
                 self._unpack(records, back)
             for one, rows in zip(sums, back):
                 self._kernels.reduce(
@@ -112,7 +104,7 @@ class CollectiveTransport:
         return move
 
     def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        return memory.empty(num_rows, width, dtype=dtype)
+        return memory.empty(num_rows, width, dtype=dtype, device=self._communicator.device)
 
     def dead_ranks(self) -> tuple[int, ...]:
         return ()
@@ -123,9 +115,12 @@ class CollectiveTransport:
     def close(self) -> None:
         self._communicator.close()
 
+    def _bytes(self, num_rows: int, width: int) -> Tensor:
+        return self.empty(num_rows, width, torch.uint8)
+
     def _pack(self, columns: Sequence[Tensor], index_N: Tensor | None) -> Tensor:
         num_rows = len(columns[0] if index_N is None else index_N)
-        records = memory.empty(num_rows, sum(column.shape[1] for column in columns))
+        records = self._bytes(num_rows, sum(column.shape[1] for column in columns))
         for column, part in zip(columns, _parts(records, columns)):
             self._kernels.pack(column, index_N, part)
         return records
@@ -133,6 +128,15 @@ class CollectiveTransport:
     def _unpack(self, records: Tensor, columns: Sequence[Tensor]) -> None:
         for part, column in zip(_parts(records, columns), columns):
             self._kernels.pack(part, None, column)
+
+
+def exchange_words(communicator: Communicator, message_RM: np.ndarray, stage: str) -> np.ndarray:
+    """Row r of an int64 message goes to rank r; row r of the answer came from it."""
+    one_each = [1] * communicator.size
+    message = to_device(message_RM, communicator.device)
+    answer = torch.zeros_like(message)
+    communicator.all_to_all(as_bytes(answer), as_bytes(message), one_each, one_each, stage)
+    return to_host(answer)
 
 
 def _parts(records: Tensor, columns: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -122,6 +122,7 @@ class LoopbackGroup:
 
 class LoopbackCommunicator:
     name = "loopback"
+    device = torch.device("cpu")
 
     def __init__(self, world: LoopbackWorld, rank: int, timeout: float) -> None:
         self._world = world

@@ -10,6 +10,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -32,6 +33,7 @@ class _TorchExchange:
     rank: int
     size: int
     members: Sequence[int]
+    device = torch.device("cpu")
     _timeout: float
     _words: Words
     _look: Callable[[str], None] | None = None
@@ -88,6 +90,10 @@ class _TorchExchange:
         """A rank that has noticed a failure elsewhere does not come here, and lives: so whoever
         waits for long looks whether any rank has left word of one.
         """
+        if self.device.type == "cuda":
+            # The stream waits, not the host; NCCL's own watchdog sees to peers.
+            work.wait()  # no GPU has run this
+            return  # no GPU has run this
         begin = time.time()
         while True:
             try:
@@ -150,6 +156,8 @@ class TorchCommunicator(_TorchExchange):
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.members = range(self.size)
         self.name = str(dist.get_backend(group))
+        if self.name == "nccl":  # RCCL calls itself so too
+            self.device = torch.device("cuda", torch.cuda.current_device())  # no GPU has run this
         self._store = dist.distributed_c10d._get_process_group_store(group)
         # A connection of its own: an operation that never ends must not block the user's.
         self._words = Words(lambda: _clone(self._store), self.rank)
@@ -163,10 +171,15 @@ class TorchCommunicator(_TorchExchange):
     def _begin(
         self, out: Tensor, rows: Tensor, out_counts: list[int], counts: list[int]
     ) -> dist.Work:
+        return dist.all_to_all_single(
+            out, rows, out_counts, counts, group=self.group(), async_op=True
+        )
+
+    def group(self) -> dist.ProcessGroup:
         group = self._group_ref()
         if group is None:
             raise BufferClosed(f"the process group was destroyed, on rank {self.rank}")
-        return dist.all_to_all_single(out, rows, out_counts, counts, group=group, async_op=True)
+        return group
 
     def _all_ranks(self) -> Sequence[int]:
         return self.members

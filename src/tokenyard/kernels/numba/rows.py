@@ -43,6 +43,12 @@ def copy_row(target, source, num_bytes, streaming):
         copy_bytes(target, source, num_bytes)
 
 
+@njit(nogil=True, cache=True)
+def streams(num_bytes, moved):
+    """As `may_stream`, inside kernels."""
+    return num_bytes >= _LONG_ROW and moved >= _MUCH
+
+
 def may_stream(num_bytes: int, moved: int) -> bool:
     """Whether rows go past the cache: long ones do, if all of them are too much to be read again
     from it.

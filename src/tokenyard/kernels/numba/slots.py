@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tokenyard.kernels.numba.intrinsics import LIKE, copy_bytes, pointer
 from tokenyard.kernels.numba.quantize import to_fp8_groups
+from tokenyard.kernels.numba.rows import copy_row, streams
 from tokenyard.kernels.numba.sums import sum_scaled
 from tokenyard.slots import GROUP, NO_CAST, Received, SlotShape
 
@@ -84,6 +85,7 @@ def fill_from(
     table, ends = pointer(local_of_expert, _INT64), pointer(counts, _INT32)
     experts, tokens = pointer(block, _INT64), pointer(src_info, _INT32)
     ranges = pointer(layout_range, _INT64)
+    streaming = streams(row_bytes, num_tokens * num_topk * row_bytes)
     for t in range(num_tokens):
         row, scale = block + rows_at + t * row_bytes, block + scales_at + t * scale_bytes
         for i in range(t * num_topk, (t + 1) * num_topk):
@@ -95,7 +97,7 @@ def fill_from(
             if local < 0 or ends[local] >= num_slots:
                 continue
             slot = local * num_slots + ends[local]
-            copy_bytes(x + slot * row_bytes, row, row_bytes)
+            copy_row(x + slot * row_bytes, row, row_bytes, streaming)
             if scale_bytes > 0:
                 copy_bytes(scales + slot * scale_bytes, scale, scale_bytes)
             tokens[slot] = t
@@ -117,7 +119,10 @@ def give_back(y, num_slots, row_bytes, layout_range, num_local, num_ranks, sourc
 
     The row after the last. Without `out` nothing is copied: the table says where rows are in y.
     """
-    ranges, first = pointer(layout_range, _INT64), pointer(table, _INT64)
+    ranges, first, total = pointer(layout_range, _INT64), pointer(table, _INT64), np.int64(0)
+    for local in range(num_local):
+        total += ranges[local * num_ranks + source] & _LOW
+    streaming = streams(row_bytes, total * row_bytes)
     for local in range(num_local):
         begin, count = (
             ranges[local * num_ranks + source] >> 32,
@@ -129,7 +134,7 @@ def give_back(y, num_slots, row_bytes, layout_range, num_local, num_ranks, sourc
         first[local] = row
         if count > 0:
             place = y + (local * num_slots + begin) * row_bytes
-            copy_bytes(out + row * row_bytes, place, count * row_bytes)
+            copy_row(out + row * row_bytes, place, count * row_bytes, streaming)
             row += count
     return row
 

@@ -1,0 +1,130 @@
+"""Streams and events of a GPU, behind the names that events have on CPU.
+
+A Buffer on GPU tensors moves rows on a stream of its own, after what the current stream was given
+before the call. A CPU group has none of this, and never touches torch.cuda. Tests pass another
+`api` with the same names, which is how these lines run where there is no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokenyard.events import EventHandle, EventOverlap
+
+
+class Finish(NamedTuple):
+    """How a call ends, and where its results come from."""
+
+    async_finish: bool = False
+    on_comm_stream: bool = False  # allocate there; the current stream is then not waited for
+
+
+class StreamEvent(EventHandle):
+    """A moment of a stream. To wait for it takes none of the host's time."""
+
+    def __init__(self, event: Any, api: Any) -> None:
+        super().__init__()
+        self._event, self._api = event, api
+
+    def current_stream_wait(self) -> None:
+        self._api.current_stream().wait_event(self._event)
+
+    @property
+    def is_over(self) -> bool:
+        return self._event.query()
+
+
+class Streams:
+    def __init__(self, device: torch.device, api: Any) -> None:
+        self._api = api
+        self.comm = api.Stream(device=device)
+
+    def run(
+        self,
+        work: Callable[[], None],
+        tensors: Iterable[Tensor | None],
+        pending: EventHandle | None,
+        finish: Finish,
+    ) -> EventOverlap:
+        """Do the work on the communication stream, after `pending`. `tensors` are what it reads and
+        writes: those of the current stream are waited for.
+        """
+        current = self._api.current_stream()
+        if not finish.on_comm_stream:
+            self.comm.wait_stream(current)
+        with self._api.stream(self.comm):
+            if pending is not None:
+                pending.current_stream_wait()
+            work()
+        done = self._record(self.comm)
+        if not finish.async_finish:
+            current.wait_event(done)
+            return EventOverlap(None)
+        for tensor in tensors:  # or their memory might be given away while the work goes on
+            if tensor is not None:
+                self._api.record_stream(tensor, self.comm)
+        return EventOverlap(StreamEvent(done, self._api))
+
+    def scope(self, finish: Finish, after_current: bool) -> AbstractContextManager[Any]:
+        """What is made inside belongs to the communication stream, if it shall."""
+        if not finish.on_comm_stream:
+            return nullcontext()
+        if after_current:
+            self.comm.wait_stream(self._api.current_stream())
+        return self._api.stream(self.comm)
+
+    def _record(self, stream: Any) -> Any:
+        event = self._api.Event()
+        event.record(stream)
+        return event
+
+
+class _Cuda:
+    """torch.cuda, with the one name that it has as a method of tensors."""
+
+    @staticmethod
+    def record_stream(tensor: Tensor, stream: Any) -> None:
+        tensor.record_stream(stream)  # no GPU has run this
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)  # no GPU has run this
+
+
+def capture() -> EventHandle:
+    """All that the current stream was given, if there are any; else a moment that has passed."""
+    if not torch.cuda.is_initialized():
+        return EventHandle()
+    event = torch.cuda.Event()  # no GPU has run this
+    event.record()  # no GPU has run this
+    return StreamEvent(event, _Cuda())  # no GPU has run this
+
+
+def streams_for(device: torch.device) -> Streams | None:
+    """None for a CPU group."""
+    if device.type != "cuda":
+        return None
+    return Streams(device, _Cuda())  # no GPU has run this
+
+
+def to_device(numbers: np.ndarray, device: torch.device) -> Tensor:
+    """Through pinned memory, without waiting."""
+    there = torch.from_numpy(numbers)
+    if device.type == "cpu":
+        return there
+    return there.pin_memory().to(device, non_blocking=True)  # no GPU has run this
+
+
+def to_host(numbers: Tensor) -> np.ndarray:
+    """Waits until the device has made them: through pinned memory, and for this stream alone."""
+    if numbers.device.type == "cpu":
+        return numbers.numpy()
+    here = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)  # no GPU has run this
+    here.copy_(numbers, non_blocking=True)  # no GPU has run this
+    torch.cuda.current_stream(numbers.device).synchronize()  # no GPU has run this
+    return here.numpy()  # no GPU has run this
