@@ -37,27 +37,21 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}),
-    # Sigmoid scores with a bias, groups of experts, a shared expert, a first layer without experts.
-    "deepseek": (
-        "DeepseekV3",
+    # DeepSeek's way: sigmoid scores with a bias, groups of experts, a shared expert, a first layer
+    # without experts. But with plain attention: one process of vLLM 0.32 does not repeat itself
+    # with DeepSeek's own (CPU_MLA, float32), so there is nothing to compare with.
+    "glm4": (
+        "Glm4Moe",
         {
+            "head_dim": 32,
             "num_hidden_layers": 3,
-            "num_key_value_heads": 8,
             "n_routed_experts": 16,
             "num_experts_per_tok": 4,
             "n_shared_experts": 1,
-            "topk_method": "noaux_tc",
-            "scoring_func": "sigmoid",
             "n_group": 4,
             "topk_group": 2,
             "first_k_dense_replace": 1,
             "moe_intermediate_size": 128,
-            # vLLM's attention kernels know these sizes, DeepSeek's own, and no others.
-            "kv_lora_rank": 512,
-            "q_lora_rank": None,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
         },
     ),
 }
