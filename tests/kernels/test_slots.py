@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
 from tokenyard import kernels
 from tokenyard.slots import NO_CAST, PACKED, PLAIN, ROUNDED, Received, SlotShape
-from tokenyard.testing import assert_same, numbered_tokens, routing
+from tokenyard.testing import assert_same, numbered_tokens, poisoned, routing
 from tokenyard.topology import Placement
 from tokenyard.types import ROW_DTYPES
+from tokenyard.validate import SUMMABLE
 
 RANKS, MOST, EXPERTS, TOPK = 3, 6, 7, 3
 WHERE = torch.tensor([2, 0, 2, 2, 0, 0, 2], dtype=torch.int32)  # rank 1 has none
+OTHERS = [name for name in kernels.available() if name != "reference"]
 CASTS = {
     "as-they-are": (NO_CAST, torch.bfloat16, 33),
     "float64": (NO_CAST, torch.float64, 5),
@@ -23,11 +27,13 @@ CASTS = {
 }
 
 
-def shape_of(rank: int, cast: int, dtype: torch.dtype, hidden: int) -> SlotShape:
+def shape_of(
+    rank: int, cast: int, dtype: torch.dtype, hidden: int, num_max: int = MOST
+) -> SlotShape:
     return SlotShape(
         rank=rank,
         num_ranks=RANKS,
-        num_max=MOST,
+        num_max=num_max,
         hidden=hidden,
         num_topk=TOPK,
         dtype=dtype,
@@ -37,19 +43,30 @@ def shape_of(rank: int, cast: int, dtype: torch.dtype, hidden: int) -> SlotShape
     )
 
 
-def there_and_back(name: str, kind: tuple[int, torch.dtype, int], num_tokens: int) -> list[Tensor]:
-    """Everything that the steps write, on all ranks; what they need not write is 0."""
+def room(num_bytes: int, shift: int) -> Tensor:
+    return torch.zeros(shift + num_bytes, dtype=torch.uint8)[shift:]
+
+
+def there_and_back(
+    name: str,
+    kind: tuple[int, torch.dtype, int],
+    num_tokens: int,
+    most: int = MOST,
+    back_dtype: torch.dtype = torch.bfloat16,
+    shift: int = 0,
+) -> list[Tensor]:
+    """Everything that the steps write, on all ranks; what they need not write is 0.
+
+    Memory that would be another rank's begins `shift` bytes after a boundary.
+    """
     found, written = kernels.load(name), []
-    shapes = [shape_of(rank, *kind) for rank in range(RANKS)]
-    tokens = [num_tokens, 0, MOST]
+    shapes = [shape_of(rank, *kind, most) for rank in range(RANKS)]
+    tokens = [num_tokens, 0, most]
     given = [routing("holes", count, TOPK, EXPERTS, seed=r) for r, count in enumerate(tokens)]
     blocks, sents = [], []
     for rank, (shape, (idx, _)) in enumerate(zip(shapes, given)):
         x = numbered_tokens(tokens[rank], shape.hidden, first=10 * rank, dtype=shape.dtype)
-        block, sent = (
-            torch.zeros(shape.block_bytes, dtype=torch.uint8),
-            idx.new_zeros(2, *idx.shape),
-        )
+        block, sent = room(shape.block_bytes, shift), idx.new_zeros(2, *idx.shape)
         assert found.stage_slots(x, idx, shape, block, sent) == -1
         blocks.append(block)
         sents.append(sent)
@@ -59,16 +76,17 @@ def there_and_back(name: str, kind: tuple[int, torch.dtype, int], num_tokens: in
         got = received(shape)
         found.fill_slots(blocks, tokens, shape, got)
         written += [one for one in got if one is not None]
-        y = torch.where(got.src_info[:, :, None] >= 0, got.x.double(), 0.0).bfloat16()
-        outs = [torch.zeros(shape.most_back, 2 * shape.hidden, dtype=torch.uint8) for _ in shapes]
-        table = torch.zeros(RANKS, shape.placement.most_experts, dtype=torch.int64)
+        y = torch.where(got.src_info[:, :, None] >= 0, got.x.double(), 0.0).to(back_dtype)
+        sizes = shape.most_back, shape.hidden * back_dtype.itemsize
+        outs = [room(math.prod(sizes), shift).view(sizes) for _ in shapes]
+        table = torch.zeros(RANKS, shape.placement.most_experts + 3, dtype=torch.int64)[:, 2:-1]
         found.stage_back(y, got.layout_range, outs, table)
         back.append(outs)
         tables.append(table)
     for rank, (shape, (idx, weights), sent) in enumerate(zip(shapes, given, sents)):
-        picked, out = torch.zeros_like(idx), torch.zeros(len(idx), shape.hidden).bfloat16()
+        picked, out = torch.zeros_like(idx), torch.zeros(len(idx), shape.hidden).to(back_dtype)
         assert found.pick_slots(idx, sent, picked) == -1
-        rows = [outs[rank].view(torch.bfloat16) for outs in back]
+        rows = [outs[rank].view(back_dtype) for outs in back]
         mine = torch.stack([table[rank] for table in tables])
         written.append(found.sum_slots(rows, mine, idx, picked, weights, shape, out))
     return [*written, *blocks, *sents, *(out for outs in back for out in outs), *tables]
@@ -90,10 +108,28 @@ def received(shape: SlotShape) -> Received:
 
 @pytest.mark.parametrize("num_tokens", [0, 1, MOST])
 @pytest.mark.parametrize("cast", CASTS)
-@pytest.mark.parametrize("name", [name for name in kernels.available() if name != "reference"])
+@pytest.mark.parametrize("name", OTHERS)
 def test_sets_write_the_same(name: str, cast: str, num_tokens: int) -> None:
     got = there_and_back(name, CASTS[cast], num_tokens)
     assert_same(got, there_and_back("reference", CASTS[cast], num_tokens))
+
+
+@pytest.mark.parametrize("shift", [0, 8])
+@pytest.mark.parametrize("dtype", SUMMABLE, ids=str)
+@pytest.mark.parametrize("name", OTHERS)
+def test_long_rows(name: str, dtype: torch.dtype, shift: int) -> None:
+    """Longer than one program takes; they begin on the boundary of 16 bytes, and beside it."""
+    given = (NO_CAST, dtype, 2056), 2, 3, dtype, shift
+    assert_same(there_and_back(name, *given), there_and_back("reference", *given))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_many_tokens(name: str) -> None:
+    """More than one program, or one step of it, takes."""
+    given = (NO_CAST, torch.bfloat16, 3), 140, 150
+    with poisoned():
+        got = there_and_back(name, *given)
+    assert_same(got, there_and_back("reference", *given))
 
 
 @pytest.mark.parametrize("name", kernels.available())

@@ -12,19 +12,11 @@ agrees with `spec` in Triton's interpreter, and compiles for five targets.
     experts    align and place: pairs by expert
     rearrange  copies between any two strides
     quantize   to FP8 and back
+    slots      the low-latency mode
     peers      rows into other ranks' memory, and flags
     ahead      all of it compiled without a device; `catalogue` says what
-
-The kernels of the low-latency mode are those of the reference set, which torch runs on any device.
 """
 
-from tokenyard.kernels.reference.slots import (
-    fill_slots,
-    pick_slots,
-    stage_back,
-    stage_slots,
-    sum_slots,
-)
 from tokenyard.kernels.triton.experts import align, place
 from tokenyard.kernels.triton.gradients import unpermute_backward
 from tokenyard.kernels.triton.layout import layout, route
@@ -32,6 +24,13 @@ from tokenyard.kernels.triton.peers import await_flags, put, raise_flags
 from tokenyard.kernels.triton.quantize import plan_from_fp8, plan_to_fp8
 from tokenyard.kernels.triton.rearrange import rearrange
 from tokenyard.kernels.triton.rows import localise, pack, spread
+from tokenyard.kernels.triton.slots import (
+    fill_slots,
+    pick_slots,
+    stage_back,
+    stage_slots,
+    sum_slots,
+)
 from tokenyard.kernels.triton.sums import reduce, reduce_at, unpermute
 
 __all__ = [

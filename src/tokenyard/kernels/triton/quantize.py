@@ -107,11 +107,27 @@ def _from_fp8_kernel(x, scales, out, num_groups, SCALES: tl.constexpr, GROUPS: t
     tl.store(out + where, to_bfloat16(row * scale[:, None]), mask=inside[:, None])
 
 
+def cast_into(x_ND: Tensor, values: Tensor, scales: Tensor, kind: int, how: int) -> None:
+    """Into memory that is there: values as int8, scales as float32, or as int8 if packed."""
+    num_groups = x_ND.numel() // GROUP.value
+    launch(
+        _to_fp8_kernel,
+        (blocks(num_groups, _GROUPS),),
+        as_passed(x_ND),
+        values,
+        scales,
+        num_groups,
+        KIND=kind,
+        SCALES=how,
+        GROUPS=_GROUPS,
+    )
+
+
 def plan_to_fp8(
     num_rows: int, hidden: int, dtype: torch.dtype, round_scale: bool, use_ue8m0: bool
 ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     num_scales = hidden // GROUP.value
-    num_groups, kind = num_rows * num_scales, kind_of(dtype)
+    kind = kind_of(dtype)
     how = PACKED if use_ue8m0 else ROUNDED if round_scale else PLAIN
     packed = (num_rows, num_scales // 4)
 
@@ -122,16 +138,12 @@ def plan_to_fp8(
             scales = memory.empty(*packed, dtype=torch.int32, device=device)
         else:
             scales = memory.empty(num_rows, num_scales, dtype=torch.float32, device=device)
-        launch(
-            _to_fp8_kernel,
-            (blocks(num_groups, _GROUPS),),
-            as_passed(x_ND.detach()),
+        cast_into(
+            x_ND.detach(),
             values.view(torch.int8),
             scales.view(torch.int8) if use_ue8m0 else scales,
-            num_groups,
-            KIND=kind,
-            SCALES=how.value,
-            GROUPS=_GROUPS,
+            kind,
+            how.value,
         )
         return values, scales
 

@@ -1,0 +1,463 @@
+"""The low-latency mode's steps: lay tokens out in a block, fill slots, and the way back.
+
+Calls are short, so launches are few. Where rows of an expert and a source rank are moved, a program
+has a block of columns of every LANES-th of them: how many there are is known on the device alone.
+Blocks and what goes back are addresses, and may lie apart. All memory is the device's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenyard import memory
+from tokenyard.kernels.triton.launch import (
+    blocks,
+    first_bad,
+    kept_numbers,
+    launch,
+    numbers,
+    power_of_two,
+    read_first_bad,
+    words,
+)
+from tokenyard.kernels.triton.numbers import FLOAT64, as_element, as_passed, kind_of, narrow, widen
+from tokenyard.kernels.triton.quantize import cast_into
+from tokenyard.kernels.triton.rows import pack
+from tokenyard.kernels.triton.sums import column_block
+from tokenyard.slots import NO_CAST, PACKED, Received, SlotShape
+
+_PAIRS = 32  # of a program, and
+_OTHERS = 128  # how many each is compared with at once
+_PICKED = 256
+_CHOICES = 512  # of tokens that a program looks at in one step
+_TILE = 1024  # elements of a row that are moved at once
+_LANES = 4
+
+
+class _Rows(NamedTuple):
+    """Contiguous rows in granules."""
+
+    width: int
+    element: Any
+    group: int
+    columns: int
+
+    @property
+    def num_blocks(self) -> int:
+        """One at least: programs write more than rows."""
+        return max(1, blocks(self.width * self.group, self.columns))
+
+
+def _rows(num_bytes: int, *addresses: int) -> _Rows:
+    granule = math.gcd(16, num_bytes, *addresses)
+    element, group, _ = words(granule)
+    width = num_bytes // granule
+    return _Rows(width, element, group, min(_TILE, power_of_two(width * group)))
+
+
+@triton.jit
+def _move(
+    write,
+    read,
+    width,
+    block,
+    ELEMENT: tl.constexpr,
+    GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """A block of a row's columns."""
+    size: tl.constexpr = ELEMENT.primitive_bitwidth // 8 * GROUP
+    columns = block * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < width * GROUP
+    values = tl.load(tl.multiple_of(read, size) + columns, mask=inside)
+    tl.store(tl.multiple_of(write, size) + columns, values, mask=inside)
+
+
+@triton.jit
+def _number_kernel(
+    topk_idx,
+    block,
+    sent,
+    first_bad,
+    num_pairs,
+    num_topk,
+    num_experts,
+    PAIRS: tl.constexpr,
+    OTHERS: tl.constexpr,
+):
+    """Copy topk_idx twice, and after it each pair's place among those of its expert.
+
+    [[1, 0], [-1, 1]] -> [[0, 0], [-1, 1]]. A pair is compared with all before it, since that takes
+    one launch, and tokens are few. What is bad is twice the pair, plus 1 if it is there again.
+    """
+    pairs = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
+    live = pairs < num_pairs
+    expert = tl.load(topk_idx + pairs, mask=live, other=-1)
+    begin = pairs // num_topk * num_topk  # of the token
+    nth = tl.zeros([PAIRS], tl.int32)
+    again = tl.zeros([PAIRS], tl.int32)
+    for first in range(0, (tl.program_id(0) + 1) * PAIRS, OTHERS):
+        others = first + tl.arange(0, OTHERS)
+        other = tl.load(topk_idx + others, mask=others < num_pairs, other=-1)
+        earlier = others[None, :] < pairs[:, None]
+        same = earlier & (other[None, :] == expert[:, None])
+        nth += tl.sum(same.to(tl.int32), 1)
+        again += tl.sum((same & (others[None, :] >= begin[:, None])).to(tl.int32), 1)
+    routed = (expert >= 0) & (expert < num_experts)
+    tl.store(block + pairs, expert, mask=live)
+    tl.store(sent + pairs, expert, mask=live)
+    tl.store(sent + num_pairs + pairs, tl.where(routed, nth, -1).to(tl.int64), mask=live)
+    twice = routed & (again > 0)
+    bad = live & (expert != -1) & ((routed == 0) | twice)
+    tl.atomic_min(first_bad + pairs * 0, 2 * pairs + twice.to(tl.int64), mask=bad, sem="relaxed")
+
+
+def stage_slots(
+    x_TD: Tensor, topk_idx_TK: Tensor, shape: SlotShape, block_B: Tensor, sent_2TK: Tensor
+) -> int:
+    (num_tokens, num_topk), num_pairs = topk_idx_TK.shape, topk_idx_TK.numel()
+    bad = first_bad(topk_idx_TK.device)
+    launch(
+        _number_kernel,
+        (blocks(num_pairs, _PAIRS),),
+        topk_idx_TK,
+        block_B[: 8 * num_pairs].view(torch.int64),
+        sent_2TK,
+        bad,
+        num_pairs,
+        num_topk,
+        shape.placement.num_experts,
+        PAIRS=_PAIRS,
+        OTHERS=_OTHERS,
+    )
+    rows = block_B[shape.rows_at : shape.rows_at + num_tokens * shape.row_bytes]
+    if shape.cast == NO_CAST:
+        pack(x_TD.detach().view(torch.uint8), None, rows.view(num_tokens, shape.row_bytes))
+    else:
+        scales = block_B[shape.scales_at : shape.scales_at + num_tokens * shape.scale_bytes]
+        scales = scales.view(torch.int8 if shape.cast == PACKED else torch.float32)
+        kind = kind_of(shape.dtype)
+        cast_into(x_TD.detach(), rows.view(torch.int8), scales, kind, shape.cast)
+    place, twice = divmod(read_first_bad(bad), 2)
+    if place < 0:
+        return -1
+    return -2 - place if twice else place
+
+
+@triton.jit
+def _find_kernel(
+    sources,
+    experts,
+    chosen,
+    found,
+    num_ranks,
+    num_max,
+    num_topk,
+    TOKENS: tl.constexpr,
+    TOPK: tl.constexpr,
+):
+    """The tokens of a source that chose an expert, in their order, and how many they are.
+
+    `sources` has the address of each rank's block, then how many tokens are in it. Whatever ids
+    others wrote there, they are compared, and never become addresses.
+    """
+    both = tl.program_id(0).to(tl.int64)
+    source = both % num_ranks
+    expert = tl.load(experts + both // num_ranks)
+    topk = tl.load(sources + source).to(tl.pointer_type(tl.int64))
+    num_tokens = tl.load(sources + num_ranks + source).to(tl.int32)
+    k = tl.arange(0, TOPK)
+    count = 0
+    for first in range(0, num_tokens, TOKENS):
+        tokens = first + tl.arange(0, TOKENS)
+        mask = (tokens < num_tokens)[:, None] & (k < num_topk)[None, :]
+        ids = tl.load(topk + tokens[:, None] * num_topk + k[None, :], mask=mask, other=-1)
+        hit = tl.max((ids == expert).to(tl.int32), 1)
+        place = count + tl.cumsum(hit, 0) - hit
+        tl.store(chosen + both * num_max + place, tokens, mask=hit != 0)
+        count += tl.sum(hit, 0)
+    tl.store(found + both, count)
+
+
+@triton.jit
+def _fill_kernel(
+    sources,
+    chosen,
+    found,
+    x,
+    scales,
+    counts,
+    src_info,
+    layout_range,
+    num_ranks,
+    num_max,
+    rows_at,
+    width,
+    scales_at,
+    scale_width,
+    ELEMENT: tl.constexpr,
+    GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    SCALE_ELEMENT: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    RANKS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """The rows of an expert and a source, after those of the sources before it."""
+    both = tl.program_id(0).to(tl.int64)
+    local, source = both // num_ranks, both % num_ranks
+    block, lane = tl.program_id(1), tl.program_id(2)
+    ranks = tl.arange(0, RANKS)
+    begin = tl.sum(tl.load(found + local * num_ranks + ranks, mask=ranks < source, other=0), 0)
+    count = tl.load(found + both)
+    staged = tl.load(sources + source)
+    rows = (staged + rows_at).to(tl.pointer_type(ELEMENT))
+    x = x.to(tl.pointer_type(ELEMENT))
+    for i in range(lane, count, LANES):
+        token = tl.load(chosen + both * num_max + i).to(tl.int64)
+        slot = local * num_ranks * num_max + begin + i
+        write, read = x + slot * width * GROUP, rows + token * width * GROUP
+        _move(write, read, width, block, ELEMENT, GROUP, COLUMNS)
+        if block == 0:
+            tl.store(src_info + slot, token.to(tl.int32))
+            if HAS_SCALES:
+                write = scales.to(tl.pointer_type(SCALE_ELEMENT)) + slot * scale_width * SCALE_GROUP
+                read = (staged + scales_at).to(tl.pointer_type(SCALE_ELEMENT))
+                read = read + token * scale_width * SCALE_GROUP
+                _move(write, read, scale_width, 0, SCALE_ELEMENT, SCALE_GROUP, SCALE_COLUMNS)
+    if (block == 0) & (lane == 0):
+        tl.store(layout_range + both, (begin.to(tl.int64) << 32) | count)
+        if source == num_ranks - 1:
+            tl.store(counts + local, begin + count)
+
+
+def fill_slots(
+    blocks: Sequence[Tensor], tokens: Sequence[int], shape: SlotShape, out: Received
+) -> None:
+    device, num_ranks, num_max = out.x.device, shape.num_ranks, shape.num_max
+    both = shape.num_local * num_ranks
+    addresses = [block.data_ptr() for block in blocks]
+    sources = numbers([*addresses, *(min(count, num_max) for count in tokens)], device)
+    own = kept_numbers(tuple(shape.placement.experts_of_rank[shape.rank]), device)
+    chosen = memory.empty(both, num_max, dtype=torch.int32, device=device)
+    found = memory.empty(both, dtype=torch.int32, device=device)
+    topk = power_of_two(shape.num_topk)
+    launch(
+        _find_kernel,
+        (both,),
+        sources,
+        own,
+        chosen,
+        found,
+        num_ranks,
+        num_max,
+        shape.num_topk,
+        TOKENS=min(power_of_two(num_max), max(1, _CHOICES // topk)),
+        TOPK=topk,
+    )
+    rows = _rows(shape.row_bytes, out.x.data_ptr(), *addresses)
+    scales = out.x if out.scales is None else out.scales
+    scale_rows = _rows(shape.scale_bytes, scales.data_ptr(), *addresses)
+    launch(
+        _fill_kernel,
+        (both, rows.num_blocks, _LANES),
+        sources,
+        chosen,
+        found,
+        out.x.view(torch.int8),
+        scales.view(torch.int8),
+        out.counts,
+        out.src_info,
+        out.layout_range,
+        num_ranks,
+        num_max,
+        shape.rows_at,
+        rows.width,
+        shape.scales_at,
+        scale_rows.width,
+        ELEMENT=rows.element,
+        GROUP=rows.group,
+        COLUMNS=rows.columns,
+        HAS_SCALES=out.scales is not None,
+        SCALE_ELEMENT=scale_rows.element,
+        SCALE_GROUP=scale_rows.group,
+        SCALE_COLUMNS=power_of_two(scale_rows.width * scale_rows.group),
+        RANKS=power_of_two(num_ranks),
+        LANES=_LANES,
+    )
+
+
+@triton.jit
+def _back_kernel(
+    targets,
+    y,
+    layout_range,
+    tables,
+    num_ranks,
+    num_slots,
+    table_stride,
+    width,
+    ELEMENT: tl.constexpr,
+    GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LOCALS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """The rows of an expert and a source, after those of the experts before it.
+
+    A range is begin << 32 | count, so that count is what an int32 has room for.
+    """
+    both = tl.program_id(0).to(tl.int64)
+    local, source = both // num_ranks, both % num_ranks
+    block, lane = tl.program_id(1), tl.program_id(2)
+    others = tl.arange(0, LOCALS)
+    before = tl.load(layout_range + others * num_ranks + source, mask=others < local, other=0)
+    first = tl.sum(before.to(tl.int32), 0).to(tl.int64)
+    given = tl.load(layout_range + both)
+    begin, count = local * num_slots + (given >> 32), given.to(tl.int32)
+    out = tl.load(targets + source).to(tl.pointer_type(ELEMENT))
+    y = y.to(tl.pointer_type(ELEMENT))
+    for i in range(lane, count, LANES):
+        write, read = out + (first + i) * width * GROUP, y + (begin + i) * width * GROUP
+        _move(write, read, width, block, ELEMENT, GROUP, COLUMNS)
+    if (block == 0) & (lane == 0):
+        tl.store(tables + source * table_stride + local, first)
+
+
+def stage_back(
+    y_LSD: Tensor, layout_range_LR: Tensor, outs: Sequence[Tensor], tables_RL: Tensor
+) -> None:
+    num_local, num_slots, hidden = y_LSD.shape
+    targets = [out.data_ptr() for out in outs]
+    rows = _rows(hidden * y_LSD.element_size(), y_LSD.data_ptr(), *targets)
+    launch(
+        _back_kernel,
+        (num_local * len(outs), rows.num_blocks, _LANES),
+        numbers(targets, y_LSD.device),
+        y_LSD.detach().view(torch.int8),
+        layout_range_LR,
+        tables_RL,
+        len(outs),
+        num_slots,
+        tables_RL.stride(0),
+        rows.width,
+        ELEMENT=rows.element,
+        GROUP=rows.group,
+        COLUMNS=rows.columns,
+        LOCALS=power_of_two(num_local),
+        LANES=_LANES,
+    )
+
+
+@triton.jit
+def _pick_kernel(topk_idx, sent, picked, first_bad, num_pairs, num_topk, PAIRS: tl.constexpr):
+    """A token names an expert once, so that one of its pairs at most is found."""
+    pairs = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
+    live = pairs < num_pairs
+    expert = tl.load(topk_idx + pairs, mask=live, other=-1)
+    begin = pairs // num_topk * num_topk  # of the token
+    place = tl.full([PAIRS], -1, tl.int64)
+    for k in range(num_topk):
+        was = tl.load(sent + begin + k, mask=live, other=-1)
+        found = live & (expert >= 0) & (was == expert)
+        place = tl.where(found, tl.load(sent + num_pairs + begin + k, mask=found, other=-1), place)
+    tl.store(picked + pairs, place, mask=live)
+    bad = live & (expert != -1) & (place < 0)
+    tl.atomic_min(first_bad + pairs * 0, pairs, mask=bad, sem="relaxed")
+
+
+def pick_slots(topk_idx_TK: Tensor, sent_2TK: Tensor, picked_TK: Tensor) -> int:
+    bad, num_pairs = first_bad(topk_idx_TK.device), topk_idx_TK.numel()
+    launch(
+        _pick_kernel,
+        (blocks(num_pairs, _PICKED),),
+        topk_idx_TK,
+        sent_2TK,
+        picked_TK,
+        bad,
+        num_pairs,
+        topk_idx_TK.shape[1],
+        PAIRS=_PICKED,
+    )
+    return read_first_bad(bad)
+
+
+@triton.jit
+def _sum_kernel(
+    sources,
+    tables,
+    rank_of_expert,
+    local_of_expert,
+    topk_idx,
+    picked,
+    weights,
+    out,
+    num_topk,
+    hidden,
+    table_stride,
+    KIND: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """As `sums`: one token, a block of its columns, term by term."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < hidden
+    total = tl.zeros([BLOCK], tl.float64 if KIND == FLOAT64 else tl.float32)
+    for k in range(num_topk):
+        pair = token * num_topk + k
+        place = tl.load(picked + pair)
+        if place >= 0:
+            expert = tl.load(topk_idx + pair)
+            owner = tl.load(rank_of_expert + expert).to(tl.int64)
+            first = tl.load(tables + owner * table_stride + tl.load(local_of_expert + expert))
+            rows = tl.load(sources + owner).to(tl.pointer_type(ELEMENT))
+            row = tl.multiple_of(rows, ALIGNED) + (first + place) * hidden
+            term = widen(tl.load(row + columns, mask=inside), KIND)
+            total = total + tl.load(weights + pair).to(total.dtype) * term
+    tl.store(out + token * hidden + columns, narrow(total, KIND), mask=inside)
+
+
+def sum_slots(
+    rows: Sequence[Tensor],
+    tables_RL: Tensor,
+    topk_idx_TK: Tensor,
+    picked_TK: Tensor,
+    topk_weights_TK: Tensor,
+    shape: SlotShape,
+    out_TD: Tensor,
+) -> Tensor:
+    addresses = [one.data_ptr() for one in rows]
+    num_tokens, hidden = out_TD.shape
+    kind = kind_of(out_TD.dtype)
+    block = column_block(hidden, out_TD.element_size())
+    launch(
+        _sum_kernel,
+        (num_tokens, blocks(hidden, block)),
+        numbers(addresses, out_TD.device),
+        tables_RL,
+        shape.placement.rank_of_expert,
+        shape.placement.local_of_expert,
+        topk_idx_TK,
+        picked_TK,
+        topk_weights_TK.detach(),
+        as_passed(out_TD),
+        topk_idx_TK.shape[1],
+        hidden,
+        tables_RL.stride(0),
+        KIND=kind,
+        ELEMENT=as_element(kind),
+        ALIGNED=math.gcd(16, *addresses),
+        BLOCK=block,
+    )
+    return out_TD
