@@ -21,6 +21,9 @@ from tokenyard.kernels.triton.ahead import TARGETS, Compiled
 NVIDIA = [name for name in TARGETS if name.startswith("sm_")]
 AMD = [name for name in TARGETS if name.startswith("gfx")]
 
+SUMMING = ("reduce", "unpermute", "gradients", "sum_slots")
+COUNTING = ("_outside_kernel", "_zero_kernel", "_find_kernel")  # of those that move rows
+
 by_target = pytest.mark.parametrize("target", TARGETS)
 
 
@@ -59,9 +62,19 @@ def test_rows_move_16_bytes_at_once(target: str) -> None:
     moving = [
         one
         for one in of(
-            target, "pack", "unpack", "spread", "copy", "rearrange", "reduce", "unpermute"
+            target,
+            "pack",
+            "unpack",
+            "spread",
+            "copy",
+            "rearrange",
+            "reduce",
+            "unpermute",
+            "fill_slots",
+            "stage_back",
+            "sum_slots",
         )
-        if re.search(dtypes, one.case) and one.kernel not in ("_outside_kernel", "_zero_kernel")
+        if re.search(dtypes, one.case) and one.kernel not in COUNTING
     ]
     assert len(moving) > 50
     for one in moving:
@@ -75,10 +88,10 @@ def test_sums_are_ieee_on_nvidia(target: str) -> None:
     """No fused multiply-add, no flushed denormals, no approximate division."""
     for one in made(target):
         assert not re.search(r"\.ftz|\bdiv\.(full|approx)|\brcp\.approx", one.text), one.case
-    for one in of(target, "reduce", "unpermute", "gradients", "to_fp8", "from_fp8"):
+    for one in of(target, *SUMMING, "to_fp8", "from_fp8"):
         assert not re.search(r"\bfma\.", one.text), one.case
-    for one in of(target, "unpermute float32 weighted"):
-        if one.kernel == "_unpermute_kernel":
+    for one in of(target, "unpermute float32 weighted", "sum_slots float32"):
+        if one.kernel in ("_unpermute_kernel", "_sum_kernel"):
             assert re.search(r"\bmul(\.rn)?\.f32", one.text)
             assert re.search(r"\badd(\.rn)?\.f32", one.text)
     for one in of(target, "to_fp8 float32 plain"):
@@ -89,7 +102,7 @@ def test_sums_are_ieee_on_nvidia(target: str) -> None:
 def test_sums_are_ieee_on_amd(target: str) -> None:
     """No fused multiply-add; denormals are kept, as 3 in these modes says."""
     fused = re.compile(r"\bv_(pk_)?(fma|fmac|mad|mac)(mk|ak)?_(f|mix)")
-    for one in of(target, "reduce", "unpermute", "gradients", "from_fp8"):
+    for one in of(target, *SUMMING, "from_fp8"):
         assert not fused.search(one.text), one.case
     for one in made(target):
         modes = re.findall(r"\.amdhsa_float_denorm_mode_(?:32|16_64) (\d)", one.text)
@@ -99,7 +112,9 @@ def test_sums_are_ieee_on_amd(target: str) -> None:
 @by_target
 def test_atomics_that_only_count_are_relaxed_and_nothing_else_is_atomic(target: str) -> None:
     """Counters are read by later kernels: no order is wanted, and none is paid for."""
-    counting = of(target, "layout", "align", "place", "unpermute", "gradients")
+    counting = of(
+        target, "layout", "align", "place", "unpermute", "gradients", "stage_slots", "pick_slots"
+    )
     moving = [one for one in made(target) if one not in counting]
     word = r"\batom\.|\bred\." if target in NVIDIA else r"_atomic_"
     assert not [one.case for one in moving if re.search(word, one.text)]

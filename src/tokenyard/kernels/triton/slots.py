@@ -33,8 +33,7 @@ from tokenyard.kernels.triton.rows import pack
 from tokenyard.kernels.triton.sums import column_block
 from tokenyard.slots import NO_CAST, PACKED, Received, SlotShape
 
-_PAIRS = 32  # of a program, and
-_OTHERS = 128  # how many each is compared with at once
+_PAIRS = 32  # of a program, each compared with as many others at once
 _PICKED = 256
 _CHOICES = 512  # of tokens that a program looks at in one step
 _TILE = 1024  # elements of a row that are moved at once
@@ -63,21 +62,18 @@ def _rows(num_bytes: int, *addresses: int) -> _Rows:
 
 
 @triton.jit
-def _move(
-    write,
-    read,
-    width,
-    block,
-    ELEMENT: tl.constexpr,
-    GROUP: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """A block of a row's columns."""
+def _rows_at(address, ELEMENT: tl.constexpr, GROUP: tl.constexpr):
+    """Rows that begin at an address, of which the compiler cannot know that it is a granule's."""
     size: tl.constexpr = ELEMENT.primitive_bitwidth // 8 * GROUP
+    return tl.multiple_of(address.to(tl.pointer_type(ELEMENT)), size)
+
+
+@triton.jit
+def _move(write, read, width, block, GROUP: tl.constexpr, COLUMNS: tl.constexpr):
+    """A block of a row's columns."""
     columns = block * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < width * GROUP
-    values = tl.load(tl.multiple_of(read, size) + columns, mask=inside)
-    tl.store(tl.multiple_of(write, size) + columns, values, mask=inside)
+    tl.store(write + columns, tl.load(read + columns, mask=inside), mask=inside)
 
 
 @triton.jit
@@ -90,33 +86,35 @@ def _number_kernel(
     num_topk,
     num_experts,
     PAIRS: tl.constexpr,
-    OTHERS: tl.constexpr,
 ):
     """Copy topk_idx twice, and after it each pair's place among those of its expert.
 
     [[1, 0], [-1, 1]] -> [[0, 0], [-1, 1]]. A pair is compared with all before it, since that takes
     one launch, and tokens are few. What is bad is twice the pair, plus 1 if it is there again.
     """
-    pairs = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
+    lanes = tl.arange(0, PAIRS)
+    pairs = tl.program_id(0) * PAIRS + lanes
     live = pairs < num_pairs
-    expert = tl.load(topk_idx + pairs, mask=live, other=-1)
+    given = tl.load(topk_idx + pairs, mask=live, other=-1)
+    routed = (given >= 0) & (given < num_experts)
+    expert = tl.where(routed, given, -1).to(tl.int32)
     begin = pairs // num_topk * num_topk  # of the token
     nth = tl.zeros([PAIRS], tl.int32)
     again = tl.zeros([PAIRS], tl.int32)
-    for first in range(0, (tl.program_id(0) + 1) * PAIRS, OTHERS):
-        others = first + tl.arange(0, OTHERS)
+    for first in range(0, (tl.program_id(0) + 1) * PAIRS, PAIRS):
+        others = first + lanes
         other = tl.load(topk_idx + others, mask=others < num_pairs, other=-1)
-        earlier = others[None, :] < pairs[:, None]
-        same = earlier & (other[None, :] == expert[:, None])
+        other = tl.where((other >= 0) & (other < num_experts), other, -1).to(tl.int32)
+        same = (others[None, :] < pairs[:, None]) & (other[None, :] == expert[:, None])
         nth += tl.sum(same.to(tl.int32), 1)
         again += tl.sum((same & (others[None, :] >= begin[:, None])).to(tl.int32), 1)
-    routed = (expert >= 0) & (expert < num_experts)
-    tl.store(block + pairs, expert, mask=live)
-    tl.store(sent + pairs, expert, mask=live)
+    tl.store(block + pairs, given, mask=live)
+    tl.store(sent + pairs, given, mask=live)
     tl.store(sent + num_pairs + pairs, tl.where(routed, nth, -1).to(tl.int64), mask=live)
     twice = routed & (again > 0)
-    bad = live & (expert != -1) & ((routed == 0) | twice)
-    tl.atomic_min(first_bad + pairs * 0, 2 * pairs + twice.to(tl.int64), mask=bad, sem="relaxed")
+    bad = live & (given != -1) & ((routed == 0) | twice)
+    code = 2 * pairs.to(tl.int64) + twice.to(tl.int64)
+    tl.atomic_min(first_bad + pairs * 0, code, mask=bad, sem="relaxed")
 
 
 def stage_slots(
@@ -135,7 +133,6 @@ def stage_slots(
         num_topk,
         shape.placement.num_experts,
         PAIRS=_PAIRS,
-        OTHERS=_OTHERS,
     )
     rows = block_B[shape.rows_at : shape.rows_at + num_tokens * shape.row_bytes]
     if shape.cast == NO_CAST:
@@ -178,7 +175,8 @@ def _find_kernel(
     for first in range(0, num_tokens, TOKENS):
         tokens = first + tl.arange(0, TOKENS)
         mask = (tokens < num_tokens)[:, None] & (k < num_topk)[None, :]
-        ids = tl.load(topk + tokens[:, None] * num_topk + k[None, :], mask=mask, other=-1)
+        pairs = tokens.to(tl.int64)[:, None] * num_topk + k[None, :]
+        ids = tl.load(topk + pairs, mask=mask, other=-1)
         hit = tl.max((ids == expert).to(tl.int32), 1)
         place = count + tl.cumsum(hit, 0) - hit
         tl.store(chosen + both * num_max + place, tokens, mask=hit != 0)
@@ -220,20 +218,20 @@ def _fill_kernel(
     begin = tl.sum(tl.load(found + local * num_ranks + ranks, mask=ranks < source, other=0), 0)
     count = tl.load(found + both)
     staged = tl.load(sources + source)
-    rows = (staged + rows_at).to(tl.pointer_type(ELEMENT))
+    rows = _rows_at(staged + rows_at, ELEMENT, GROUP)
     x = x.to(tl.pointer_type(ELEMENT))
     for i in range(lane, count, LANES):
         token = tl.load(chosen + both * num_max + i).to(tl.int64)
         slot = local * num_ranks * num_max + begin + i
         write, read = x + slot * width * GROUP, rows + token * width * GROUP
-        _move(write, read, width, block, ELEMENT, GROUP, COLUMNS)
+        _move(write, read, width, block, GROUP, COLUMNS)
         if block == 0:
             tl.store(src_info + slot, token.to(tl.int32))
             if HAS_SCALES:
                 write = scales.to(tl.pointer_type(SCALE_ELEMENT)) + slot * scale_width * SCALE_GROUP
-                read = (staged + scales_at).to(tl.pointer_type(SCALE_ELEMENT))
+                read = _rows_at(staged + scales_at, SCALE_ELEMENT, SCALE_GROUP)
                 read = read + token * scale_width * SCALE_GROUP
-                _move(write, read, scale_width, 0, SCALE_ELEMENT, SCALE_GROUP, SCALE_COLUMNS)
+                _move(write, read, scale_width, 0, SCALE_GROUP, SCALE_COLUMNS)
     if (block == 0) & (lane == 0):
         tl.store(layout_range + both, (begin.to(tl.int64) << 32) | count)
         if source == num_ranks - 1:
@@ -324,11 +322,11 @@ def _back_kernel(
     first = tl.sum(before.to(tl.int32), 0).to(tl.int64)
     given = tl.load(layout_range + both)
     begin, count = local * num_slots + (given >> 32), given.to(tl.int32)
-    out = tl.load(targets + source).to(tl.pointer_type(ELEMENT))
+    out = _rows_at(tl.load(targets + source), ELEMENT, GROUP)
     y = y.to(tl.pointer_type(ELEMENT))
     for i in range(lane, count, LANES):
         write, read = out + (first + i) * width * GROUP, y + (begin + i) * width * GROUP
-        _move(write, read, width, block, ELEMENT, GROUP, COLUMNS)
+        _move(write, read, width, block, GROUP, COLUMNS)
     if (block == 0) & (lane == 0):
         tl.store(tables + source * table_stride + local, first)
 
