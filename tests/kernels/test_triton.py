@@ -21,11 +21,17 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+SLOW = pytest.mark.slow
+
+
 def rng(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize("item", ["u1", "u2", "u4", "u8", "c16", "V3", "V12"])
+@pytest.mark.parametrize(
+    "item",
+    ["u2", "c16", "V3", *(pytest.param(one, marks=SLOW) for one in ("u1", "u4", "u8", "V12"))],
+)
 @pytest.mark.parametrize(
     "shape, axes",
     [((70, 133), (1, 0)), ((3, 20, 66), (2, 0, 1)), ((2, 2, 67, 2), (1, 3, 2, 0))],

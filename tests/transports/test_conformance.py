@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -43,6 +44,20 @@ CASES = {
 }
 
 
+_ALWAYS = (
+    "plain",
+    "fp8-odd-hidden",
+    "no-tokens-on-some",
+    "holes",
+    "experts-not-divisible",
+    "worst-tokens",
+    "two-a-node",
+)
+SAMPLED = [
+    name if name in _ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in CASES
+]  # for numbers of ranks that lie between others: all cases, but most of them by hand
+
+
 def case_of(name: str, num_ranks: int) -> Case:
     return replace(BASE, num_ranks=num_ranks, **CASES[name])
 
@@ -67,19 +82,38 @@ def _valid(case: Case, name: str, got: object, want: object) -> tuple[object, ob
     return got, want
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 8, 17, 64])
-@pytest.mark.parametrize("name", CASES)
-def test_virtual_ranks(name: str, num_ranks: int) -> None:
-    case = case_of(name, num_ranks)
+def check_virtual(case: Case) -> None:
     with poisoned():
-        outs = run_virtual(job, num_ranks, case).results
+        outs = run_virtual(job, case.num_ranks, case).results
     check(case, outs)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("name", CASES)
+def test_virtual_ranks(name: str, num_ranks: int) -> None:
+    check_virtual(case_of(name, num_ranks))
+
+
+@pytest.mark.parametrize("num_ranks", [4, 17, 64])
+@pytest.mark.parametrize("name", SAMPLED)
+def test_more_virtual_ranks(name: str, num_ranks: int) -> None:
+    check_virtual(case_of(name, num_ranks))
+
+
 @pytest.mark.parametrize("transport", ["direct", "ring"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 5, 17])
+@pytest.mark.parametrize("num_ranks", [1, 2, 5])
 @pytest.mark.parametrize("name", CASES)
 def test_virtual_ranks_that_share_memory(name: str, num_ranks: int, transport: str) -> None:
+    check_sharing(name, num_ranks, transport)
+
+
+@pytest.mark.parametrize("transport", ["direct", "ring"])
+@pytest.mark.parametrize("name", SAMPLED)
+def test_17_virtual_ranks_that_share_memory(name: str, transport: str) -> None:
+    check_sharing(name, 17, transport)
+
+
+def check_sharing(name: str, num_ranks: int, transport: str) -> None:
     case = replace(case_of(name, num_ranks), transport=transport, kernels="numba")
     check(case, run_virtual(job, num_ranks, case).results)
 
@@ -99,17 +133,36 @@ def test_placement(placement: tuple[int, ...], kernels: str) -> None:
     check(case, outs)
 
 
-@pytest.fixture(scope="module", params=range(1, 9), ids=lambda n: f"{n}-processes")
-def processes(request: pytest.FixtureRequest):
+TRANSPORTS = pytest.mark.parametrize(
+    "transport", [one for one in available() if one != "hierarchical"]
+)
+
+
+def started(request: pytest.FixtureRequest) -> Iterator[Processes]:
     with Processes(request.param, timeout=60) as ranks:
         yield ranks
 
 
+processes = pytest.fixture(started, scope="module", params=[1, 2, 3, 8])
+between = pytest.fixture(started, scope="module", params=[4, 5, 6, 7])
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("transport", [one for one in available() if one != "hierarchical"])
+@TRANSPORTS
 @pytest.mark.parametrize("name", CASES)
 def test_processes(name: str, transport: str, processes: Processes) -> None:
-    case = replace(case_of(name, processes.num_ranks), transport=transport)
+    check_processes(name, transport, processes)
+
+
+@pytest.mark.processes
+@TRANSPORTS
+@pytest.mark.parametrize("name", SAMPLED)
+def test_numbers_between(name: str, transport: str, between: Processes) -> None:
+    check_processes(name, transport, between)
+
+
+def check_processes(name: str, transport: str, ranks: Processes) -> None:
+    case = replace(case_of(name, ranks.num_ranks), transport=transport)
     if transport != "collective":
         case = replace(case, kernels="numba")  # the reference set has no signals
-    check(case, processes.run(job, case))
+    check(case, ranks.run(job, case))

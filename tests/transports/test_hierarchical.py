@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.transports.exchange_case import Case, inputs, job
-from tests.transports.test_conformance import CASES, case_of, check
+from tests.transports.test_conformance import CASES, SAMPLED, case_of, check
 from tokenyard import spec
 from tokenyard.testing import Processes, run_virtual
 from tokenyard.transports import way
 
-SHAPES = [(2, 2), (4, 4), (2, 2, 2, 2), (3, 2, 1)]
+SHAPES = [(2, 2), (3, 2, 1)]
+MORE_SHAPES = [(4, 4), (2, 2, 2, 2)]
 SMALL_SHAPES = [(1, 1), (1, 3), (2,)]  # a node of one rank, and one node
 
 
@@ -26,10 +28,19 @@ def name_of(sizes: tuple[int, ...]) -> str:
     return "+".join(map(str, sizes))
 
 
-@pytest.mark.parametrize("sizes", SHAPES + SMALL_SHAPES, ids=name_of)
+@pytest.mark.parametrize("sizes", SHAPES, ids=name_of)
 @pytest.mark.parametrize("name", CASES)
 def test_virtual_ranks(name: str, sizes: tuple[int, ...]) -> None:
-    case = on_nodes(name, sizes)
+    check_virtual(on_nodes(name, sizes))
+
+
+@pytest.mark.parametrize("sizes", MORE_SHAPES + SMALL_SHAPES, ids=name_of)
+@pytest.mark.parametrize("name", SAMPLED)
+def test_more_shapes(name: str, sizes: tuple[int, ...]) -> None:
+    check_virtual(on_nodes(name, sizes))
+
+
+def check_virtual(case: Case) -> None:
     check(case, run_virtual(job, case.num_ranks, case).results)
 
 
@@ -38,11 +49,10 @@ def test_virtual_ranks(name: str, sizes: tuple[int, ...]) -> None:
 def test_many_chunks(name: str, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of two or three tokens, and of one where a row is longer than that."""
     monkeypatch.setattr(way, "_CHUNK", 500)
-    case = on_nodes(name, sizes)
-    check(case, run_virtual(job, case.num_ranks, case).results)
+    check_virtual(on_nodes(name, sizes))
 
 
-@pytest.mark.parametrize("num_nodes", [1, 2, 4, 8, 32])
+@pytest.mark.parametrize("num_nodes", [1, 2, 8, pytest.param(32, marks=pytest.mark.slow)])
 @pytest.mark.timeout(300)
 def test_nodes_of_8(num_nodes: int) -> None:
     case = Case(
@@ -89,15 +99,27 @@ def marks_between(case: Case) -> torch.Tensor:
     return bits
 
 
-@pytest.fixture(scope="module", params=SHAPES, ids=name_of)
-def nodes(request: pytest.FixtureRequest):
+def started(request: pytest.FixtureRequest) -> Iterator[tuple[tuple[int, ...], Processes]]:
     with Processes(sum(request.param), timeout=60) as ranks:
         yield request.param, ranks
+
+
+nodes = pytest.fixture(started, scope="module", params=SHAPES, ids=name_of)
+more_nodes = pytest.fixture(started, scope="module", params=MORE_SHAPES, ids=name_of)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", CASES)
 def test_processes(name: str, nodes: tuple[tuple[int, ...], Processes]) -> None:
-    sizes, ranks = nodes
+    check_processes(name, *nodes)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", SAMPLED)
+def test_more_processes(name: str, more_nodes: tuple[tuple[int, ...], Processes]) -> None:
+    check_processes(name, *more_nodes)
+
+
+def check_processes(name: str, sizes: tuple[int, ...], ranks: Processes) -> None:
     case = on_nodes(name, sizes)
     check(case, ranks.run(job, case))

@@ -66,12 +66,13 @@ def go_round(group: Any, seeds: range) -> list[tuple[Tensor, ...]]:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_fifty_routings(num_ranks: int) -> None:
+@pytest.mark.parametrize("num_routings", [10, pytest.param(50, marks=pytest.mark.slow)])
+def test_random_routings(num_ranks: int, num_routings: int) -> None:
     """Both chunk sizes by turns; blocks grow between calls."""
     with Processes(num_ranks, timeout=380) as ranks:
-        got = ranks.run(go_round, range(50))
+        got = ranks.run(go_round, range(num_routings))
     world = spec.World.even(NUM_EXPERTS, num_ranks)
-    for seed in range(50):
+    for seed in range(num_routings):
         xs, topk_idxs, weights = zip(*(given(seed, rank) for rank in range(num_ranks)))
         layouts = [spec.layout(one, world) for one in topk_idxs]
         received = spec.dispatch(xs, layouts, world, topk_idxs=topk_idxs, topk_weights=weights)
