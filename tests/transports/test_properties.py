@@ -57,7 +57,7 @@ ALWAYS = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "da
 
 
 @pytest.mark.timeout(400)
-@settings(max_examples=500, derandomize=True, **ALWAYS)
+@settings(max_examples=200, derandomize=True, **ALWAYS)
 @given(cases())
 def test_random_cases(case: Case) -> None:
     check_on_virtual_ranks(case)
