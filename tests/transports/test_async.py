@@ -149,9 +149,9 @@ def test_work_is_done_in_order_and_not_at_all_after_a_failure() -> None:
 
 def failing_thread(group: Any) -> None:
     with tokenyard.Buffer(group) as buffer:
-        buffer._engine._worker.submit(lambda: torch.zeros(-1))
+        buffer._engine.worker.submit(lambda: torch.zeros(-1))
         with pytest.raises(RuntimeError):
-            buffer._engine._worker.drain()
+            buffer._engine.worker.drain()
         x, (idx, weights) = numbered_tokens(8, 16), routing("uniform", 8, 3, EXPERTS)
         with pytest.raises(tokenyard.BufferClosed, match="broken by an earlier error"):
             buffer.dispatch(x, topk_idx=idx, topk_weights=weights, num_experts=EXPERTS)

@@ -1,4 +1,4 @@
-"""Random cases on virtual ranks against `spec`: 500 in CI, 20,000 by hand (pytest -m slow)."""
+"""Random cases on virtual ranks against `spec`: 200 in CI, 20,000 by hand (pytest -m slow)."""
 
 from __future__ import annotations
 
