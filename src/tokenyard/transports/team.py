@@ -96,9 +96,9 @@ class Team:
         self._one_polls = threading.Lock()  # words may be exchanged while rows move
         for fd in self._pidfds:
             self._deaths.register(fd, select.POLLIN)
-        # Ranks may each be bound to cores of their own, so count those of all ranks together.
-        told = np.array(tell_all(communicator, _own_cores()), np.uint64)
-        cores = sum(int(word).bit_count() for word in np.bitwise_or.reduce(told, axis=1))
+        # Ranks bound to fewer cores than there are ranks mostly share them with other programs, a
+        # server's for example, which would wait for a rank that spins.
+        cores = len(os.sched_getaffinity(0))
         self.patience = 2000 if self.size <= cores else 20
         # Some milliseconds where each rank has a core: two that sleep keep making each other wait.
         self._yields = 2000 if self.size <= cores else 50
@@ -359,16 +359,6 @@ class Team:
     def _control_bytes(self) -> int:
         exact = self._signal_bytes() + 2 * self.size * self._box * 8
         return round_up(exact, os.sysconf("SC_PAGESIZE"))
-
-
-def _own_cores() -> list[int]:
-    """The cores that this rank may run on, as bits of 16 words: those after the first 512 count as
-    the ones before, which matters only to how long a rank spins.
-    """
-    words = [0] * 16
-    for core in os.sched_getaffinity(0):
-        words[core // 32 % 16] |= 1 << core % 32
-    return words
 
 
 def _try_segment(num_bytes: int) -> tuple[Segment | None, str | None]:
