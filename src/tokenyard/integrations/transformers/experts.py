@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tokenyard.buffer import Buffer
 from tokenyard.integrations.transformers.everyone import Everyone, Replicated, Summed
 from tokenyard.nn import functional
+from tokenyard.topology import Placement
 
 NAME = "tokenyard"  # in transformers' registry of expert functions
 Experts = Any  # a module of transformers that holds stacked experts
@@ -22,28 +22,13 @@ class Plan:
     """How one experts module takes part."""
 
     buffer: Buffer
-    rank_of: list[int]  # the owner of each expert
-    owned: list[int]  # this rank's, global ids
-    local_of: Tensor  # [E] int64, the local id, -1 where the expert is elsewhere
-    everyone: Everyone | None  # where all ranks have the same tokens
+    placement: Placement
+    everyone: Everyone | None = None  # where all ranks have the same tokens
 
     @property
-    def num_experts(self) -> int:
-        """Of all ranks."""
-        return len(self.rank_of)
-
-    @classmethod
-    def of(cls, buffer: Buffer, rank_of: list[int], everyone: Everyone | None = None) -> Plan:
-        owned = [expert for expert, rank in enumerate(rank_of) if rank == buffer.rank]
-        local_of = torch.full((len(rank_of),), -1)
-        local_of[owned] = torch.arange(len(owned))
-        return cls(
-            buffer=buffer,
-            rank_of=rank_of,
-            owned=owned,
-            local_of=local_of,
-            everyone=everyone,
-        )
+    def owned(self) -> list[int]:
+        """This rank's experts, global ids."""
+        return self.placement.experts_of_rank[self.buffer.rank]
 
 
 def experts_forward(
@@ -58,11 +43,12 @@ def experts_forward(
         )
     x, weights = hidden_states.contiguous(), top_k_weights.float()
     if plan.everyone is None:
-        rows = functional.dispatch(plan.buffer, x, top_k_index, weights, plan.num_experts)
+        rows = functional.dispatch(plan.buffer, x, top_k_index, weights, plan.placement.num_experts)
         y = _run(self, *rows[:3])
         return functional.combine(plan.buffer, y, rows.ticket, len(x))
     x, weights = Replicated.apply(plan.everyone, x, weights)
-    y = _run(self, x, plan.local_of[top_k_index], weights)
+    local_of = plan.placement.local_table(plan.buffer.rank)
+    y = _run(self, x, local_of[top_k_index], weights)
     return Summed.apply(plan.everyone, y)
 
 

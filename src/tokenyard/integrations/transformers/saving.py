@@ -50,10 +50,10 @@ def _gather(own: Tensor, plan: Plan, group: dist.ProcessGroup) -> Tensor | None:
     if rank != 0:
         dist.send(own.contiguous(), root, group)
         return None
-    whole = torch.empty(plan.num_experts, *own.shape[1:], dtype=own.dtype)
+    whole = torch.empty(plan.placement.num_experts, *own.shape[1:], dtype=own.dtype)
     whole[plan.owned] = own
     for other in range(1, dist.get_world_size(group)):
-        ids = [expert for expert, owner in enumerate(plan.rank_of) if owner == other]
+        ids = plan.placement.experts_of_rank[other]
         part = whole.new_empty(len(ids), *own.shape[1:])
         dist.recv(part, dist.get_global_rank(group, other), group)
         whole[ids] = part

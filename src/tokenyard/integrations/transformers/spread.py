@@ -13,7 +13,7 @@ from tokenyard.buffer import Buffer
 from tokenyard.integrations.transformers.everyone import Everyone
 from tokenyard.integrations.transformers.experts import NAME, Experts, Plan
 from tokenyard.integrations.transformers.saving import refuse_to_save_a_part
-from tokenyard.topology import even_split
+from tokenyard.topology import Placement
 
 Tokens = Literal["own", "same"]
 Model = TypeVar("Model", bound=nn.Module)
@@ -97,9 +97,10 @@ class _Spread:
     def __init__(self, buffer: Buffer, tokens: Tokens, placement: Tensor | None) -> None:
         self.buffer = buffer
         self.everyone = Everyone(buffer) if tokens == "same" and buffer.group_size > 1 else None
-        self.placement = (
-            None if placement is None else validate.placement(placement, buffer.group_size).tolist()
-        )
+        self.placement: Placement | None = None
+        if placement is not None:
+            owners = validate.placement(placement, buffer.group_size)
+            self.placement = Placement(owners, buffer.group_size)
 
     def plan(self, name: str, module: Experts) -> Plan:
         """Before anything of the module is changed."""
@@ -108,16 +109,17 @@ class _Spread:
             shape = list(parameter.shape)
             if shape[:1] != [num_experts]:
                 raise ValueError(f"{name}.{key} is {shape}, want {num_experts} experts first")
-        rank_of = self.placement or even_split(num_experts, num_ranks)
-        if len(rank_of) != num_experts:
-            raise ValueError(f"placement has {len(rank_of)} experts, want {num_experts}, {name}'s")
-        idle = sorted(set(range(num_ranks)) - set(rank_of))
+        placement = self.placement or Placement.even(num_experts, num_ranks)
+        if placement.num_experts != num_experts:
+            given = placement.num_experts
+            raise ValueError(f"placement has {given} experts, want {num_experts}, {name}'s")
+        idle = [rank for rank, owned in enumerate(placement.experts_of_rank) if not owned]
         if idle:
             raise ValueError(
                 f"rank {idle[0]} has none of the {num_experts} experts of {name}, "
                 f"want at least one on each of {num_ranks} ranks"
             )
-        return Plan.of(self.buffer, rank_of, self.everyone)
+        return Plan(buffer=self.buffer, placement=placement, everyone=self.everyone)
 
 
 def _attach(module: Experts, plan: Plan) -> None:

@@ -19,7 +19,7 @@ from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
 from tokenyard.buffer import Buffer
 from tokenyard.integrations.transformers.experts import Experts, Plan, experts_forward
-from tokenyard.topology import even_split
+from tokenyard.topology import Placement
 
 STYLE = "tokenyard_experts"
 
@@ -37,7 +37,8 @@ class TokenyardExperts(EpDispatchExpertsParallel):
             self._buffers[group] = Buffer(group, **self.buffer_options)
         num_ranks = ep_mesh.size()
         num_experts = module.num_experts * num_ranks  # it counts this rank's by now
-        module.tokenyard = Plan.of(self._buffers[group], even_split(num_experts, num_ranks))
+        placement = Placement.even(num_experts, num_ranks)
+        module.tokenyard = Plan(buffer=self._buffers[group], placement=placement)
 
         def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             given = hidden_states, top_k_index, top_k_weights

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from tokenyard.buffer import Buffer, Rows
 from tokenyard.integrations.vllm.settings import Settings
 from tokenyard.ops.permute import permute, unpermute
-from tokenyard.topology import even_split
+from tokenyard.topology import Placement
 from tokenyard.types import Handle, Permuted
 
 
@@ -52,21 +51,20 @@ class Exchange:
 
     def experts(self, num_experts: int) -> Experts:
         if num_experts not in self._experts:
-            owners = even_split(num_experts, self.ep_size)
-            known = torch.tensor([owner in self.ep_ranks for owner in owners])
+            placement = Placement.even(num_experts, self.ep_size)
+            known = torch.isin(placement.rank_of_expert, torch.tensor(self.ep_ranks))
             known_as = torch.where(known, known.cumsum(0) - 1, -1)
             self._experts[num_experts] = Experts(
                 int(known.sum()),
-                owners.count(self.ep_ranks[self.buffer.rank]),
+                len(placement.experts_of_rank[self.ep_ranks[self.buffer.rank]]),
                 None if known.all() else known_as,
             )
         return self._experts[num_experts]
 
     def expert_map(self, num_experts: int) -> list[int]:
         """What vLLM should say of this rank: the local id of each expert, -1 if it is elsewhere."""
-        local, mine = count(), self.ep_ranks[self.buffer.rank]
-        owners = even_split(num_experts, self.ep_size)
-        return [next(local) if owner == mine else -1 for owner in owners]
+        mine = self.ep_ranks[self.buffer.rank]
+        return Placement.even(num_experts, self.ep_size).local_table(mine).tolist()
 
     def send(self, x: Rows, topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> Arrived:
         """Each token to the ranks of its experts; and there a row for each (token, expert)."""
