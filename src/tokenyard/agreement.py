@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from tokenyard.errors import CallMismatch, PeerInputError, text_to_words, words_to_text
+from tokenyard.errors import CallMismatch, rejected, text_to_words
 from tokenyard.transports import Transport
 from tokenyard.types import ROW_DTYPES, SCALE_DTYPES
 
@@ -152,11 +152,7 @@ class Agreement:
         if own is not None:
             raise own
         rank = int(failed.argmax())
-        raise PeerInputError(
-            f"rank {rank} rejected its input, so no rank went on: {words_to_text(texts[rank])}",
-            rank=rank,
-            stage=stage,
-        )
+        raise rejected(rank, texts[rank], stage)
 
     def _raise_mismatch(self, stage: str, mine: Call, calls: np.ndarray) -> None:
         for name, own, column in zip(Call._fields, mine, calls.T.tolist()):

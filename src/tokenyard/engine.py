@@ -60,7 +60,7 @@ class Engine:
         nodes = None if self._one_node else topology.node_of_rank
         self._device = device
         self.streams = streams
-        self._local = Preparation(kernels, self.num_ranks, nodes, placement, device)
+        self.local = Preparation(kernels, self.num_ranks, nodes, placement, device)
 
     @property
     def failure(self) -> Exception | None:
@@ -71,7 +71,7 @@ class Engine:
         """Who gets each token. Local, so bad input raises on this rank alone."""
         try:
             wait(previous_event)
-            return self._local.layout(topk_idx, num_experts)
+            return self.local.layout(topk_idx, num_experts)
         except ValueError as error:
             raise self._agreement.named("get_dispatch_layout", error) from None
 
@@ -90,7 +90,7 @@ class Engine:
         self._before_words()
         call = self._agreement.number
         out, agreed = self._agreement.agree(
-            stage, lambda: self._local.dispatch(request), self._terms
+            stage, lambda: self.local.dispatch(request), self._terms
         )
         flow, per_expert = notify.hear(
             agreed.payload,
@@ -106,7 +106,7 @@ class Engine:
             out.scales,
             out.topk_idx,
             out.topk_weights,
-            self._local.token_numbers(out.x.shape[0]),
+            self.local.token_numbers(out.x.shape[0]),
         ]
         way = self.transport.survey(flow, out.layout.is_token_in_rank, _widths(columns), stage)
         if way is not None:
@@ -171,7 +171,7 @@ class Engine:
                 values.shape[0] == known.num_tokens,
                 f"x has {values.shape[0]} tokens, want {known.num_tokens}, those of the handle",
             )
-            self._local.config(config)
+            self.local.config(config)
             return values, scales, known, pending
 
         def terms(made: tuple[Tensor, Tensor | None, Handle, EventHandle | None]) -> Terms:
@@ -214,7 +214,7 @@ class Engine:
                 after=pending,
                 device=self._device,
             )
-            self._local.config(config)
+            self.local.config(config)
             sums = [
                 Sum(rows, validate.biases(bias, rows, num_tokens, pending), self._sum(rows, known))
             ]
@@ -250,7 +250,7 @@ class Engine:
 
     def local_experts(self, num_experts: Any) -> list[int]:
         try:
-            return list(self._local.placement(num_experts).experts_of_rank[self.rank])
+            return list(self.local.placement(num_experts).experts_of_rank[self.rank])
         except ValueError as error:
             raise self._agreement.named("get_local_experts", error) from None
 

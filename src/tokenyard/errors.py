@@ -66,6 +66,12 @@ class PeerInputError(_Named, ValueError):
         self.stage = stage
 
 
+def rejected(rank: int, words: Sequence[int] | np.ndarray, stage: str) -> PeerInputError:
+    """What all others raise when a rank has told them, in words, why its input will not do."""
+    text = f"rank {rank} rejected its input, so no rank went on: {words_to_text(words)}"
+    return PeerInputError(text, rank=rank, stage=stage)
+
+
 class CallMismatch(ValueError):
     """Ranks called different things, or the same thing with shapes that cannot meet."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import socket
 from collections.abc import Sequence
@@ -17,7 +16,6 @@ from tokenyard.agreement import STAGES, Agreement, Call, Terms
 from tokenyard.engine import Engine
 from tokenyard.errors import SharedMemoryError
 from tokenyard.low_latency.engine import LowLatency
-from tokenyard.prepare import Preparation
 from tokenyard.streams import streams_for
 from tokenyard.topology import Placement, Topology
 from tokenyard.transports import (
@@ -29,6 +27,7 @@ from tokenyard.transports import (
     open_transport,
     why_not_shared,
 )
+from tokenyard.types import digest
 
 
 def open_engine(
@@ -72,7 +71,7 @@ def open_engine(
         rings = (num_nvl_bytes, num_channels) if transport == "ring" else None
         nodes = list(ranks_per_node) if isinstance(ranks_per_node, Sequence) else ranks_per_node
         slots = (bool(low_latency_mode), bool(enable_shrink))
-        options = _digest(repr((transport, rings, nodes, where, slots)))
+        options = digest(repr((transport, rings, nodes, where, slots)))
         nonlocal probe, own_reason
         own_reason = why_not_shared(kernel_set)
         if own_reason is None:
@@ -118,9 +117,8 @@ def open_engine(
     engine = Engine(opened, kernel_set, agreement, topology, placed, own_id, device, streams)
     if not low_latency_mode:
         return engine, None
-    local = Preparation(kernel_set, size, None, placed, device)
     return engine, LowLatency(
-        opened, kernel_set, agreement, local, engine.worker, own_id, enable_shrink
+        opened, kernel_set, agreement, engine.local, engine.worker, own_id, enable_shrink
     )
 
 
@@ -151,11 +149,6 @@ def _machine() -> int:
     """The same on ranks of one machine, and on no other: a digest of the kernel's boot id."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            return _digest(file.read())
+            return digest(file.read())
     except OSError:
-        return _digest(socket.gethostname())
-
-
-def _digest(text: str) -> int:
-    """A non-negative int64 that tells texts apart."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+        return digest(socket.gethostname())

@@ -12,7 +12,6 @@ an expert, R * num_max.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -23,8 +22,9 @@ from torch import Tensor
 
 from tokenyard.errors import TEXT_WORDS
 from tokenyard.topology import Placement
-from tokenyard.types import ROW_DTYPES, round_up
+from tokenyard.types import ROW_DTYPES, digest, round_up
 
+DISPATCH, COMBINE = 0, 1  # the kinds of calls
 GROUP = 128  # elements that share a scale
 NO_CAST, PLAIN, ROUNDED, PACKED = -1, 0, 1, 2  # how rows are cast to FP8, if they are
 
@@ -47,6 +47,7 @@ _TERM_NAMES = (
 
 
 # How a compiled call ended: OK, or one of the others times 2**32 plus a rank, a place or a number.
+LOW = (1 << 32) - 1  # the lower half of such a word, and of a range: its count
 OK = 0
 LATE = 1  # a rank's post, or its word that it has read, is not there yet
 BAD = 2  # a pair that is no expert, or none that dispatch sent
@@ -123,7 +124,7 @@ class SlotShape:
             "scales_at": scales_at,
             "block_bytes": scales_at + round_up(self.num_max * scale_bytes, 64),
             "terms": terms,
-            "signature": _digest(*terms),
+            "signature": digest(repr(terms)) | 1,  # never 0
             "num_local": num_local,
             "num_slots": num_slots,
             "table_bytes": round_up(8 * self.placement.most_experts, 64),
@@ -186,12 +187,6 @@ class Back(NamedTuple):
     handle: LowLatencyHandle
     picked: Tensor  # [T, K] int64, for the place of each pair's row among those of its expert
     zero_copy: bool
-
-
-def _digest(*words: int) -> int:
-    """An int64 that tells tuples of integers apart, and is never 0."""
-    raw = hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
-    return int.from_bytes(raw, "little") >> 1 | 1
 
 
 def say_difference(stage: str, rank: int, mine: np.ndarray, other: int, theirs: np.ndarray) -> str:

@@ -2,9 +2,9 @@
 
 The legend of shapes, used as suffixes of names everywhere (`topk_idx_TK` is [tokens, top-k]):
 
-    T  tokens of this rank          R  ranks of the group      N  rows (a token on its way to one
-    rank) K  experts chosen for a token   E  experts, all ranks      C  channels (threads that share
-    the tokens) D  hidden size                  L  experts of one rank     B  bytes of a row
+    T  tokens of this rank          R  ranks of the group      N  rows, see below
+    K  experts chosen for a token   E  experts of all ranks    C  channels, threads over tokens
+    D  hidden size                  L  experts of one rank     B  bytes of a row
 
 A *row* is one token on its way to one rank. A token whose experts live on three ranks is three
 rows. Rows are ordered by (rank, token): by destination where they are sent, by source where they
@@ -13,6 +13,7 @@ arrive.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -72,6 +73,11 @@ class Config:
 
 def round_up(value: int, multiple: int) -> int:
     return (value + multiple - 1) // multiple * multiple
+
+
+def digest(text: str) -> int:
+    """A non-negative int64 that tells texts apart, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 class Layout(NamedTuple):

@@ -34,7 +34,7 @@ _MOST_SMS = 2**12
 _FEW = 100  # numbers that Python compares sooner than a tensor's method is called
 
 ID_DTYPES = (torch.int32, torch.int64)
-_CPU = CPU = torch.device("cpu")
+CPU = torch.device("cpu")
 
 
 def require(condition: bool, message: str) -> None:
@@ -67,7 +67,7 @@ def tensor(
     *,
     shape: Sequence[int | str],
     dtypes: Sequence[torch.dtype],
-    device: torch.device | None = _CPU,
+    device: torch.device | None = CPU,
 ) -> Tensor:
     """A dense tensor of this shape, in which a word stands for any length: ["tokens", 8].
 
@@ -124,7 +124,7 @@ def rows(
     num_rows: int | str,
     dtypes: Sequence[torch.dtype],
     after: EventHandle | None = None,
-    device: torch.device = _CPU,
+    device: torch.device = CPU,
 ) -> Tensor:
     value = tensor(what, value, shape=(num_rows, "hidden"), dtypes=dtypes, device=device)
     if value.shape[1] == 0:
@@ -133,7 +133,7 @@ def rows(
 
 
 def dispatched(
-    x: Any, after: EventHandle | None = None, device: torch.device = _CPU
+    x: Any, after: EventHandle | None = None, device: torch.device = CPU
 ) -> tuple[Tensor, Tensor | None]:
     """x, or the pair (x, scales) of quantised rows."""
     if not isinstance(x, tuple):
@@ -151,31 +151,32 @@ def dispatched(
     return values, _contiguous(scales, after)
 
 
-def topk_idx(value: Any, num_tokens: int | str, device: torch.device = _CPU) -> Tensor:
+def topk_idx(value: Any, num_tokens: int | str, device: torch.device = CPU) -> Tensor:
     # A short way for what is plainly right: the checks below take as long as a small layout.
     if (
         type(value) is Tensor
         and value.dtype is topk_idx_t
         and value.dim() == 2
-        and value.is_cpu
-        and device is _CPU
+        and value.device == device
         and value.is_contiguous()
         and value.numel()
         and (num_tokens == "tokens" or num_tokens == value.shape[0])
     ):
         return value
-    shape = (num_tokens, "topk")
-    value = tensor("topk_idx", value, shape=shape, dtypes=(topk_idx_t,), device=device)
-    require(value.shape[1] > 0, "topk_idx has top-k 0, want at least 1")
-    return value.contiguous()
+    return topk_ids("topk_idx", value, num_tokens=num_tokens, device=device, dtypes=(topk_idx_t,))
 
 
 def topk_ids(
-    what: str, value: Any, *, num_tokens: int | str, device: torch.device | None
+    what: str,
+    value: Any,
+    *,
+    num_tokens: int | str,
+    device: torch.device | None,
+    dtypes: Sequence[torch.dtype] = ID_DTYPES,
 ) -> Tensor:
     """Experts as int32 or int64, on any device if none is said."""
     shape = (num_tokens, "topk")
-    value = tensor(what, value, shape=shape, dtypes=ID_DTYPES, device=device)
+    value = tensor(what, value, shape=shape, dtypes=dtypes, device=device)
     require(value.shape[1] > 0, f"{what} has top-k 0, want at least 1")
     return value.contiguous()
 
@@ -184,7 +185,7 @@ def topk_weights(
     value: Any,
     shape: Sequence[int | str],
     after: EventHandle | None = None,
-    device: torch.device = _CPU,
+    device: torch.device = CPU,
 ) -> Tensor:
     value = tensor("topk_weights", value, shape=shape, dtypes=(torch.float32,), device=device)
     require(value.shape[1] > 0, "topk_weights has top-k 0, want at least 1")
@@ -192,7 +193,7 @@ def topk_weights(
 
 
 def topk(
-    idx: Any, weights: Any, num_tokens: int, device: torch.device = _CPU
+    idx: Any, weights: Any, num_tokens: int, device: torch.device = CPU
 ) -> tuple[Tensor | None, Tensor | None]:
     require(
         (idx is None) == (weights is None),
@@ -212,7 +213,7 @@ def layout(
     *,
     num_tokens: int,
     num_ranks: int,
-    device: torch.device = _CPU,
+    device: torch.device = CPU,
 ) -> Layout | None:
     """The layout that the user passed in parts, None if there is none."""
     parts = {

@@ -24,11 +24,10 @@ from tokenyard.kernels import Kernels
 from tokenyard.low_latency.inputs import Asked, Fp8, Inputs, bad_pair, counters, unsent_pair
 from tokenyard.low_latency.results import LaterEvent, Receipt, Results
 from tokenyard.prepare import Preparation
-from tokenyard.slots import Back, LowLatencyHandle, Received, SlotShape
+from tokenyard.slots import COMBINE, DISPATCH, Back, LowLatencyHandle, Received, SlotShape
 from tokenyard.transports import Transport, open_slots
 from tokenyard.types import ROW_DTYPES, round_up
 
-DISPATCH, COMBINE = 0, 1
 _STAGES = ("low-latency dispatch", "low-latency combine")
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tokenyard import memory
-from tokenyard.errors import CallMismatch, PeerInputError, text_to_words, words_to_text
+from tokenyard.errors import CallMismatch, rejected, text_to_words
 from tokenyard.slots import (
     DTYPE_TERM,
     FAILED,
@@ -176,12 +176,7 @@ class ExchangedSlots:
             waits += self._spent[kind]
         failed = np.flatnonzero(answer[:, FAILED]).tolist()
         if failed:
-            raise PeerInputError(
-                f"rank {failed[0]} rejected its input, so no rank went on: "
-                f"{words_to_text(answer[failed[0], TEXT:POST_WORDS])}",
-                rank=failed[0],
-                stage=stage,
-            )
+            raise rejected(failed[0], answer[failed[0], TEXT:POST_WORDS], stage)
         mine = answer[self._rank]
         for rank, post in enumerate(answer):
             for words in (slice(NUMBER, NUMBER + 1), slice(HANDLE, HANDLE + 1), slice(TERMS, TEXT)):

@@ -17,9 +17,12 @@ from torch import Tensor
 from tokenyard.errors import CallMismatch, PeerDied
 from tokenyard.slots import (
     BAD,
+    COMBINE,
+    DISPATCH,
     DTYPE_TERM,
     FD,
     LATE,
+    LOW,
     MAP,
     MASKED,
     POST_WORDS,
@@ -40,9 +43,6 @@ from tokenyard.transports.slot_lanes import Lane, LaneKernels, Lanes, words
 from tokenyard.transports.symmetric import Segment, rows
 from tokenyard.transports.team import Team
 from tokenyard.types import ROW_DTYPES, round_up
-
-DISPATCH, COMBINE = 0, 1
-_LOW = (1 << 32) - 1
 
 
 class SlotKernels(LaneKernels, Protocol):
@@ -101,7 +101,7 @@ class SharedSlots:
             lane.post,
         )
         while code := call():
-            what, which = code >> 32, code & _LOW
+            what, which = code >> 32, code & LOW
             if what == LATE:
                 self.lanes.wait_to_send(lane, number, stage)
             else:
@@ -189,7 +189,7 @@ class SharedSlots:
                 lane.post,
                 handle.number,
             )
-            what, which = code >> 32, code & _LOW
+            what, which = code >> 32, code & LOW
             if not code:
                 self._lent[number % 2] = None if given is None else y
                 self._note_new(place, number, block.fd if given is None else given.fd)
@@ -287,7 +287,7 @@ class SharedSlots:
 
     def _answer(self, code: int, lane: Lane, number: int, stage: str) -> None:
         """Do what a call that could not go on needs, or raise what it met."""
-        what, rank = code >> 32, code & _LOW
+        what, rank = code >> 32, code & LOW
         if what == LATE:
             self.lanes.wait_to_receive(lane, number, stage)
         elif what == MASKED:

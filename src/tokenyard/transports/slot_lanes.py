@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from tokenyard.errors import TEXT_WORDS, PeerInputError, text_to_words, words_to_text
+from tokenyard.errors import TEXT_WORDS, rejected, text_to_words
 from tokenyard.slots import POST_WORDS, TEXT
 from tokenyard.transports.symmetric import LINE
 from tokenyard.transports.team import SignalKernels, Team
@@ -159,12 +159,7 @@ class Lanes:
         if rank >= 0:
             self.done(lane, number)
             failure = lane.arrays[2][rank]
-            raise PeerInputError(
-                f"rank {rank} rejected its input, so no rank went on: "
-                f"{words_to_text(words(int(failure) + LINE, TEXT_WORDS))}",
-                rank=rank,
-                stage=stage,
-            )
+            raise rejected(rank, words(int(failure) + LINE, TEXT_WORDS), stage)
 
     def _wait(self, signals: int, number: int, stage: str, look: Callable[[], None]) -> None:
         """Until the others' words have come so far; who does not come is left out, or blamed."""

@@ -25,14 +25,20 @@ def _raise_kernel(outgoing, size, epoch):
 
 
 @njit(nogil=True, cache=True)
+def reaches(signal, epoch, patience):
+    """Does the word at this address get so far within `patience` pauses?"""
+    for _ in range(patience):
+        if load_acquire(signal) >= epoch:
+            return True
+        pause()
+    return False
+
+
+@njit(nogil=True, cache=True)
 def _await_kernel(incoming, size, epoch, first, patience):
     signals = pointer(incoming, _INT64)
     for i in range(first, size):
-        for _ in range(patience):
-            if load_acquire(signals[i]) >= epoch:
-                break
-            pause()
-        else:
+        if not reaches(signals[i], epoch, patience):
             return i
     return size
 

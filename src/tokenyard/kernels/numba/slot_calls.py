@@ -23,11 +23,13 @@ import numpy as np
 import torch
 from numba import int64, njit, typeof
 
-from tokenyard.kernels.numba.atomics import fence_stores, load_acquire, pause, store_release
+from tokenyard.kernels.numba.atomics import fence_stores, load_acquire, store_release
 from tokenyard.kernels.numba.intrinsics import LIKE, copy_bytes, pointer
+from tokenyard.kernels.numba.signals import reaches
 from tokenyard.kernels.numba.slots import (
     begin_ranges,
     cast_like,
+    count_rows,
     fill_from,
     give_back,
     number_pairs,
@@ -73,13 +75,7 @@ def _await(signals, masked, rank, size, number, patience):
     """The first of others that is not there, or `size`."""
     addresses, skip = pointer(signals, _INT64), pointer(masked, _INT64)
     for r in range(size):
-        if skip[r] != 0 or r == rank:
-            continue
-        for _ in range(patience):
-            if load_acquire(addresses[r]) >= number:
-                break
-            pause()
-        else:
+        if skip[r] == 0 and r != rank and not reaches(addresses[r], number, patience):
             return r
     return size
 
@@ -103,11 +99,7 @@ def _check_posts(peers, masked, flags, rank, size, number, patience, signature, 
         if skip[r] != 0:
             continue
         post = known[r * _PEER]
-        for _ in range(patience):
-            if load_acquire(post) >= number:
-                break
-            pause()
-        else:
+        if not reaches(post, number, patience):
             return _verdict(LATE, r)
         if load_acquire(flag[r]) != 0:
             return _verdict(MASKED, r)
@@ -279,11 +271,10 @@ def _combine_send_kernel(
     if bad >= 0:
         return _verdict(BAD, bad)
     if out != 0:
-        needed, ranges = np.int64(0), pointer(layout_range, _INT64)
-        for local in range(num_local):
-            for r in range(size):
-                if r != rank or own != 0:
-                    needed += ranges[local * size + r] & ((1 << 32) - 1)
+        needed = np.int64(0)
+        for r in range(size):
+            if r != rank or own != 0:
+                needed += count_rows(layout_range, num_local, size, r)
         if needed > room:
             return _verdict(ROOM, needed)
     row = np.int64(0)

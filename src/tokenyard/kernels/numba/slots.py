@@ -17,13 +17,11 @@ from tokenyard.kernels.numba.intrinsics import LIKE, copy_bytes, pointer
 from tokenyard.kernels.numba.quantize import to_fp8_groups
 from tokenyard.kernels.numba.rows import copy_row, streams
 from tokenyard.kernels.numba.sums import sum_scaled
-from tokenyard.slots import GROUP, NO_CAST, Received, SlotShape
+from tokenyard.slots import GROUP, LOW, NO_CAST, Received, SlotShape
 
 _INT32 = np.empty(0, np.int32)
 _INT64 = np.empty(0, np.int64)
 _FLOAT32 = np.empty(0, np.float32)
-
-_LOW = (1 << 32) - 1  # the half of a range that is its count
 
 
 @njit(nogil=True, cache=True)
@@ -114,20 +112,26 @@ def begin_ranges(source, num_local, num_ranks, counts, layout_range):
 
 
 @njit(nogil=True, cache=True)
+def count_rows(layout_range, num_local, num_ranks, source):
+    """The rows of one source, of all experts."""
+    ranges, total = pointer(layout_range, _INT64), np.int64(0)
+    for local in range(num_local):
+        total += ranges[local * num_ranks + source] & LOW
+    return total
+
+
+@njit(nogil=True, cache=True)
 def give_back(y, num_slots, row_bytes, layout_range, num_local, num_ranks, source, out, row, table):
     """Copy the rows of one source to `out`, from `row` on, and note where each expert's begin.
 
     The row after the last. Without `out` nothing is copied: the table says where rows are in y.
     """
-    ranges, first, total = pointer(layout_range, _INT64), pointer(table, _INT64), np.int64(0)
-    for local in range(num_local):
-        total += ranges[local * num_ranks + source] & _LOW
+    ranges, first = pointer(layout_range, _INT64), pointer(table, _INT64)
+    total = count_rows(layout_range, num_local, num_ranks, source)
     streaming = streams(row_bytes, total * row_bytes)
     for local in range(num_local):
-        begin, count = (
-            ranges[local * num_ranks + source] >> 32,
-            ranges[local * num_ranks + source] & _LOW,
-        )
+        given = ranges[local * num_ranks + source]
+        begin, count = given >> 32, given & LOW
         if out == 0:
             first[local] = local * num_slots + begin
             continue
