@@ -52,6 +52,21 @@ def find_or_take(pool: Pool, column: Tensor, num_rows: int) -> tuple[Block, int]
     return Block(None, segment.fd, segment.size, segment.address), address - segment.address
 
 
+def views(
+    block: Block, begins: Sequence[int], num_rows: int, columns: Sequence[Tensor]
+) -> list[Tensor]:
+    """So many rows of columns like these, where they begin in a block (see `offsets`)."""
+    return [
+        rows(block.array, at, num_rows, column.shape[1], column.dtype)
+        for at, column in zip(begins, columns)
+    ]
+
+
+def widths(columns: Sequence[Tensor]) -> tuple[int, ...]:
+    """Bytes of a row of each column."""
+    return tuple([column.shape[1] * column.element_size() for column in columns])
+
+
 def share(rows_ND: Tensor, block: Block, flow: Flow, rank: int, kernels: RowKernels) -> None:
     """Copy rows into the block that was taken for them, if one was, but for those of this rank."""
     if block.array is None:

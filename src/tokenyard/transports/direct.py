@@ -24,7 +24,7 @@ from tokenyard.errors import PeerError
 from tokenyard.transports import blocks
 from tokenyard.transports.base import Move, RowKernels, Sum
 from tokenyard.transports.blocks import Block
-from tokenyard.transports.symmetric import rows, size_class
+from tokenyard.transports.symmetric import size_class
 from tokenyard.transports.team import READ, ROWS, SignalKernels, Team
 from tokenyard.types import Config, Flow, Handle, Route
 
@@ -88,7 +88,7 @@ class DirectTransport:
         config: Config,
         stage: str,
     ) -> tuple[list[Tensor], Move]:
-        widths = tuple([column.shape[1] * column.element_size() for column in columns])
+        widths = blocks.widths(columns)
         offsets = blocks.offsets(flow.num_rows, widths)
         self._last_bytes = offsets[-1]
         (block,) = self._offered
@@ -111,16 +111,12 @@ class DirectTransport:
             ],
             np.int64,
         )
-        arrive = [
-            rows(block.array, at, flow.num_rows, column.shape[1], column.dtype)
-            for at, column in zip(offsets, columns)
-        ]
 
         def move() -> None:
             self._kernels.scatter(columns, flow.route, blocks_R, starts_R, rows_R)
             self._team.meet(ROWS, stage)
 
-        return arrive, move
+        return blocks.views(block, offsets, flow.num_rows, columns), move
 
     def offer_back(self, columns: Sequence[Tensor], flow: Flow, ready: bool) -> np.ndarray:
         words_RW = np.empty((self.size, 1 + 3 * len(columns)), np.int64)
@@ -177,8 +173,7 @@ class DirectTransport:
         return move
 
     def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        _, array = self._team.pool.take(num_rows * width * dtype.itemsize)
-        return rows(array, 0, num_rows, width, dtype)
+        return self._team.pool.rows(num_rows, width, dtype)
 
     def dead_ranks(self) -> tuple[int, ...]:
         return self._team.dead_ranks()

@@ -27,7 +27,6 @@ from tokenyard.transports.blocks import NO_MEMORY, Block
 from tokenyard.transports.direct import DirectKernels
 from tokenyard.transports.legs import CombineLeg, DispatchLeg
 from tokenyard.transports.rails import Rails
-from tokenyard.transports.symmetric import rows
 from tokenyard.transports.team import READ, ROWS, Team, tell_all
 from tokenyard.transports.way import Way, list_hops, pack_marks, read_relay
 from tokenyard.types import Config, Flow, Handle
@@ -153,20 +152,7 @@ class HierarchicalTransport:
         if told is None:
             blocks.check(told_RW[:, :1], [block.error], stage, self.rank)
             told = [(fd, size) for fd, size in told_RW[list(self._locals), :2].tolist()]
-        blocks_L = np.array(
-            [
-                block.address
-                if local == self._team.rank
-                else self._team.memory(local, fd, size, stage)
-                for local, (fd, size) in enumerate(told)
-            ],
-            np.int64,
-        )
-        widths = tuple([column.shape[1] * column.element_size() for column in columns])
-        arrive = [
-            rows(block.array, at, flow.num_rows, column.shape[1], column.dtype)
-            for at, column in zip(blocks.offsets(flow.num_rows, widths), columns)
-        ]
+        blocks_L = self._team.addresses(told, block.address, stage)
 
         def move() -> None:
             leg = DispatchLeg(flow.way, columns, blocks_L, self._kernels, self._team.beat)
@@ -174,7 +160,8 @@ class HierarchicalTransport:
                 self._rails.stream(leg, stage)
             self._team.meet(ROWS, stage)
 
-        return arrive, move
+        offsets = blocks.offsets(flow.num_rows, blocks.widths(columns))
+        return blocks.views(block, offsets, flow.num_rows, columns), move
 
     def offer_back(self, columns: Sequence[Tensor], flow: Flow, ready: bool) -> np.ndarray:
         words: list[int] = []
@@ -226,8 +213,7 @@ class HierarchicalTransport:
         return move
 
     def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        _, array = self._team.pool.take(num_rows * width * dtype.itemsize)
-        return rows(array, 0, num_rows, width, dtype)
+        return self._team.pool.rows(num_rows, width, dtype)
 
     def dead_ranks(self) -> tuple[int, ...]:
         return self._team.dead_ranks()

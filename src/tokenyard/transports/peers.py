@@ -7,16 +7,19 @@ GPUs see each other. Kernels cannot tell them apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tokenyard.errors import PeerTimeout, SharedMemoryError, name_ranks
+from tokenyard.transports import blocks
 from tokenyard.transports.base import Communicator
-from tokenyard.transports.symmetric import Segment, rows
-from tokenyard.transports.team import NO_MEMORY, Team, tell_all
+from tokenyard.transports.blocks import NO_MEMORY
+from tokenyard.transports.symmetric import rows
+from tokenyard.transports.team import Team, tell_all
 
 
 class Block(NamedTuple):
@@ -56,29 +59,18 @@ class SharedSegments:
         # The team's own kernels are not used: its words go through the communicator here.
         self._team = Team(communicator, _NoSignals(), timeout)
         self._communicator = communicator
-        self._segments: list[Segment] = []
 
     def make(self, num_bytes: int, stage: str) -> Block:
-        error, words = None, [NO_MEMORY, 0]
+        error, fd = None, NO_MEMORY
         try:
-            self._segments.append(Segment(num_bytes))
-            words = [self._segments[-1].fd, num_bytes]
+            own = self._team.keep(num_bytes)
+            fd = own.fd
         except SharedMemoryError as problem:
             error = problem
-        fds, _ = tell_all(self._communicator, words)
-        if NO_MEMORY in fds:
-            without = [rank for rank, fd in enumerate(fds) if fd == NO_MEMORY]
-            raise error or SharedMemoryError(
-                f"{stage}: {name_ranks(without)} could not get shared memory, "
-                f"on rank {self._communicator.rank}"
-            )
-        own = self._segments[-1]
-        addresses = [
-            own.address
-            if rank == self._team.rank
-            else self._team.memory(rank, fd, num_bytes, stage)
-            for rank, fd in enumerate(fds)
-        ]
+        (fds,) = tell_all(self._communicator, [fd])
+        blocks.check(np.array(fds)[:, None], [error], stage, self._team.rank)
+        told = [(fd, num_bytes) for fd in fds]
+        addresses = self._team.addresses(told, own.address, stage).tolist()
         # No peer may close its segment, nor write to it, before all have mapped it.
         tell_all(self._communicator, [0])
         return Block(tuple(addresses), rows(own.array(), 0, 1, num_bytes, torch.uint8)[0])
@@ -99,9 +91,6 @@ class SharedSegments:
         return self._team.dead_ranks()
 
     def close(self) -> None:
-        for segment in self._segments:
-            segment.close()
-        self._segments.clear()
         self._team.close()
 
 
@@ -173,18 +162,3 @@ def _host_counter(device: torch.device) -> Tensor:
 def _synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # no GPU has run this
-
-
-def offsets_of(num_rows: Sequence[int], widths: Sequence[int], line: int) -> list[list[int]]:
-    """For each rank, where its columns begin, and where the last ends.
-
-    >>> offsets_of([3, 0], [100, 4], 64)
-    [[0, 320, 384], [0, 0, 0]]
-    """
-    found = []
-    for count in num_rows:
-        ends = [0]
-        for width in widths:
-            ends.append(ends[-1] + -(-count * width // line) * line)
-        found.append(ends)
-    return found

@@ -22,9 +22,10 @@ from torch import Tensor
 from tokenyard import memory
 from tokenyard.errors import PeerError
 from tokenyard.memory import as_bytes
+from tokenyard.transports import blocks
 from tokenyard.transports.base import Communicator, Move, RowKernels, Sum
 from tokenyard.transports.collective import exchange_words
-from tokenyard.transports.peers import Block, PeerMemory, offsets_of
+from tokenyard.transports.peers import Block, PeerMemory
 from tokenyard.transports.symmetric import LINE, size_class
 from tokenyard.types import Config, Flow, Handle, Route
 
@@ -180,7 +181,7 @@ class SymmetricTransport:
         """
         rows_R, starts_R = self._counts(flow, stage)
         widths = [column.shape[1] for column in columns]
-        offsets = offsets_of(rows_R, widths, LINE)
+        offsets = [blocks.offsets(num_rows, tuple(widths)) for num_rows in rows_R]
         needed = max(ends[-1] for ends in offsets)
         if self._room is None or self._room.room < needed:
             room = size_class(needed)

@@ -40,7 +40,7 @@ from tokenyard.slots import (
     say_difference,
 )
 from tokenyard.transports.slot_lanes import Lane, LaneKernels, Lanes, words
-from tokenyard.transports.symmetric import Segment, rows
+from tokenyard.transports.symmetric import Segment
 from tokenyard.transports.team import Team
 from tokenyard.types import ROW_DTYPES, round_up
 
@@ -265,9 +265,7 @@ class SharedSlots:
     def combine_buffer(self, shape: SlotShape, dtype: torch.dtype) -> Tensor:
         """[L, S, D] that others can read. It is not given again before its combine was read."""
         slots = shape.num_local * shape.num_slots
-        _, array = self._team.pool.take(slots * shape.hidden * dtype.itemsize)
-        flat = rows(array, 0, slots, shape.hidden, dtype)
-        return flat.view(shape.num_local, shape.num_slots, shape.hidden)
+        return self._team.pool.rows(slots, shape.hidden, dtype).view(shape.x_shape)
 
     def is_shared(self, y: Tensor) -> bool:
         return self._team.pool.find(y.data_ptr(), y.nbytes) is not None

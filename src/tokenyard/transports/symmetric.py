@@ -135,6 +135,11 @@ class Pool:
         self._lent[id(reference)] = reference, segment
         return segment, array
 
+    def rows(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """Rows in a segment that is free again when they have died."""
+        _, array = self.take(num_rows * width * dtype.itemsize)
+        return rows(array, 0, num_rows, width, dtype)
+
     def find(self, address: int, num_bytes: int) -> Segment | None:
         """The segment that these bytes lie in, if they lie in one."""
         for segment in self._segments:

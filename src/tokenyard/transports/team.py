@@ -215,10 +215,14 @@ class Team:
             error = problem
         told = self.exchange(np.array([words] * self.size, np.int64), stage)
         blocks.check(told[:, :1], [error], stage, self.rank)
+        return self.addresses(told.tolist(), segment.address, stage)
+
+    def addresses(self, told: Sequence[Sequence[int]], own: int, stage: str) -> np.ndarray:
+        """[R] where segments begin here, of which ranks told (fd, size); `own` is this rank's."""
         return np.array(
             [
-                segment.address if rank == self.rank else self.memory(rank, fd, size, stage)
-                for rank, (fd, size) in enumerate(told.tolist())
+                own if rank == self.rank else self.memory(rank, fd, size, stage)
+                for rank, (fd, size) in enumerate(told)
             ],
             np.int64,
         )
