@@ -23,6 +23,7 @@ _HOMES = {
     "PeerDied": "errors",
     "PeerError": "errors",
     "PeerInputError": "errors",
+    "PeerLeft": "errors",
     "PeerTimeout": "errors",
     "SharedMemoryError": "errors",
     "TokenyardError": "errors",
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from tokenyard.errors import PeerDied as PeerDied
     from tokenyard.errors import PeerError as PeerError
     from tokenyard.errors import PeerInputError as PeerInputError
+    from tokenyard.errors import PeerLeft as PeerLeft
     from tokenyard.errors import PeerTimeout as PeerTimeout
     from tokenyard.errors import SharedMemoryError as SharedMemoryError
     from tokenyard.errors import TokenyardError as TokenyardError

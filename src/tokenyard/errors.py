@@ -49,6 +49,10 @@ class PeerTimeout(PeerError):
     """A rank lives, or may live, and has not come forward within the time limit."""
 
 
+class PeerLeft(PeerError):
+    """A rank's process lives, but its Buffer was closed, or gave up a call that others are in."""
+
+
 class SharedMemoryError(TokenyardError):
     """Memory that ranks would share could not be had, with the bytes needed and available."""
 
