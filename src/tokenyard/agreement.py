@@ -54,7 +54,7 @@ _FAILED, _CALL = 0, 1
 _BUFFER, _NUMBER = (_CALL + Call._fields.index(name) for name in ("buffer", "number"))
 _TOKENS = _CALL + len(Call._fields)
 _WORST, _OFFER = _TOKENS + 1, _TOKENS + 2
-_INLINE = _OFFER + 8
+_INLINE = _OFFER + 12
 _MESSAGE = 128
 _ROOM = _MESSAGE - _INLINE
 
@@ -63,14 +63,14 @@ class Terms(NamedTuple):
     """What one rank brings to the table."""
 
     call: Call
-    offer: Sequence[int] | np.ndarray = ()  # of its transport, at most 8 words; [W], or [R, W]
+    offer: Sequence[int] | np.ndarray = ()  # of its transport, at most 12 words; [W], or [R, W]
     payload: np.ndarray | None = None  # [R, M] int64, row r for rank r
     num_tokens: int = 0
     num_worst_tokens: int = 0
 
 
 class Agreed(NamedTuple):
-    offers: np.ndarray  # [R, 8]
+    offers: np.ndarray  # [R, 12]
     payload: np.ndarray  # [R, M] int64, row r from rank r
     num_tokens: np.ndarray  # [R]
     num_worst_tokens: list[int]  # R

@@ -54,7 +54,9 @@ class PeerLeft(PeerError):
 
 
 class SharedMemoryError(TokenyardError):
-    """Memory that ranks would share could not be had, with the bytes needed and available."""
+    """Memory for rows could not be had, with the bytes needed and available and what to do."""
+
+    on_all_ranks = False  # whether all ranks raise one now, so that the Buffer goes on
 
 
 class BufferClosed(TokenyardError):

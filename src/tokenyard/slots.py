@@ -29,8 +29,10 @@ GROUP = 128  # elements that share a scale
 NO_CAST, PLAIN, ROUNDED, PACKED = -1, 0, 1, 2  # how rows are cast to FP8, if they are
 
 # The words of a post, int64. The first line holds all that the usual case looks at.
-NUMBER, FAILED, TOKENS, HANDLE, SIGNATURE, FD, SIZE = range(7)
-ROWS_FD, ROWS_SIZE, ROWS_BEGIN = range(8, 11)  # of a combine: where its rows are
+NUMBER, FAILED, TOKENS, HANDLE, SIGNATURE, FD, SIZE, IDENTITY = range(
+    8
+)  # the last three: a segment
+ROWS_FD, ROWS_SIZE, ROWS_IDENTITY, ROWS_BEGIN = range(8, 12)  # of a combine: where its rows are
 TERMS = 16  # what the signature is a digest of, for the message when it differs
 TEXT = 24
 POST_WORDS = TEXT + TEXT_WORDS

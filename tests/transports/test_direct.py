@@ -140,7 +140,7 @@ def test_too_little_memory_on_one_rank_is_an_error_on_all(ranks: Processes) -> N
     assert all(kind == "SharedMemoryError" for kind, _, _ in outcomes)
     for rank in (0, 2):
         assert outcomes[rank][1] == (
-            f"dispatch: rank 1 could not get shared memory, on rank {rank}"
+            f"dispatch: rank 1 could not get memory for its rows, on rank {rank}"
         )
     assert "bytes of shared memory are needed" in outcomes[1][1]
     assert "are available (" in outcomes[1][1]

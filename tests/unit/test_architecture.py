@@ -13,6 +13,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "tokenyard"
 FLOORS = {
     "types": 0,
     "errors": 0,
+    "limits": 0,
     "events": 0,
     "memory": 0,
     "topology": 0,

@@ -1,8 +1,8 @@
 """Rows in memory that ranks share: blocks of columns, and how ranks tell each other of them.
 
 A block holds so many rows of each column, one column after the other, each from a new cache line.
-What a rank tells of a block is its segment's file descriptor and size; NO_MEMORY stands for a block
-that could not be had, which raises on all ranks once all have heard of it.
+What a rank tells of a block is that of its segment (`Segment.told`); NO_MEMORY in the first place
+stands for a block that could not be had, which raises on all ranks once all have heard of it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from tokenyard.transports.symmetric import LINE, Pool, rows
 from tokenyard.types import Flow, round_up
 
 NO_MEMORY = -1  # told instead of a file descriptor
+NOTHING = (NO_MEMORY, 0, 0)  # instead of what is told of a segment
 
 
 class Block(NamedTuple):
-    """Rows of this rank in shared memory, kept there by `array`; or why there is none for them."""
+    """Rows of this rank in shared memory, kept there by `array`; or why there is none for them.
+
+    `array` is None too where the rows lay in shared memory already.
+    """
 
     array: np.ndarray | None
-    fd: int = NO_MEMORY
-    size: int = 0
+    told: tuple[int, int, int] = NOTHING
     address: int = 0
     error: SharedMemoryError | None = None
 
@@ -38,7 +41,7 @@ def take(pool: Pool, num_bytes: int) -> Block:
         segment, array = pool.take(num_bytes)
     except SharedMemoryError as error:
         return Block(None, error=error)
-    return Block(array, segment.fd, segment.size, segment.address)
+    return Block(array, segment.told, segment.address)
 
 
 def find_or_take(pool: Pool, column: Tensor, num_rows: int) -> tuple[Block, int]:
@@ -49,7 +52,7 @@ def find_or_take(pool: Pool, column: Tensor, num_rows: int) -> tuple[Block, int]
     segment = pool.find(address, num_bytes)
     if segment is None:
         return take(pool, num_bytes), 0
-    return Block(None, segment.fd, segment.size, segment.address), address - segment.address
+    return Block(None, segment.told, segment.address), address - segment.address
 
 
 def views(
@@ -84,13 +87,22 @@ def check(
     """If a rank told of no memory for its rows (row r is what rank r told), all raise."""
     if NO_MEMORY not in told_fds.flatten().tolist():
         return
-    for error in errors:
-        if error is not None:
-            raise error
     without = np.flatnonzero((told_fds == NO_MEMORY).any(1)).tolist()
-    raise SharedMemoryError(
-        f"{stage}: {name_ranks(without)} could not get shared memory, on rank {rank}"
+    raise no_memory(without, next((one for one in errors if one is not None), None), stage, rank)
+
+
+def no_memory(
+    ranks: Sequence[int], own: SharedMemoryError | None, stage: str, rank: int
+) -> SharedMemoryError:
+    """What this rank raises when all ranks raise, since some have no memory; `own` is why it has
+    none itself. The Buffer goes on.
+    """
+    who = (
+        f"{name_ranks(list(ranks))} could not get memory for {'their' * (len(ranks) > 1) or 'its'}"
     )
+    error = own or SharedMemoryError(f"{stage}: {who} rows, on rank {rank}")
+    error.on_all_ranks = True
+    return error
 
 
 @lru_cache(maxsize=256)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -74,7 +74,7 @@ class DirectTransport:
         )
         block = blocks.take(self._team.pool, num_bytes)
         self._offered = [block]
-        return block.fd, block.size
+        return block.told
 
     def survey(
         self, flow: Flow, is_token_in_rank_TR: Tensor, widths: Sequence[int], stage: str
@@ -97,38 +97,41 @@ class DirectTransport:
         if sent_RR is not None and rows_R is not None and _all_fit(rows_R, widths, told_RW[:, 1]):
             starts_R = sent_RR[: self.rank].sum(0)
         else:
+            del block  # so that its memory can be taken again
             block = blocks.take(self._team.pool, offsets[-1])
-            message = np.empty((self.size, 4), np.int64)
-            message[:] = block.fd, block.size, 0, flow.num_rows
-            message[:, 2] = list(accumulate(flow.recv_counts, initial=0))[:-1]
+            message = np.empty((self.size, 5), np.int64)
+            message[:] = *block.told, 0, flow.num_rows
+            message[:, 3] = list(accumulate(flow.recv_counts, initial=0))[:-1]
             told_RW = self._team.exchange(message, stage)
             blocks.check(told_RW[:, :1], [block.error], stage, self.rank)
-            starts_R, rows_R = told_RW[:, 2].copy(), told_RW[:, 3].copy()
-        blocks_R = np.array(
-            [
-                self._base(rank, fd, size, block, flow.route.send_counts[rank], stage)
-                for rank, (fd, size) in enumerate(told_RW[:, :2].tolist())
-            ],
-            np.int64,
-        )
+            starts_R, rows_R = told_RW[:, 3].copy(), told_RW[:, 4].copy()
+        counts = flow.route.send_counts
+        # Nothing is mapped of ranks to which no rows go.
+        mapped = [
+            self._team.memory(rank, told, stage) if counts[rank] and rank != self.rank else None
+            for rank, told in enumerate(told_RW[:, :3].tolist())
+        ]
+        blocks_R = np.array([one.address if one else 0 for one in mapped], np.int64)
+        blocks_R[self.rank] = block.address
 
-        def move() -> None:
+        def move(held: Any = (block, mapped)) -> None:
+            # `held` lives until all ranks have written, even if nobody wants the result any more.
             self._kernels.scatter(columns, flow.route, blocks_R, starts_R, rows_R)
             self._team.meet(ROWS, stage)
 
         return blocks.views(block, offsets, flow.num_rows, columns), move
 
     def offer_back(self, columns: Sequence[Tensor], flow: Flow, ready: bool) -> np.ndarray:
-        words_RW = np.empty((self.size, 1 + 3 * len(columns)), np.int64)
+        words_RW = np.empty((self.size, 1 + 4 * len(columns)), np.int64)
         self._offered = []
         for place, column in enumerate(columns):
             width = column.shape[1] * column.element_size()
             block, begin = blocks.find_or_take(self._team.pool, column, flow.num_received)
-            ready = ready and block.fd >= 0 and block.array is None
+            ready = ready and block.error is None and block.array is None
             self._offered.append(block)
             starts = list(accumulate((count * width for count in flow.recv_counts), initial=begin))
-            words_RW[:, 1 + 3 * place : 3 + 3 * place] = block.fd, block.size
-            words_RW[:, 3 + 3 * place] = starts[:-1]
+            words_RW[:, 1 + 4 * place : 4 + 4 * place] = block.told
+            words_RW[:, 4 + 4 * place] = starts[:-1]
         words_RW[:, 0] = ready
         return words_RW
 
@@ -142,23 +145,23 @@ class DirectTransport:
     ) -> Move:
         flow, mine = handle.flow, self._offered
         self._offered = []
-        told_fds = told_RW[:, 1 : 1 + 3 * len(mine) : 3]
+        told_fds = told_RW[:, 1 : 1 + 4 * len(mine) : 4]
         blocks.check(told_fds, [block.error for block in mine], stage, self.rank)
         own = sum(flow.recv_counts[: self.rank])
-        addresses = []
+        addresses, held = [], []
         for place, one in enumerate(sums):
-            told = told_RW[:, 1 + 3 * place : 4 + 3 * place].tolist()
-            bases = [
-                self._team.memory(rank, fd, size, stage) + begin
-                if flow.route.send_counts[rank] and rank != self.rank
-                else one.rows_ND.data_ptr()
-                + own * one.rows_ND.shape[1] * one.rows_ND.element_size()
-                for rank, (fd, size, begin) in enumerate(told)
-            ]
+            told_R4 = told_RW[:, 1 + 4 * place : 5 + 4 * place].tolist()
+            here = one.rows_ND.data_ptr() + own * one.rows_ND.shape[1] * one.rows_ND.element_size()
+            bases = [here] * self.size
+            for rank, (*told, begin) in enumerate(told_R4):
+                if flow.route.send_counts[rank] and rank != self.rank:
+                    mapped = self._team.memory(rank, told, stage)
+                    held.append(mapped)
+                    bases[rank] = mapped.address + begin
             addresses.append(np.array(bases, np.int64))
         all_ready = all(told_RW[:, 0].tolist())
 
-        def move() -> None:
+        def move(held: Any = held) -> None:
             for one, block in zip(sums, mine):
                 blocks.share(one.rows_ND, block, flow, self.rank, self._kernels)
             if not all_ready:
@@ -183,12 +186,6 @@ class DirectTransport:
 
     def close(self) -> None:
         self._team.close()
-
-    def _base(self, rank: int, fd: int, size: int, own: Block, num_rows: int, stage: str) -> int:
-        """Where a rank's block begins here; 0 if no rows go there, so that nothing is mapped."""
-        if rank == self.rank:
-            return own.address
-        return self._team.memory(rank, fd, size, stage) if num_rows else 0
 
 
 def _all_fit(rows_R: np.ndarray, widths: tuple[int, ...], sizes_R: np.ndarray) -> bool:

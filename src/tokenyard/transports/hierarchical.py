@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.errors import PeerError, SharedMemoryError, name_ranks
+from tokenyard.errors import PeerError, name_ranks
 from tokenyard.topology import Topology
 from tokenyard.transports import blocks
 from tokenyard.transports.base import Communicator, Move, Sum
@@ -61,7 +62,7 @@ class HierarchicalTransport:
         self._mine = topology.upstream(self.rank)
         self._most = 1 + max(map(len, self._upstream))
         self._blocks: list[Block] = []
-        self._told: list[tuple[int, int]] | None = None  # of a dispatch that was surveyed
+        self._told: list[list[int]] | None = None  # of a dispatch that was surveyed
         self._opened = ExitStack()
         with ExitStack() as opened:
             neighbours = communicator.part(self._locals, f"{name}/node-{self._node}")
@@ -111,7 +112,7 @@ class HierarchicalTransport:
             return ()  # memory is found once counts are known, in `survey`
         block = blocks.take(self._team.pool, blocks.offsets(flow.num_rows, tuple(widths))[-1])
         self._blocks = [block]
-        return block.fd, block.size
+        return block.told
 
     def survey(
         self, flow: Flow, is_token_in_rank_TR: Tensor, widths: Sequence[int], stage: str
@@ -119,8 +120,8 @@ class HierarchicalTransport:
         block = blocks.take(self._team.pool, blocks.offsets(flow.num_rows, tuple(widths))[-1])
         self._blocks = [block]
         told = self._tell_neighbours(block, flow, stage)
-        self._told = [(fd, size) for fd, size, *_ in told.tolist()]
-        without = [rank for rank, (fd, _) in zip(self._locals, self._told) if fd == NO_MEMORY]
+        self._told = told[:, :3].tolist()
+        without = [rank for rank, (fd, *_) in zip(self._locals, self._told) if fd == NO_MEMORY]
         tokens, marks_TR = flow.tokens_R.tolist(), is_token_in_rank_TR.numpy()
         said = self._tell_partners(marks_TR, tokens, 1 + without[0] if without else 0, stage)
         self._check_all([1 + rank for rank in without] + [one for one, _ in said], block, stage)
@@ -130,11 +131,11 @@ class HierarchicalTransport:
             num_tokens={rail: self._most_tokens(rail, tokens) for rail in self._rails.numbers},
             hops=list_hops(marks_TR, self._topology, self.rank, self._kernels),
             relays={rail: [] for rail in self._rails.numbers},
-            starts=told[:, 3].copy(),
-            num_rows=told[:, 2].copy(),
+            starts=told[:, 4].copy(),
+            num_rows=told[:, 3].copy(),
         )
         for place, ((rail, source), (_, bits)) in enumerate(zip(self._mine, said)):
-            starts_L, home = told[:, 4 + place].copy(), self._topology.node_of_rank[source]
+            starts_L, home = told[:, 5 + place].copy(), self._topology.node_of_rank[source]
             relay = read_relay(bits, home, tokens[source], starts_L, self._kernels)
             way.relays[rail].append(relay)
         return way
@@ -151,10 +152,15 @@ class HierarchicalTransport:
         told, self._told = self._told, None
         if told is None:
             blocks.check(told_RW[:, :1], [block.error], stage, self.rank)
-            told = [(fd, size) for fd, size in told_RW[list(self._locals), :2].tolist()]
-        blocks_L = self._team.addresses(told, block.address, stage)
+            told = told_RW[list(self._locals), :3].tolist()
+        mapped = [
+            self._team.memory(local, one, stage) if local != self._team.rank else None
+            for local, one in enumerate(told)
+        ]
+        blocks_L = np.array([one.address if one else block.address for one in mapped], np.int64)
 
-        def move() -> None:
+        def move(held: Any = (block, mapped)) -> None:
+            # `held` lives until all ranks have written, even if nobody wants the result any more.
             leg = DispatchLeg(flow.way, columns, blocks_L, self._kernels, self._team.beat)
             with self._telling():
                 self._rails.stream(leg, stage)
@@ -168,9 +174,9 @@ class HierarchicalTransport:
         self._blocks = []
         for column in columns:
             block, begin = blocks.find_or_take(self._team.pool, column, flow.num_received)
-            ready = ready and block.fd >= 0 and block.array is None
+            ready = ready and block.error is None and block.array is None
             self._blocks.append(block)
-            words += [block.fd, block.size, begin]
+            words += [*block.told, begin]
         return np.array([[int(ready), *words]] * self.size, np.int64)
 
     def sum_back(
@@ -183,22 +189,23 @@ class HierarchicalTransport:
     ) -> Move:
         flow, mine = handle.flow, self._blocks
         self._blocks = []
-        told_fds = told_RW[:, 1 : 1 + 3 * len(mine) : 3]
+        told_fds = told_RW[:, 1 : 1 + 4 * len(mine) : 4]
         blocks.check(told_fds, [block.error for block in mine], stage, self.rank)
         told_LW = told_RW[list(self._locals)]
-        bases = []
+        bases, held = [], []
         for place, one in enumerate(sums):
-            told = told_LW[:, 1 + 3 * place : 4 + 3 * place].tolist()
-            addresses = [
-                one.rows_ND.data_ptr()
-                if local == self._team.rank
-                else self._team.memory(local, fd, size, stage) + begin
-                for local, (fd, size, begin) in enumerate(told)
-            ]
+            addresses = [one.rows_ND.data_ptr()] * len(self._locals)
+            for local, (*told, begin) in enumerate(
+                told_LW[:, 1 + 4 * place : 5 + 4 * place].tolist()
+            ):
+                if local != self._team.rank:
+                    mapped = self._team.memory(local, told, stage)
+                    held.append(mapped)
+                    addresses[local] = mapped.address + begin
             bases.append(np.array(addresses, np.int64))
         all_ready = all(told_LW[:, 0].tolist())
 
-        def move() -> None:
+        def move(held: Any = held) -> None:
             for one, block in zip(sums, mine):
                 blocks.share(one.rows_ND, block, flow, self.rank, self._kernels)
             if not all_ready:
@@ -229,11 +236,11 @@ class HierarchicalTransport:
         of that rank, and of each of its partners, begin in it. Their answers, by place.
         """
         firsts = list(accumulate(flow.recv_counts, initial=0))
-        message = np.zeros((len(self._locals), 3 + self._most), np.int64)
-        message[:, :3] = block.fd, block.size, flow.num_rows
+        message = np.zeros((len(self._locals), 4 + self._most), np.int64)
+        message[:, :4] = *block.told, flow.num_rows
         for place, upstream in enumerate(self._upstream):
             sources = [self._locals[place], *(source for _, source in upstream)]
-            message[place, 3 : 3 + len(sources)] = [firsts[source] for source in sources]
+            message[place, 4 : 4 + len(sources)] = [firsts[source] for source in sources]
         return self._team.exchange(message, stage)
 
     def _tell_partners(
@@ -279,12 +286,7 @@ class HierarchicalTransport:
         worst = max(failed, default=0)
         told = self._team.exchange(np.full((len(self._locals), 1), worst, np.int64), stage)
         if told.any():
-            if block.error is not None:
-                raise block.error
-            culprit = int(told.max()) - 1
-            raise SharedMemoryError(
-                f"{stage}: rank {culprit} could not get shared memory, on rank {self.rank}"
-            )
+            raise blocks.no_memory([int(told.max()) - 1], block.error, stage, self.rank)
 
     @contextmanager
     def _telling(self) -> Iterator[None]:

@@ -17,9 +17,9 @@ from torch import Tensor
 from tokenyard.errors import PeerTimeout, SharedMemoryError, name_ranks
 from tokenyard.transports import blocks
 from tokenyard.transports.base import Communicator
-from tokenyard.transports.blocks import NO_MEMORY
+from tokenyard.transports.blocks import NOTHING
 from tokenyard.transports.symmetric import rows
-from tokenyard.transports.team import Team, tell_all
+from tokenyard.transports.team import Mapped, Team, tell_all
 
 
 class Block(NamedTuple):
@@ -59,18 +59,19 @@ class SharedSegments:
         # The team's own kernels are not used: its words go through the communicator here.
         self._team = Team(communicator, _NoSignals(), timeout)
         self._communicator = communicator
+        self._mapped: list[Mapped] = []
 
     def make(self, num_bytes: int, stage: str) -> Block:
-        error, fd = None, NO_MEMORY
+        error, words = None, NOTHING
         try:
             own = self._team.keep(num_bytes)
-            fd = own.fd
+            words = own.told
         except SharedMemoryError as problem:
             error = problem
-        (fds,) = tell_all(self._communicator, [fd])
-        blocks.check(np.array(fds)[:, None], [error], stage, self._team.rank)
-        told = [(fd, num_bytes) for fd in fds]
-        addresses = self._team.addresses(told, own.address, stage).tolist()
+        told = list(zip(*tell_all(self._communicator, list(words))))
+        blocks.check(np.array(told)[:, :1], [error], stage, self._team.rank)
+        self._mapped += self._team.map_all(told, Mapped(own.array(), own.address), stage)
+        addresses = [one.address for one in self._mapped[-len(told) :]]
         # No peer may close its segment, nor write to it, before all have mapped it.
         tell_all(self._communicator, [0])
         return Block(tuple(addresses), rows(own.array(), 0, 1, num_bytes, torch.uint8)[0])

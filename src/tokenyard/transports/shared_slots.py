@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.errors import CallMismatch, PeerDied
+from tokenyard.errors import CallMismatch, PeerError
 from tokenyard.slots import (
     BAD,
     COMBINE,
     DISPATCH,
     DTYPE_TERM,
     FD,
+    IDENTITY,
     LATE,
     LOW,
     MAP,
@@ -29,9 +30,8 @@ from tokenyard.slots import (
     ROOM,
     ROWS_BEGIN,
     ROWS_FD,
-    ROWS_SIZE,
+    ROWS_IDENTITY,
     SIGNATURE,
-    SIZE,
     TERMS,
     TWICE,
     Back,
@@ -41,7 +41,7 @@ from tokenyard.slots import (
 )
 from tokenyard.transports.slot_lanes import Lane, LaneKernels, Lanes, words
 from tokenyard.transports.symmetric import Segment
-from tokenyard.transports.team import Team
+from tokenyard.transports.team import Mapped, Team
 from tokenyard.types import ROW_DTYPES, round_up
 
 
@@ -63,7 +63,8 @@ class SharedSlots:
         self._rank, self._size = team.rank, team.size
         self.lanes = Lanes(team, kernels, shrink, stage)
         self._blocks: list[Segment | None] = [None] * 4
-        self._mapped: set[int] = set()  # files of this rank that all others have mapped
+        self._mapped: set[int] = set()  # segments of this rank that all others have mapped
+        self._held: dict[tuple[int, int, int], Mapped] = {}  # of others, as `peers` knows them
         self._new = [(0, -1)] * 4  # by lane: the last call that named another, and which
         self._lent: list[Tensor | None] = [None] * 2  # rows that others read where they are
         self._planned: dict[tuple[int, Any], tuple[Callable[..., int], Callable[..., int]]] = {}
@@ -75,8 +76,8 @@ class SharedSlots:
         place = number % 2
         lane, block = self.lanes[place], self._block(place, shape.block_bytes)
         head = lane.head
-        if head[SIGNATURE] != shape.signature or head[FD] != block.fd:
-            head[SIGNATURE], head[FD], head[SIZE] = shape.signature, block.fd, block.size
+        if head[SIGNATURE] != shape.signature or head[IDENTITY] != block.identity:
+            head[SIGNATURE], head[FD : IDENTITY + 1] = shape.signature, block.told
             head[TERMS : TERMS + len(shape.terms)] = shape.terms
         call = partial(
             self._calls(DISPATCH, shape)[0],
@@ -107,7 +108,7 @@ class SharedSlots:
             else:
                 assert what in (BAD, TWICE)
                 return which if what == BAD else -2 - which
-        self._note_new(place, number, block.fd)
+        self._note_new(place, number, block.identity)
         return -1
 
     def receive_dispatch(
@@ -192,7 +193,7 @@ class SharedSlots:
             what, which = code >> 32, code & LOW
             if not code:
                 self._lent[number % 2] = None if given is None else y
-                self._note_new(place, number, block.fd if given is None else given.fd)
+                self._note_new(place, number, (given or block).identity)
                 return -1
             if what == LATE:
                 self.lanes.wait_to_send(lane, number, stage)
@@ -213,14 +214,14 @@ class SharedSlots:
     ) -> None:
         head, code = lane.head, ROW_DTYPES.index(y.dtype)
         signature = _combine_signature(shape, y.dtype)
-        if head[SIGNATURE] != signature or head[FD] != block.fd or head[ROWS_FD] != block.fd:
-            head[SIGNATURE], head[FD], head[SIZE] = signature, block.fd, block.size
-            head[ROWS_FD], head[ROWS_SIZE], head[ROWS_BEGIN] = block.fd, block.size, tables
+        own = block.identity
+        if signature != head[SIGNATURE] or not own == head[IDENTITY] == head[ROWS_IDENTITY]:
+            head[SIGNATURE], head[FD : IDENTITY + 1] = signature, block.told
+            head[ROWS_FD : ROWS_BEGIN + 1] = *block.told, tables
             head[TERMS : TERMS + len(shape.terms)] = shape.terms
             head[TERMS + DTYPE_TERM] = code
         if given is not None:
-            begin = y.data_ptr() - given.address
-            head[ROWS_FD], head[ROWS_SIZE], head[ROWS_BEGIN] = given.fd, given.size, begin
+            head[ROWS_FD : ROWS_BEGIN + 1] = *given.told, y.data_ptr() - given.address
 
     def receive_combine(
         self, number: int, back: Back, out: Tensor, waits: Tensor | None, stage: str
@@ -301,34 +302,36 @@ class SharedSlots:
     def _map(self, lane: Lane, rank: int, stage: str) -> None:
         known = lane.peers_R5[rank]
         post = words(int(known[0]), POST_WORDS)
-        for fd, size, at in ((FD, SIZE, 1), (ROWS_FD, ROWS_SIZE, 3)):
+        for fd, at in ((FD, 1), (ROWS_FD, 3)):
+            told = post[fd : fd + 3].tolist()
             if rank == self._rank:  # its rows are read where they were given
                 block = self._blocks[lane.place]
                 assert block is not None
-                known[at], known[at + 1] = post[fd], block.address
-            elif post[size]:
+                known[at], known[at + 1] = told[-1], block.address
+            elif told[1]:
                 try:
-                    address = self._team.memory(rank, int(post[fd]), int(post[size]), stage)
-                except PeerDied:
+                    mapped = self._team.memory(rank, told, stage)
+                except PeerError:
                     if not self._shrink:
                         raise
                     self.lanes.mask(rank, True)
                     return
-                known[at], known[at + 1] = post[fd], address
+                self._held[lane.place, rank, at] = mapped
+                known[at], known[at + 1] = told[-1], mapped.address
 
-    def _note_new(self, place: int, number: int, fd: int) -> None:
-        if fd not in self._mapped:
-            self._new[place] = number, fd
+    def _note_new(self, place: int, number: int, identity: int) -> None:
+        if identity not in self._mapped:
+            self._new[place] = number, identity
 
     def _after_reading(self, lane: Lane, number: int, stage: str) -> None:
         """A call that was the first to name some memory ends when all have mapped it, lest this
         rank should close its Buffer, or end, before a slow one has done so.
         """
         self.lanes.pay(lane, number)
-        named, fd = self._new[lane.place]
+        named, identity = self._new[lane.place]
         if named == number:
             self.lanes.wait_until_read(lane, number, stage)
-            self._mapped.add(fd)
+            self._mapped.add(identity)
 
     def _block(self, place: int, num_bytes: int) -> Segment:
         """Who still reads an earlier one keeps it mapped."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from tokenyard.errors import TEXT_WORDS, rejected, text_to_words
 from tokenyard.slots import POST_WORDS, TEXT
 from tokenyard.transports.symmetric import LINE
-from tokenyard.transports.team import SignalKernels, Team
+from tokenyard.transports.team import SignalKernels, Stopped, Team
 from tokenyard.types import round_up
 
 _POST = 8 * POST_WORDS
@@ -67,6 +67,7 @@ class Lanes:
         """All ranks together."""
         self._team, self._kernels, self._shrink = team, kernels, shrink
         self._rank, self._size = team.rank, team.size
+        team.shrinks = shrink
         controls = team.share(round_up(_MASKS + 8 * self._size, 4096), stage).tolist()
         self._lanes = [self._lane(controls, place) for place in range(4)]
         self._own_masks = controls[self._rank] + _MASKS
@@ -145,11 +146,11 @@ class Lanes:
             return [rank for rank in sorted(others) if not self._has(lane.reads, rank, number)]
 
         while True:
-            dead, late = self._team.who_stops(lambda: len(missing()), missing, stage, given_up)
-            if not dead and not late:
+            stopped = self._team.who_stops(lambda: len(missing()), missing, stage, given_up)
+            if stopped is None:
                 return
-            self._blame(dead, late, stage)
-            given_up.update(dead or late)
+            self._blame(stopped, stage)
+            given_up.update(stopped.ranks)
 
     def _look(self, lane: Lane, number: int, stage: str) -> None:
         """If a rank has failed in this call it is over here, too."""
@@ -179,17 +180,17 @@ class Lanes:
 
     def _go_on(self, step: Callable[[], int], missing: Callable[[], list[int]], stage: str) -> None:
         while True:
-            dead, late = self._team.who_stops(step, missing, stage, self.left_out())
-            if not dead and not late:
+            stopped = self._team.who_stops(step, missing, stage, self.left_out())
+            if stopped is None:
                 return
-            self._blame(dead, late, stage)
-            for rank in dead or late:
+            self._blame(stopped, stage)
+            for rank in stopped.ranks:
                 self.mask(rank, True)
 
-    def _blame(self, dead: tuple[int, ...], late: tuple[int, ...], stage: str) -> None:
+    def _blame(self, stopped: Stopped, stage: str) -> None:
         """Unless the others may go on without them."""
         if not self._shrink:
-            raise self._team.died(dead, stage) if dead else self._team.timed_out(late, stage)
+            raise self._team.blame(stopped, stage)
 
     def time_arrivals(self, lane: Lane, number: int, waits: Tensor, stage: str) -> None:
         """Add to each rank's place the nanoseconds until its post was there."""

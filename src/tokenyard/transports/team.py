@@ -5,6 +5,9 @@ each of them a line for each kind of signal, and two boxes for messages. Signals
 only grow, so nothing is ever reset. A box is used every other time; a rank cannot be two messages
 ahead of another, since it needs the other's own message to get that far, so a box is never
 overwritten before it was read.
+
+To all a rank says whether it has closed its Buffer, whether a call has failed, whose fault that was
+and why, and which of its segments it has given back to the system, so that the others unmap them.
 """
 
 from __future__ import annotations
@@ -14,22 +17,34 @@ import select
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from tokenyard.errors import PeerDied, PeerError, PeerTimeout, SharedMemoryError, name_ranks
+from tokenyard.errors import (
+    TEXT_WORDS,
+    PeerDied,
+    PeerError,
+    PeerLeft,
+    PeerTimeout,
+    SharedMemoryError,
+    name_ranks,
+    text_to_words,
+    words_to_text,
+)
 from tokenyard.transports import blocks
 from tokenyard.transports.base import Communicator
-from tokenyard.transports.blocks import NO_MEMORY
-from tokenyard.transports.symmetric import LINE, Pool, Segment, attach
+from tokenyard.transports.blocks import NOTHING
+from tokenyard.transports.symmetric import LINE, Gone, Pool, Segment, attach
 from tokenyard.types import round_up
 
 MAIL, ROWS, READ = range(3)  # a message is there; rows were written; rows were read
 _KINDS = 3
 _BOX = 128  # int64s of a message that go at once
-_NONCE, _FAILURE, _BEAT = range(3)  # int64s of a control segment's first line
+_FAILURE, _LEFT, _BEAT, _DROPS = range(4)  # int64s of a control segment's first line
+_FAILURES = (PeerTimeout, PeerDied, PeerLeft)
+_DROPPED = 64  # the last segments that a rank has given back: their identities
 _NOTICE_MS = 500  # connections break a moment before a process is seen to be dead
 _GRACE = 0.2  # seconds for signals on their way, once a peer is seen dead
 
@@ -53,6 +68,20 @@ class SignalKernels(Protocol):
     ) -> int: ...
 
 
+class Stopped(NamedTuple):
+    """Ranks, by their numbers in the whole group, without which a wait cannot end, and why."""
+
+    kind: type[PeerError]
+    ranks: tuple[int, ...]
+
+
+class Mapped(NamedTuple):
+    """A peer's segment in this process. Its address is good for as long as `array` lives."""
+
+    array: np.ndarray
+    address: int
+
+
 class Team:
     def __init__(
         self,
@@ -69,39 +98,46 @@ class Team:
         self._me = self._members[self.rank]
         self._box = box
         self._communicator = communicator
-        self.pool = Pool()
+        self.pool = Pool(self._say_dropped)
+        self.shrinks = False  # whether the others go on without a rank that fails
         self._kernels = kernels
         self._timeout = timeout
         self._epochs = [0] * _KINDS
         self._tables: list[np.ndarray] = []
         self._kept: list[Segment] = []
-        self._attached: dict[tuple[int, int], tuple[np.ndarray, int]] = {}
-        self.control_bytes = self._control_bytes()
-        control, failure = _try_segment(self.control_bytes)
-        fd, nonce = -1, int.from_bytes(os.urandom(7), "little")
-        if control is not None:
-            self._kept.append(control)
-            fd = control.fd
-            control.array()[:LINE].view(np.int64)[_NONCE] = nonce
-        self._pids, fds, nonces = tell_all(communicator, [os.getpid(), fd, nonce])
-        failure = failure or self._attach_controls(fds, nonces)
-        failed = tell_all(communicator, [int(failure is not None)])[0]
-        if any(failed):
-            self.close()
-            others = name_ranks([self._members[rank] for rank, one in enumerate(failed) if one])
-            raise OSError(failure or f"{others} cannot attach the other ranks' memory")
-        self._addresses()
-        self._pidfds = {os.pidfd_open(pid): rank for rank, pid in enumerate(self._pids)}
+        self._for_good: list[Mapped] = []
+        self._attached: list[dict[int, Mapped]] = [{} for _ in range(self.size)]  # by identity
+        self._forgotten = [0] * self.size  # how many segments each rank had dropped
+        self._pidfds: dict[int, int] = {}
         self._deaths = select.poll()
         self._one_polls = threading.Lock()  # words may be exchanged while rows move
-        for fd in self._pidfds:
-            self._deaths.register(fd, select.POLLIN)
+        self._heads: list[np.ndarray] = []
+        self.control_bytes = self._control_bytes()
+        try:
+            self._open_all()
+        except BaseException:
+            self.close()
+            raise
         # Ranks bound to fewer cores than there are ranks mostly share them with other programs, a
         # server's for example, which would wait for a rank that spins.
         cores = len(os.sched_getaffinity(0))
         self.patience = 2000 if self.size <= cores else 20
         # Some milliseconds where each rank has a core: two that sleep keep making each other wait.
         self._yields = 2000 if self.size <= cores else 50
+
+    def _open_all(self) -> None:
+        control, failure = _try_segment(self.control_bytes)
+        told = NOTHING
+        if control is not None:
+            self._kept.append(control)
+            told = control.told
+        self._pids, *named = tell_all(self._communicator, [os.getpid(), *told])
+        failure = failure or self._attach_controls(list(zip(*named))) or self._watch()
+        failed = tell_all(self._communicator, [int(failure is not None)])[0]
+        if any(failed):
+            others = name_ranks([self._members[rank] for rank, one in enumerate(failed) if one])
+            raise OSError(failure or f"{others} cannot attach the other ranks' memory")
+        self._addresses()
 
     def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
         """Row r of an int64 message goes to rank r; row r of the answer came from it."""
@@ -140,11 +176,9 @@ class Team:
         with what they do elsewhere (`beat`). Otherwise PeerDied names who has died, and PeerTimeout
         the ranks that missing() finds, or whom a rank of the team has found to be at fault.
         """
-        dead, late = self.who_stops(step, missing, stage)
-        if dead:
-            raise self.died(dead, stage)
-        if late:
-            raise self.timed_out(late, stage)
+        stopped = self.who_stops(step, missing, stage)
+        if stopped is not None:
+            raise self.blame(stopped, stage)
 
     def who_stops(
         self,
@@ -152,8 +186,8 @@ class Team:
         missing: Callable[[], Sequence[int]],
         stage: str,
         given_up: Collection[int] = (),
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """As `wait_until`, but gives back who has died, and who is late: nobody, if all is done.
+    ) -> Stopped | None:
+        """As `wait_until`, but gives back who is at fault: None if all is done.
 
         That a rank has died which was given up before says nothing.
         """
@@ -168,69 +202,94 @@ class Team:
                 continue
             if self._beats() != beats:
                 deadline, beats = now + self._timeout, self._beats()
-            self.raise_told(stage)
+            if not self.shrinks:
+                self.raise_told(stage)
+            gone = self._have_left()
+            if gone and step():  # what they did before they left may have come just now
+                gone &= set(missing())
+                if gone:
+                    return Stopped(PeerLeft, self._names(sorted(gone)))
             dead = tuple(rank for rank in self.dead_ranks() if rank not in given_up)
             if dead and dead_since is None:
                 dead_since = now
             if dead_since is not None and now > dead_since + _GRACE:
-                return dead, ()
+                return Stopped(PeerDied, dead)
             if now > deadline:
-                return (), tuple(self._members[rank] for rank in missing())
+                return Stopped(PeerTimeout, self._names(missing()))
             rounds += 1
             if rounds < self._yields:
                 os.sched_yield()
             else:
                 time.sleep(min(1e-3, 2e-5 * (rounds - self._yields + 1)))
-        return (), ()
+        return None
 
     def beat(self) -> None:
         """This rank gets on with what it does elsewhere: whoever waits for it should be patient."""
         self._heads[self.rank][_BEAT] += 1
 
     def tell(self, error: PeerError) -> None:
-        """Tell the team of a rank elsewhere that is at fault: it need not wait to find out. For
-        good, since no rank goes on after that.
+        """Tell the team who is at fault, so that nobody needs to wait to find out. For good, since
+        no rank goes on after that; the first word stays.
         """
-        if error.ranks:
-            died = isinstance(error, PeerDied)
-            self._heads[self.rank][_FAILURE] = 2 * (1 + error.rank) + died  # one store, so whole
+        head = self._heads[self.rank] if self._heads else None
+        if head is not None and error.ranks and not head[_FAILURE]:
+            self._texts[self.rank][:] = text_to_words(str(error))
+            kind = next((k for k, one in enumerate(_FAILURES) if isinstance(error, one)), 2)
+            head[_FAILURE] = 4 * (1 + error.rank) + kind  # one store, so whole
 
-    def memory(self, rank: int, fd: int, num_bytes: int, stage: str) -> int:
-        """The address here of a peer's segment, which is mapped when it is first asked for."""
-        if (rank, fd) not in self._attached:
+    def memory(self, rank: int, told: Sequence[int], stage: str) -> Mapped:
+        """A peer's segment, of which it told (Segment.told); mapped when it is first asked for."""
+        fd, size, identity = told
+        if int(self._heads[rank][_DROPS]) != self._forgotten[rank]:
+            self._unmap_dropped(rank)
+        mapped = self._attached[rank].get(identity)
+        if mapped is None:
             try:
-                array = attach(self._pids[rank], fd, num_bytes)
-            except OSError as error:
+                array = attach(self._pids[rank], fd, size, identity)
+            except Gone as error:
                 raise self._lost(rank, stage) from error
-            self._attached[rank, fd] = array, int(array.ctypes.data)
-        return self._attached[rank, fd][1]
+            except SharedMemoryError as error:
+                them = self._members[rank]
+                what = f"{stage}: rank {self._me} cannot map the memory of rank {them}: {error}"
+                raise SharedMemoryError(what) from error
+            mapped = self._attached[rank][identity] = Mapped(array, int(array.ctypes.data))
+        return mapped
 
     def share(self, num_bytes: int, stage: str) -> np.ndarray:
         """[R] the addresses of a segment of this size of every rank, for the life of the team."""
-        error, words = None, (NO_MEMORY, 0)
+        error, told = None, NOTHING
         try:
-            segment = self.keep(num_bytes)
-            words = segment.fd, segment.size
+            told = self.keep(num_bytes).told
         except SharedMemoryError as problem:
             error = problem
-        told = self.exchange(np.array([words] * self.size, np.int64), stage)
-        blocks.check(told[:, :1], [error], stage, self.rank)
-        return self.addresses(told.tolist(), segment.address, stage)
+        told_R3 = self.exchange(np.array([told] * self.size, np.int64), stage)
+        blocks.check(told_R3[:, :1], [error], stage, self.rank)
+        addresses_R = np.zeros(self.size, np.int64)
+        try:
+            own = Mapped(self._kept[-1].array(), self._kept[-1].address)
+            mapped = self.map_all(told_R3.tolist(), own, stage)
+            self._for_good += mapped
+            addresses_R[:] = [one.address for one in mapped]
+        except SharedMemoryError as problem:
+            error = problem
+        # No rank may close its segment before all have mapped it.
+        able_R1 = self.exchange(np.full((self.size, 1), blocks.NO_MEMORY if error else 0), stage)
+        blocks.check(able_R1, [error], stage, self.rank)
+        return addresses_R
 
-    def addresses(self, told: Sequence[Sequence[int]], own: int, stage: str) -> np.ndarray:
-        """[R] where segments begin here, of which ranks told (fd, size); `own` is this rank's."""
-        return np.array(
-            [
-                own if rank == self.rank else self.memory(rank, fd, size, stage)
-                for rank, (fd, size) in enumerate(told)
-            ],
-            np.int64,
-        )
+    def map_all(self, told: Sequence[Sequence[int]], own: Mapped, stage: str) -> list[Mapped]:
+        """The segments that ranks told of; `own` is this rank's."""
+        return [
+            own if rank == self.rank else self.memory(rank, one, stage)
+            for rank, one in enumerate(told)
+        ]
 
     def explain(self, stage: str, error: RuntimeError) -> PeerError:
         """Who has died, if that is why something else between these ranks has failed."""
         dead = self.dead_ranks(wait_ms=_NOTICE_MS)
-        return self.died(dead, stage) if dead else self._communicator.explain(stage, error)
+        if dead:
+            return self.blame(Stopped(PeerDied, dead), stage)
+        return self._communicator.explain(stage, error)
 
     def keep(self, num_bytes: int) -> Segment:
         """A segment of this rank, for the life of the team."""
@@ -239,16 +298,17 @@ class Team:
         return segment
 
     def close(self) -> None:
+        if self._heads:
+            self._heads[self.rank][_LEFT] = 1
         for segment in self._kept:
             segment.close()
         self._kept.clear()
         self.pool.close()
-        if hasattr(self, "_pidfds"):
-            with self._one_polls:
-                for fd in self._pidfds:
-                    self._deaths.unregister(fd)
-                    os.close(fd)
-                self._pidfds = {}
+        with self._one_polls:
+            for fd in self._pidfds:
+                self._deaths.unregister(fd)
+                os.close(fd)
+            self._pidfds = {}
 
     def _wait_long(self, incoming: int, epoch: int, first: int, stage: str) -> None:
         def step() -> int:
@@ -258,32 +318,27 @@ class Team:
 
         self.wait_until(step, lambda: (first,), stage)
 
-    def _lost(self, rank: int, stage: str) -> PeerDied:
+    def _lost(self, rank: int, stage: str) -> PeerError:
         """A peer's memory is gone between its telling us of it and our asking: it has died, or has
         closed its Buffer, most likely because another rank died.
         """
         # Who dies loses its files a moment before it is seen to be dead.
         dead = self.dead_ranks(wait_ms=1000)
         if dead:
-            return self.died(dead, stage)
+            return self.blame(Stopped(PeerDied, dead), stage)
         self.raise_told(stage)
-        gone = self._members[rank]
-        text = f"{stage}: rank {gone} has closed its Buffer, on rank {self._me}"
-        return PeerDied(text, ranks=(gone,), stage=stage)
+        return self.blame(Stopped(PeerLeft, self._names([rank])), stage)
 
-    def died(self, dead: tuple[int, ...], stage: str) -> PeerDied:
-        text = f"{stage}: {name_ranks(dead)} died, on rank {self._me}"
-        error = PeerDied(text, ranks=dead, stage=stage)
-        self._communicator.leave_word(error)
-        return error
-
-    def timed_out(self, late: tuple[int, ...], stage: str) -> PeerTimeout:
-        error = PeerTimeout(
-            f"{stage}: {self._timeout:g} s passed; no word from {name_ranks(late)}, "
-            f"on rank {self._me}",
-            ranks=late,
-            stage=stage,
-        )
+    def blame(self, stopped: Stopped, stage: str) -> PeerError:
+        """The error that names them; every rank of the team, and beyond, hears of it."""
+        kind, ranks = stopped
+        who = name_ranks(ranks)
+        what = {
+            PeerDied: f"{who} died",
+            PeerLeft: f"{who} closed {'its' if len(ranks) == 1 else 'their'} Buffer",
+            PeerTimeout: f"{self._timeout:g} s passed; no word from {who}",
+        }[kind]
+        error = kind(f"{stage}: {what}, on rank {self._me}", ranks=ranks, stage=stage)
         self._communicator.leave_word(error)
         return error
 
@@ -292,39 +347,76 @@ class Team:
             dead = sorted(self._pidfds[fd] for fd, _ in self._deaths.poll(wait_ms))
         return tuple(self._members[rank] for rank in dead)
 
+    def _names(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """What ranks of the team are called in the whole group."""
+        return tuple(self._members[rank] for rank in ranks)
+
     def _beats(self) -> int:
         return sum([int(head[_BEAT]) for head in self._heads])
 
+    def _have_left(self) -> set[int]:
+        """The ranks that have closed their Buffer."""
+        return {rank for rank, head in enumerate(self._heads) if head[_LEFT] and rank != self.rank}
+
     def raise_told(self, stage: str) -> None:
-        """If a rank of the team has told of a failure elsewhere."""
+        """If a rank of the team has told of a failure, or this one has, on another thread."""
         for rank, head in enumerate(self._heads):
             told = int(head[_FAILURE])
-            if told and rank != self.rank:
-                culprit, died = told // 2 - 1, told % 2 == 1
-                kind, what = (PeerDied, "died") if died else (PeerTimeout, "does not answer")
+            if told:
+                kind, culprit = _FAILURES[told % 4 % 3], told // 4 - 1
+                text = words_to_text(self._texts[rank])
                 error = kind(
-                    f"{stage}: rank {culprit} {what}, as rank {self._members[rank]} has noticed, "
+                    f"{stage}: rank {self._members[rank]} has given up ({text}), "
                     f"on rank {self._me}",
                     ranks=(culprit,),
                     stage=stage,
                 )
-                self._communicator.leave_word(error)  # so that no other node blames this rank
+                if rank != self.rank:
+                    self._communicator.leave_word(error)  # so that no other node blames this rank
                 raise error
 
-    def _attach_controls(self, fds: Sequence[int], nonces: Sequence[int]) -> str | None:
+    def _say_dropped(self, segment: Segment) -> None:
+        """Peers find out when they next use memory of this rank."""
+        head = self._heads[self.rank]
+        self._drops[self.rank][int(head[_DROPS]) % _DROPPED] = segment.identity
+        head[_DROPS] += 1
+
+    def _unmap_dropped(self, rank: int) -> None:
+        """Let go of segments that a peer has given back. Whoever still uses one holds its array."""
+        seen, drops = self._forgotten[rank], int(self._heads[rank][_DROPS])
+        if drops - seen > _DROPPED:
+            self._attached[rank].clear()
+        for number in range(max(seen, drops - _DROPPED), drops):
+            self._attached[rank].pop(int(self._drops[rank][number % _DROPPED]), None)
+        self._forgotten[rank] = drops
+
+    def _attach_controls(self, told: Sequence[Sequence[int]]) -> str | None:
         """Map all ranks' control segments. Returns what went wrong, if anything did."""
         self._controls: list[np.ndarray] = []
-        for rank, (fd, nonce) in enumerate(zip(fds, nonces)):
+        for rank, (fd, _, identity) in enumerate(told):
             try:
-                control = attach(self._pids[rank], fd, self.control_bytes)
-            except OSError as error:
+                control = attach(self._pids[rank], fd, self.control_bytes, identity)
+            except (OSError, SharedMemoryError) as error:
                 them = self._members[rank]
                 return f"rank {self._me} cannot attach the memory of rank {them}: {error}"
-            if control[:LINE].view(np.int64)[_NONCE] != nonce:
-                them = self._members[rank]
-                return f"rank {self._me} finds other memory where that of rank {them} should be"
             self._controls.append(control)
+        begin, middle = self._said_at(), self._said_at() + 8 * TEXT_WORDS
         self._heads = [control[:LINE].view(np.int64) for control in self._controls]
+        self._texts = [control[begin:middle].view(np.int64) for control in self._controls]
+        self._drops = [
+            control[middle : middle + 8 * _DROPPED].view(np.int64) for control in self._controls
+        ]
+        return None
+
+    def _watch(self) -> str | None:
+        """Be told of the death of any rank. Returns what went wrong, if anything did."""
+        try:
+            for rank, pid in enumerate(self._pids):
+                fd = os.pidfd_open(pid)
+                self._pidfds[fd] = rank
+                self._deaths.register(fd, select.POLLIN)
+        except OSError as error:
+            return f"rank {self._me} cannot watch the other ranks: {error}"
         return None
 
     def _addresses(self) -> None:
@@ -360,8 +452,12 @@ class Team:
     def _signal_bytes(self) -> int:
         return LINE * (1 + _KINDS * self.size)
 
+    def _said_at(self) -> int:
+        """Where this rank says why it has given up, and, after that, what it has dropped."""
+        return self._signal_bytes() + 2 * self.size * self._box * 8
+
     def _control_bytes(self) -> int:
-        exact = self._signal_bytes() + 2 * self.size * self._box * 8
+        exact = self._said_at() + 8 * (TEXT_WORDS + _DROPPED)
         return round_up(exact, os.sysconf("SC_PAGESIZE"))
 
 

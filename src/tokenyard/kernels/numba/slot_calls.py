@@ -5,8 +5,8 @@ is to write a block and then, with release, the number in its post. To receive i
 post's number, with acquire, copy rows straight from there into slots, and leave word that they were
 read: only when all ranks have done so is a block written again, two calls later.
 
-    peers   [R, 5] for each rank: its post, and the file and address of its block as they are known
-            here; of a combine also those of its rows
+    peers   [R, 5] for each rank: its post, and the identity and address of its block as they are
+            known here; of a combine also those of its rows
     masked  [R] who is left out
     flags   [R] addresses of a word each, which says whether that rank has left this one out
 
@@ -41,8 +41,8 @@ from tokenyard.kernels.numba.slots import (
 from tokenyard.slots import (
     BAD,
     DIFFERS,
-    FD,
     HANDLE,
+    IDENTITY,
     LATE,
     LOST,
     MAP,
@@ -51,7 +51,7 @@ from tokenyard.slots import (
     OK,
     ROOM,
     ROWS_BEGIN,
-    ROWS_FD,
+    ROWS_IDENTITY,
     SIGNATURE,
     TEXT,
     TOKENS,
@@ -113,9 +113,9 @@ def _check_posts(peers, masked, flags, rank, size, number, patience, signature, 
             continue
         words = pointer(known[r * _PEER], _INT64)
         with_rows = rows_of == 2 or (rows_of == 1 and r != rank)
-        if words[FD] != known[r * _PEER + 1]:
+        if words[IDENTITY] != known[r * _PEER + 1]:
             return _verdict(MAP, r)
-        if with_rows and words[ROWS_FD] != known[r * _PEER + 3]:
+        if with_rows and words[ROWS_IDENTITY] != known[r * _PEER + 3]:
             return _verdict(MAP, r)
     return np.int64(OK)
 
