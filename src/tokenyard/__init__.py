@@ -15,6 +15,7 @@ __version__ = "0.1.0.dev0"
 _HOMES = {
     "Buffer": "buffer",
     "BufferClosed": "errors",
+    "BufferInUse": "errors",
     "CallMismatch": "errors",
     "Config": "types",
     "EventHandle": "events",
@@ -41,6 +42,7 @@ __all__ = ["__version__", *_HOMES]  # noqa: PLE0604
 if TYPE_CHECKING:
     from tokenyard.buffer import Buffer as Buffer
     from tokenyard.errors import BufferClosed as BufferClosed
+    from tokenyard.errors import BufferInUse as BufferInUse
     from tokenyard.errors import CallMismatch as CallMismatch
     from tokenyard.errors import PeerDied as PeerDied
     from tokenyard.errors import PeerError as PeerError

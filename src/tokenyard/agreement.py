@@ -82,6 +82,9 @@ class Agreement:
         self._rank, self._size = transport.rank, transport.size
         self._buffer_id = buffer_id
         self.number = 0  # of calls so far
+        # Whether this rank has begun a call that the others rely on: if it does not end it, it must
+        # say so. False again once the call has ended, or raises on all ranks.
+        self.engaged = False
         self._message = np.zeros((self._size, _MESSAGE), np.int64)
 
     def agree(
@@ -120,6 +123,7 @@ class Agreement:
             width = payload.shape[1]
             room = min(width, _ROOM)
             message[:, _INLINE : _INLINE + room] = payload[:, :room]
+        self.engaged = True
         answer = self._transport.exchange(message, f"{stage} (notify)")
 
         # Bytes, since they are compared in a third of the time that arrays take.
@@ -149,12 +153,14 @@ class Agreement:
             return
         words = text_to_words("" if own is None else str(own))
         texts = self._transport.exchange(np.tile(words, (self._size, 1)), f"{stage} (failure)")
+        self.engaged = False
         if own is not None:
             raise own
         rank = int(failed.argmax())
         raise rejected(rank, texts[rank], stage)
 
     def _raise_mismatch(self, stage: str, mine: Call, calls: np.ndarray) -> None:
+        self.engaged = False
         for name, own, column in zip(Call._fields, mine, calls.T.tolist()):
             for rank, theirs in enumerate(column):
                 if theirs != own:

@@ -8,6 +8,8 @@ combined, _, _ = buffer.combine(experts(received), handle)
 
 from __future__ import annotations
 
+import os
+import threading
 import weakref
 from collections.abc import Sequence
 from functools import cache
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from tokenyard import validate
 from tokenyard.engine import Engine
-from tokenyard.errors import BufferClosed, PeerError
+from tokenyard.errors import BufferClosed, BufferInUse, PeerError
 from tokenyard.events import EventHandle, EventOverlap
 from tokenyard.low_latency.calls import LowLatencyCalls
 from tokenyard.low_latency.engine import LowLatency
@@ -57,6 +59,51 @@ class Combined(NamedTuple):
     event: EventOverlap
 
 
+class _Use:
+    """A call of a Buffer: one at a time, and what it leaves behind if it does not end well."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer, self._lock = weakref.ref(buffer), threading.Lock()
+        self._thread = 0  # that has the lock, or had it
+        self.rank = -1
+
+    def __enter__(self) -> Engine:
+        buffer = self._buffer()
+        assert buffer is not None
+        buffer._check_process()  # before the lock, which a forked child may have inherited taken
+        self.take()
+        try:
+            return buffer._open_engine()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def take(self) -> threading.Lock:
+        """The lock, which this thread has now; it is never waited for."""
+        if not self._lock.acquire(blocking=False):
+            who = "another thread"
+            if self._thread == threading.get_ident():
+                who = "this very thread, in a call that a signal handler has interrupted"
+            raise BufferInUse(
+                f"the Buffer is in use by {who}, want one call at a time, on rank {self.rank}"
+            )
+        self._thread = threading.get_ident()
+        return self._lock
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        buffer = self._buffer()
+        assert buffer is not None
+        try:
+            buffer._after_call(error)
+        finally:
+            self._lock.release()
+
+
 class Buffer(LowLatencyCalls):
     """Moves tokens to the ranks that own their experts, and sums the results back.
 
@@ -73,7 +120,9 @@ class Buffer(LowLatencyCalls):
         placement       [E] the rank of each expert; consecutive blocks if None
 
     Every rank of the group makes the same calls in the same order; dispatch and combine raise on
-    all ranks if one of them is given bad input, and the Buffer goes on working.
+    all ranks if one of them is given bad input, and the Buffer goes on working. One thread at a
+    time may call it, and only in the process that made it, not in a fork. A Buffer that nobody
+    holds any more frees itself, unless explicitly_destroy is set.
     """
 
     num_sms: int = 20
@@ -109,6 +158,8 @@ class Buffer(LowLatencyCalls):
         self._engine: Engine | None = None
         self._low_latency: LowLatency | None = None
         self._why_closed = "the Buffer is closed"
+        self._pid = os.getpid()
+        self._use = _Use(self)
         self._engine, self._low_latency = open_engine(
             group,
             num_nvl_bytes=num_nvl_bytes,
@@ -122,6 +173,10 @@ class Buffer(LowLatencyCalls):
             enable_shrink=enable_shrink,
         )
         self.rank, self.group_size = self._engine.rank, self._engine.num_ranks
+        self._use.rank = self.rank
+        if not explicitly_destroy:
+            self._finalizer = weakref.finalize(self, self._engine.abandon)
+            self._finalizer.atexit = False
 
     @property
     def group(self) -> ProcessGroup | Any:
@@ -177,7 +232,6 @@ class Buffer(LowLatencyCalls):
         With a handle the rows go the way of an earlier dispatch, and only x and the event come
         back.
         """
-        engine = self._open_engine()
         config = _default_config(Buffer.num_sms) if config is None else config
         finish = Finish(async_finish, allocate_on_comm_stream)
         if handle is not None:
@@ -190,12 +244,10 @@ class Buffer(LowLatencyCalls):
                 "num_experts": num_experts,
             }
             beside = [name for name, value in routing.items() if value is not None]
-            try:
+            with self._use as engine:
                 again, scales, event = engine.dispatch_cached(
                     x, handle, beside, config, previous_event, finish
                 )
-            except PeerError as error:
-                raise self._broken_by(error) from error.__cause__
             return Dispatched(_pair(again, scales), None, None, None, None, event)
 
         request = DispatchRequest(
@@ -211,10 +263,8 @@ class Buffer(LowLatencyCalls):
             config,
             previous_event,
         )
-        try:
+        with self._use as engine:
             received, made, event = engine.dispatch(request, finish)
-        except PeerError as error:
-            raise self._broken_by(error) from error.__cause__
         return Dispatched(
             _pair(received.x, received.scales),
             received.topk_idx,
@@ -240,15 +290,12 @@ class Buffer(LowLatencyCalls):
         The sum is unweighted (weigh the rows before), in float32, from the biases, in an order that
         is always the same. topk_weights, if given, come back as they were sent out.
         """
-        engine = self._open_engine()
         config = _default_config(Buffer.num_sms) if config is None else config
         finish = Finish(async_finish, allocate_on_comm_stream)
-        try:
+        with self._use as engine:
             return Combined(
                 *engine.combine(x, handle, topk_weights, bias, config, previous_event, finish)
             )
-        except PeerError as error:
-            raise self._broken_by(error) from error.__cause__
 
     def get_next_combine_buffer(self, handle: Handle) -> Tensor:
         """[N, D] for the experts' output: combine does not copy what lies in it.
@@ -281,8 +328,22 @@ class Buffer(LowLatencyCalls):
 
     def close(self) -> None:
         """Give back what the Buffer holds. Local, and never waits for others; twice is fine."""
+        if self._engine is None:
+            return
+        if os.getpid() != self._pid:  # a fork: what it sees is still its parent's
+            self._engine = self._low_latency = None
+            return
+        lock = self._use.take()
+        try:
+            self._close()
+        finally:
+            lock.release()
+
+    def _close(self) -> None:
         engine, self._engine, self._low_latency = self._engine, None, None
         if engine is not None:
+            if not self.explicitly_destroy:
+                self._finalizer.detach()
             engine.close()
 
     def destroy(self) -> None:
@@ -338,7 +399,15 @@ class Buffer(LowLatencyCalls):
         streams = self._open_engine().streams
         return torch.cpu.current_stream() if streams is None else streams.comm
 
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise BufferClosed(
+                f"the Buffer belongs to process {self._pid}, of which this one is a fork; want a "
+                f"Buffer of its own here, in a process that was not forked, on rank {self.rank}"
+            )
+
     def _open_engine(self) -> Engine:
+        self._check_process()
         engine, low_latency = self._engine, self._low_latency
         if engine is None:
             raise BufferClosed(f"{self._why_closed}, on rank {self.rank}")
@@ -359,11 +428,24 @@ class Buffer(LowLatencyCalls):
             )
         return self._low_latency
 
-    def _broken_by(self, error: Exception) -> Exception:
+    def _after_call(self, error: BaseException | None) -> None:
+        """A call that others rely on and that does not end breaks the Buffer, whatever it was."""
+        engine, low_latency = self._engine, self._low_latency
+        if engine is None:
+            return
+        engaged = engine.engaged or (low_latency is not None and low_latency.engaged)
+        engine.ended()
+        if error is None:
+            return
+        if isinstance(error, PeerError) or (engaged and not getattr(error, "on_all_ranks", False)):
+            engine.give_up(error)
+            self._broken_by(error)
+
+    def _broken_by(self, error: BaseException) -> None:
         """After this the engine is in no known state, so nothing may use it again."""
-        self._why_closed = f"the Buffer was broken by an earlier error ({error})"
-        self.close()
-        return error
+        what = str(error) if isinstance(error, PeerError) else f"{type(error).__name__}: {error}"
+        self._why_closed = f"the Buffer was broken by an earlier error ({what})"
+        self._close()
 
 
 def _pair(x: Tensor, scales: Tensor | None) -> Rows:

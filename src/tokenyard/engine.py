@@ -7,22 +7,25 @@ Buffer's thread.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tokenyard import memory, notify, validate
 from tokenyard.agreement import STAGES, Agreed, Agreement, Call, Terms
-from tokenyard.errors import PeerError
+from tokenyard.errors import PeerError, PeerLeft, SharedMemoryError
 from tokenyard.events import EventHandle, EventOverlap, Worker
 from tokenyard.kernels import Kernels
 from tokenyard.prepare import DispatchRequest, Outgoing, Preparation, wait
 from tokenyard.streams import Finish, Streams
 from tokenyard.topology import Placement, Topology
 from tokenyard.transports import Sum, Transport
+from tokenyard.transports.blocks import NO_MEMORY, check
 from tokenyard.types import (
     ROW_DTYPES,
     SCALE_DTYPES,
@@ -33,6 +36,7 @@ from tokenyard.types import (
     Received,
 )
 
+_LARGE = 32 << 20  # bytes of a result that a rank may not have: ranks ask each other first
 _SMALL = 1 << 16  # bytes of a sum that are not worth a segment of shared memory
 
 
@@ -55,17 +59,34 @@ class Engine:
         self.rank, self.num_ranks = transport.rank, transport.size
         self._kernels = kernels
         self._agreement = agreement
-        self.worker = Worker(f"tokenyard-rank-{self.rank}")
+        self.worker = Worker(f"tokenyard-rank-{self.rank}", self.give_up)
         self._one_node = topology.num_nodes == 1
         nodes = None if self._one_node else topology.node_of_rank
-        self._device = device
+        self._device, self._pid = device, os.getpid()
         self.streams = streams
         self.local = Preparation(kernels, self.num_ranks, nodes, placement, device)
 
     @property
-    def failure(self) -> Exception | None:
+    def failure(self) -> BaseException | None:
         """What went wrong on the Buffer's thread, if anything did."""
         return self.worker.failure
+
+    @property
+    def engaged(self) -> bool:
+        """Whether this rank has begun a call that others rely on, and has not ended it."""
+        return self._agreement.engaged
+
+    def ended(self) -> None:
+        """A call has ended, or goes on on the Buffer's thread."""
+        self._agreement.engaged = False
+
+    def give_up(self, error: BaseException) -> None:
+        """This rank cannot end a call that others are in: tell them, so that they need not wait."""
+        if not isinstance(error, PeerError):
+            what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            text = f"rank {self.rank} gave up: {what}"
+            error = PeerLeft(text, ranks=(self.rank,), stage="")
+        self.transport.tell(error)
 
     def layout(self, topk_idx: Any, num_experts: Any, previous_event: Any) -> Layout:
         """Who gets each token. Local, so bad input raises on this rank alone."""
@@ -116,11 +137,15 @@ class Engine:
         assert x is not None
         assert src_idx is not None
 
+        # A handle lives longer than rows: it must not keep the memory in which those lie.
+        own_src_idx = memory.empty(flow.num_rows, dtype=src_idx.dtype, device=src_idx.device)
+
         def work() -> None:
             move()
             for column in (src_idx, topk_idx):
                 if column is not None and flow.num_rows > flow.num_received:
                     column[flow.num_received :] = -1
+            own_src_idx.copy_(src_idx[:, 0])
             if topk_idx is not None:
                 self._kernels.localise(topk_idx, topk_weights, out.placement.local_table(self.rank))
 
@@ -131,7 +156,7 @@ class Engine:
             scales=scales,
             topk_idx=topk_idx,
             topk_weights=topk_weights,
-            src_idx=src_idx[:, 0],
+            src_idx=own_src_idx,
             num_tokens_per_expert=per_expert.tolist(),
         )
         handle = Handle(
@@ -144,7 +169,7 @@ class Engine:
             is_token_in_rank=out.layout.is_token_in_rank,
             recv_src_idx=received.src_idx,
         )
-        return received, handle, work, [*columns, *arrive]
+        return received, handle, work, [*columns, *arrive, own_src_idx]
 
     def dispatch_cached(
         self,
@@ -160,7 +185,7 @@ class Engine:
         self._before_words()
 
         def prepare() -> tuple[Tensor, Tensor | None, Handle, EventHandle | None]:
-            pending = validate.previous_event(previous_event)
+            pending = self._pending(previous_event, finish)
             known = validate.handle(handle, self.buffer_id)
             validate.require(
                 not beside,
@@ -203,7 +228,7 @@ class Engine:
         self._before_words()
 
         def prepare() -> tuple[list[Sum], Handle, EventHandle | None]:
-            pending = validate.previous_event(previous_event)
+            pending = self._pending(previous_event, finish)
             known = validate.handle(handle, self.buffer_id)
             num_rows, num_tokens = known.flow.num_rows, known.num_tokens
             rows = validate.rows(
@@ -265,6 +290,11 @@ class Engine:
         self.worker.close()
         self.transport.close()
 
+    def abandon(self) -> None:
+        """Close without waiting, on whatever thread: of a Buffer that nobody holds any more."""
+        if os.getpid() == self._pid:  # what a forked child has is still its parent's
+            self.worker.close_then(self.transport.close)
+
     def _before_words(self) -> None:
         """Let the calls that go on end first, where rows and words cannot travel at once."""
         if self.transport.moves_alone:
@@ -296,6 +326,18 @@ class Engine:
         self.worker.drain()
         later()
         return EventOverlap(None)
+
+    def _pending(self, previous_event: Any, finish: Finish) -> EventHandle | None:
+        """What the move must wait for. An event that is over, or that nothing else could be done
+        before, is settled now: that it has failed is bad input, of which all ranks hear.
+        """
+        pending = validate.previous_event(previous_event)
+        if pending is None or self.streams is not None:
+            return pending
+        if finish.async_finish and not pending.is_over:
+            return pending
+        pending.current_stream_wait()
+        return None
 
     def _sum(self, rows_ND: Tensor, handle: Handle) -> Tensor:
         """Memory for the sums of these rows."""
@@ -340,7 +382,16 @@ class Engine:
     ) -> tuple[list[Tensor | None], Callable[[], None]]:
         """Rows of the columns that are there; zeros after those that arrive."""
         present = [column for column in columns if column is not None]
-        arrive, move = self.transport.send(present, flow, agreed.offers, config, stage)
+        failure = None
+        try:
+            arrive, move = self.transport.send(present, flow, agreed.offers, config, stage)
+        except MemoryError as error:
+            failure = SharedMemoryError(f"{stage}: {error}, on rank {self.rank}")
+        if not self.transport.offers_memory and flow.most_rows * sum(_widths(present)) >= _LARGE:
+            told = np.full((self.num_ranks, 1), NO_MEMORY if failure else 0, np.int64)
+            check(self.transport.exchange(told, stage), [failure], stage, self.rank)
+        if failure is not None:
+            raise failure
 
         def move_and_fill() -> None:
             move()

@@ -53,6 +53,12 @@ class PeerLeft(PeerError):
     """A rank's process lives, but its Buffer was closed, or gave up a call that others are in."""
 
 
+class OnAllRanks(ValueError):
+    """Input that all ranks find wrong alike after they have agreed. The Buffer goes on."""
+
+    on_all_ranks = True
+
+
 class SharedMemoryError(TokenyardError):
     """Memory for rows could not be had, with the bytes needed and available and what to do."""
 
@@ -63,6 +69,10 @@ class BufferClosed(TokenyardError):
     """The Buffer was closed, or broken by an earlier PeerError."""
 
 
+class BufferInUse(TokenyardError):
+    """Another thread is in a call of this Buffer. Nothing happened to that call."""
+
+
 class PeerInputError(_Named, ValueError):
     """Another rank rejected its input, so no rank went on. The Buffer stays usable."""
 
@@ -70,6 +80,8 @@ class PeerInputError(_Named, ValueError):
         super().__init__(message)
         self.rank = rank
         self.stage = stage
+
+    on_all_ranks = True
 
 
 def rejected(rank: int, words: Sequence[int] | np.ndarray, stage: str) -> PeerInputError:
@@ -80,6 +92,8 @@ def rejected(rank: int, words: Sequence[int] | np.ndarray, stage: str) -> PeerIn
 
 class CallMismatch(ValueError):
     """Ranks called different things, or the same thing with shapes that cannot meet."""
+
+    on_all_ranks = True
 
 
 def name_ranks(ranks: tuple[int, ...] | list[int]) -> str:

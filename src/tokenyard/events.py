@@ -11,6 +11,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
+import torch
+
 
 class EventHandle:
     """A moment: all work before it is done. Made of nothing, it has passed."""
@@ -75,11 +77,14 @@ class Worker:
     expects them. Every later piece fails with the same error.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(
+        self, name: str, on_failure: Callable[[BaseException], None] = lambda error: None
+    ) -> None:
+        """`on_failure` is called on the thread, with what went wrong first."""
+        self._name, self._on_failure = name, on_failure
         self._thread: ThreadPoolExecutor | None = None
         self._last: Future[None] | None = None
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
 
     def submit(self, work: Callable[[], None]) -> EventHandle:
         if self._thread is None:
@@ -98,11 +103,22 @@ class Worker:
         if self._thread is not None:
             self._thread.shutdown()
 
+    def close_then(self, last: Callable[[], None]) -> None:
+        """The same without waiting: `last` is done afterwards, here if nothing goes on."""
+        if self._thread is None:
+            last()
+            return
+        self._thread.submit(last)
+        self._thread.shutdown(wait=False)
+
     def _do(self, work: Callable[[], None]) -> None:
         if self.failure is not None:
             raise self.failure
         try:
-            work()
-        except Exception as error:
+            # A call may have been made in inference mode, whose tensors nobody else may write to.
+            with torch.inference_mode():
+                work()
+        except BaseException as error:
             self.failure = error
+            self._on_failure(error)
             raise

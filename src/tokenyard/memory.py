@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokenyard import limits
+
 _LINE = 64  # bytes that the memory moves at once
 
 # For small results on CPU: torch.empty takes twice as long as torch.empty_like, and as
@@ -27,6 +29,7 @@ empty_array = np.empty
 
 LARGE = 1 << 22  # bytes; from here on numpy asks for huge pages, which torch does not
 MOST_KEPT = 1 << 30  # bytes that wait for a result
+_WORTH_A_LOOK = 64 << 20  # bytes; from here on the system is asked whether it has as many
 
 # By id, the longest dead first. A result may die on any thread, and on this one at any allocation,
 # since the collector of cycles runs there: so every step here is one that nothing can interrupt.
@@ -51,11 +54,24 @@ def _lasting(num_bytes: int) -> np.ndarray:
     wanted = (num_bytes + _LINE + step - 1) // step * step
     block = _take(wanted)
     if block is None:
-        block = np.empty(wanted, np.uint8)
+        block = _fresh(wanted)
     begin = -block.ctypes.data % _LINE
     array = block[begin : begin + num_bytes]
     weakref.finalize(array, _keep, block).atexit = False
     return array
+
+
+def _fresh(num_bytes: int) -> np.ndarray:
+    """Raises MemoryError, and does not wait for the killer, if there is too little."""
+    try:
+        if num_bytes >= _WORTH_A_LOOK:
+            limits.check(num_bytes)
+        return np.empty(num_bytes, np.uint8)
+    except MemoryError:
+        _kept.clear()
+    if num_bytes >= _WORTH_A_LOOK:
+        limits.check(num_bytes)
+    return np.empty(num_bytes, np.uint8)
 
 
 def _take(wanted: int) -> np.ndarray | None:

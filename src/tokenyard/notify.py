@@ -60,5 +60,6 @@ def hear(
         if any(worst):
             rows_R = np.where(np.array(worst) > 0, worst, rows_R)
     num_rows = worst[rank] or sum(counts)
-    flow = Flow(route, counts, num_rows, tokens_R, rows_R, sent_RR)
+    most_rows = max(int(tokens_R.sum()), *worst)
+    flow = Flow(route, counts, num_rows, tokens_R, rows_R, sent_RR, most_rows)
     return flow, told_RM[:, 1 : 1 + len(placement.experts_of_rank[rank])].sum(0)

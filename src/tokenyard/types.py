@@ -149,6 +149,7 @@ class Flow(NamedTuple):
     tokens_R: np.ndarray  # int64, the tokens of each rank
     rows_R: np.ndarray | None  # int64, num_rows of each rank; this and the next on one node only
     sent_RR: np.ndarray | None  # int64, rows from rank i to rank j; on several nodes O(R * R)
+    most_rows: int = 0  # of any rank's result, at most: a bound that all ranks know
     way: Any = None  # what the transport knows of it besides
 
     @property

@@ -14,7 +14,7 @@ import torch
 import tokenyard
 from tokenyard.testing import Processes
 
-pytestmark = [pytest.mark.faults, pytest.mark.processes, pytest.mark.xfail(reason="mended next")]
+pytestmark = [pytest.mark.faults, pytest.mark.processes]
 
 TRANSPORTS = ("direct", "ring", "collective", "hierarchical")
 
@@ -153,8 +153,13 @@ def interrupted(group: Any, transport: str, asynchronous: bool) -> tuple[str, st
         signal.setitimer(signal.ITIMER_REAL, 0.2)
     else:
         time.sleep(0.6)
+
+    def go() -> None:
+        with call(buffer, 3, async_finish=asynchronous).event:
+            pass
+
     start = time.monotonic()
-    first = said(call, buffer, 3, async_finish=asynchronous)
+    first = said(go)
     seconds = time.monotonic() - start
     signal.setitimer(signal.ITIMER_REAL, 0)
     second = said(call, buffer, 3)
@@ -162,10 +167,22 @@ def interrupted(group: Any, transport: str, asynchronous: bool) -> tuple[str, st
     return first, second, seconds
 
 
+OVER_GLOO = pytest.mark.xfail(reason="the user's group is left in the middle of an exchange")
+
+
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ctrl_c_inside_a_call(pair: Processes, transport: str, asynchronous: bool) -> None:
-    waits, interrupts = pair.run(interrupted, transport, asynchronous)
+@pytest.mark.parametrize(
+    "transport",
+    [
+        "direct",
+        "ring",
+        pytest.param("collective", marks=OVER_GLOO),
+        pytest.param("hierarchical", marks=OVER_GLOO),
+    ],
+)
+def test_ctrl_c_inside_a_call(transport: str, asynchronous: bool) -> None:
+    with Processes(2, timeout=40) as ranks:
+        waits, interrupts = ranks.run(interrupted, transport, asynchronous)
     assert interrupts[0].startswith("KeyboardInterrupt")
     assert interrupts[1].startswith("BufferClosed: ")
     assert "KeyboardInterrupt" in interrupts[1]

@@ -13,7 +13,7 @@ import tokenyard
 from tokenyard.testing import Processes
 from tokenyard.transports import team
 
-pytestmark = [pytest.mark.faults, pytest.mark.processes, pytest.mark.xfail(reason="mended next")]
+pytestmark = [pytest.mark.faults, pytest.mark.processes]
 
 
 def wake_up_late(group: Any) -> Any:

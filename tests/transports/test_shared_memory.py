@@ -13,7 +13,7 @@ import torch
 import tokenyard
 from tokenyard.testing import Processes
 
-pytestmark = [pytest.mark.processes, pytest.mark.xfail(reason="mended next")]
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ FLOORS = {
     "errors": 0,
     "limits": 0,
     "events": 0,
-    "memory": 0,
+    "memory": 1,
     "topology": 0,
     "slots": 1,
     "threads": 1,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tokenyard.errors import PeerError
 from tokenyard.events import EventOverlap
 from tokenyard.low_latency.engine import LowLatency, most_bytes
 from tokenyard.low_latency.inputs import Asked, Fp8
+from tokenyard.low_latency.results import Receipt
 from tokenyard.slots import LowLatencyHandle
 
 
@@ -37,6 +38,8 @@ class LowLatencyCalls:
     recv_x of one of them must be dropped, or it raises.
     """
 
+    _use: Any  # a context of one call at a time
+
     def low_latency_dispatch(
         self,
         x: Tensor,
@@ -62,9 +65,9 @@ class LowLatencyCalls:
         (int32, one a local expert), and the nanoseconds until each rank's tokens were there to
         dispatch_wait_recv_cost_stats (int64, one a rank).
         """
-        engine = self._open_low_latency()
         asked = Asked(async_finish, return_recv_hook, dispatch_wait_recv_cost_stats)
-        try:
+        with self._use:
+            engine = self._open_low_latency()
             got, handle, event, receipt = engine.dispatch(
                 x,
                 topk_idx,
@@ -74,10 +77,8 @@ class LowLatencyCalls:
                 Fp8(use_fp8, round_scale, use_ue8m0),
                 asked,
             )
-        except PeerError as error:
-            raise self._broken_by(error) from error.__cause__
         recv_x = got.x if got.scales is None else (got.x, got.scales)
-        hook = receipt if return_recv_hook else None
+        hook = partial(self._receive, receipt) if return_recv_hook and receipt else None
         return LowLatencyDispatched(recv_x, got.counts, handle, event, hook)
 
     def low_latency_combine(
@@ -99,15 +100,14 @@ class LowLatencyCalls:
         shall not be summed. With zero_copy x is the tensor of get_next_low_latency_combine_buffer,
         which other ranks read where it lies: leave it alone afterwards, and ask for the next.
         """
-        engine = self._open_low_latency()
         asked = Asked(async_finish, return_recv_hook, combine_wait_recv_cost_stats)
-        try:
+        with self._use:
+            engine = self._open_low_latency()
             combined, event, receipt = engine.combine(
                 x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, out, asked
             )
-        except PeerError as error:
-            raise self._broken_by(error) from error.__cause__
-        return LowLatencyCombined(combined, event, receipt if return_recv_hook else None)
+        hook = partial(self._receive, receipt) if return_recv_hook and receipt else None
+        return LowLatencyCombined(combined, event, hook)
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
         """[local experts, ranks * num_max, hidden] for the experts' output, for zero_copy."""
@@ -144,8 +144,11 @@ class LowLatencyCalls:
         """
         return most_bytes(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
-    def _open_low_latency(self) -> LowLatency:
-        raise NotImplementedError
+    def _receive(self, receipt: Receipt) -> None:
+        """What a hook does. A second time it does nothing."""
+        if not receipt.is_over:
+            with self._use:
+                receipt()
 
-    def _broken_by(self, error: Exception) -> Exception:
+    def _open_low_latency(self) -> LowLatency:
         raise NotImplementedError

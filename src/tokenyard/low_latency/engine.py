@@ -51,7 +51,8 @@ class LowLatency:
         self._agreement, self._worker = agreement, worker
         self._buffer_id, self._shrink = buffer_id, enable_shrink
         self.slots = open_slots(transport, kernels, enable_shrink, "Buffer (low latency)")
-        self.failure: PeerError | None = None
+        self.failure: BaseException | None = None
+        self.engaged = False
         self._numbers = [0, 0]  # calls so far, by kind
         self._unread: dict[tuple[int, int], tuple[int, weakref.ref[Receipt]]] = {}
         self._inputs = Inputs(local, self._rank, self._size, buffer_id)

@@ -103,6 +103,9 @@ class Transport(Protocol):
     size: int
     name: str
     moves_alone: bool  # no exchange of words may take place while rows move
+    offers_memory: (
+        bool  # ranks tell each other of a result's memory, so that all raise if one fails
+    )
 
     def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
         """Row r of an int64 message goes to rank r; row r of the answer came from it."""
@@ -142,6 +145,9 @@ class Transport(Protocol):
         stage: str,
     ) -> Move:
         """Combine's exchange: rows go back the way they came, and each token's are summed."""
+
+    def tell(self, error: PeerError) -> None:
+        """Tell the other ranks who is at fault, as far as they do not see it: this rank, mostly."""
 
     def dead_ranks(self) -> tuple[int, ...]:
         """Those that can be seen to have died without asking anybody."""

@@ -25,6 +25,7 @@ class CollectiveTransport:
     # Words and rows go through one engine, which takes them in the order in which they come: two
     # threads would give it another order on every rank.
     moves_alone = True
+    offers_memory = False
 
     def __init__(
         self, communicator: Communicator, kernels: RowKernels, node_of_rank: Sequence[int]
@@ -105,6 +106,10 @@ class CollectiveTransport:
 
     def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         return memory.empty(num_rows, width, dtype=dtype, device=self._communicator.device)
+
+    def tell(self, error: PeerError) -> None:
+        if error.ranks == (self.rank,):  # of others the communicator has told already
+            self._communicator.leave_word(error)
 
     def dead_ranks(self) -> tuple[int, ...]:
         return ()

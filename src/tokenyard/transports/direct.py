@@ -52,6 +52,7 @@ class DirectKernels(RowKernels, SignalKernels, Protocol):
 class DirectTransport:
     name = "direct"
     moves_alone = False
+    offers_memory = True
 
     def __init__(self, team: Team, kernels: DirectKernels, node_of_rank: Sequence[int]) -> None:
         self._team = team
@@ -177,6 +178,9 @@ class DirectTransport:
 
     def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         return self._team.pool.rows(num_rows, width, dtype)
+
+    def tell(self, error: PeerError) -> None:
+        self._team.tell(error)
 
     def dead_ranks(self) -> tuple[int, ...]:
         return self._team.dead_ranks()

@@ -42,6 +42,7 @@ _LATER = 1.0
 class HierarchicalTransport:
     name = "hierarchical"
     moves_alone = False
+    offers_memory = True
 
     def __init__(
         self,
@@ -221,6 +222,9 @@ class HierarchicalTransport:
 
     def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         return self._team.pool.rows(num_rows, width, dtype)
+
+    def tell(self, error: PeerError) -> None:
+        self._team.tell(error)
 
     def dead_ranks(self) -> tuple[int, ...]:
         return self._team.dead_ranks()

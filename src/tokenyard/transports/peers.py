@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.errors import PeerTimeout, SharedMemoryError, name_ranks
+from tokenyard.errors import PeerError, PeerTimeout, SharedMemoryError, name_ranks
 from tokenyard.transports import blocks
 from tokenyard.transports.base import Communicator
 from tokenyard.transports.blocks import NOTHING
@@ -40,6 +40,9 @@ class PeerMemory(Protocol):
 
     def check(self, stage: str) -> None:
         """Raise if a wait has ended without its flags, where that is not known at once."""
+
+    def tell(self, error: PeerError) -> None:
+        """Tell the other ranks who is at fault, if there is a way."""
 
     def dead_ranks(self) -> tuple[int, ...]:
         """Those that can be seen to have died without asking anybody."""
@@ -87,6 +90,9 @@ class SharedSegments:
 
     def check(self, stage: str) -> None:
         pass
+
+    def tell(self, error: PeerError) -> None:
+        self._team.tell(error)
 
     def dead_ranks(self) -> tuple[int, ...]:
         return self._team.dead_ranks()
@@ -144,6 +150,9 @@ class TorchSymmetricMemory:
                 ranks=(missing,),
                 stage=stage,
             )
+
+    def tell(self, error: PeerError) -> None:
+        pass
 
     def dead_ranks(self) -> tuple[int, ...]:
         return ()

@@ -80,6 +80,7 @@ class _Room:
 class SymmetricTransport:
     name = "symmetric"
     moves_alone = False
+    offers_memory = True
 
     def __init__(
         self,
@@ -162,6 +163,9 @@ class SymmetricTransport:
 
     def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         return memory.empty(num_rows, width, dtype=dtype, device=self._peers.device)
+
+    def tell(self, error: PeerError) -> None:
+        self._peers.tell(error)
 
     def dead_ranks(self) -> tuple[int, ...]:
         return self._peers.dead_ranks()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tokenyard import memory
-from tokenyard.errors import PeerError
+from tokenyard.errors import OnAllRanks, PeerError
 from tokenyard.threads import in_channels
 from tokenyard.transports.base import Move, RowKernels, Sum
 from tokenyard.transports.symmetric import LINE
@@ -75,6 +75,7 @@ class RingKernels(RowKernels, SignalKernels, Protocol):
 class RingTransport:
     name = "ring"
     moves_alone = False
+    offers_memory = False
 
     def __init__(
         self,
@@ -184,6 +185,9 @@ class RingTransport:
     def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         return memory.empty(num_rows, width, dtype=dtype)
 
+    def tell(self, error: PeerError) -> None:
+        self._team.tell(error)
+
     def dead_ranks(self) -> tuple[int, ...]:
         return self._team.dead_ranks()
 
@@ -201,7 +205,7 @@ class RingTransport:
             rings = self._num_channels * self.size * self._kernels.ring_bytes(1, widths)
             needed = self._team.control_bytes + round_up(rings, _PAGE)
             hint = config.get_nvl_buffer_size_hint(widths[0], self.size)
-            raise ValueError(
+            raise OnAllRanks(
                 f"{stage}: num_nvl_bytes is {self._num_bytes}, want at least {needed} for a row in "
                 f"each ring; get_nvl_buffer_size_hint says {hint}, on rank {self.rank}"
             )

@@ -11,12 +11,15 @@ descriptor reads back.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +43,7 @@ _IN_NUMPY: dict[torch.dtype, np.dtype] = {
 
 _WORTH_A_LOOK = 4 << 20  # bytes; what is left is asked for only if more is to be reserved
 _PIECE = 64 << 20  # bytes that are reserved between two looks
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _WINDOW = 128  # calls of Pool.take
 _ALWAYS_KEPT = 1 << 20  # bytes
 LINE = 64  # bytes of a cache line: rows begin on one, and a signal has one to itself
@@ -66,7 +70,7 @@ class Segment:
             _reserve(self.fd, num_bytes)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
-            self._map = mmap.mmap(self.fd, num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            self._map = _map(self.fd, num_bytes)
         except (OSError, ValueError, OverflowError, MemoryError) as error:
             os.close(self.fd)
             raise cannot(num_bytes, error) from error
@@ -103,9 +107,9 @@ def attach(pid: int, fd: int, num_bytes: int, identity: int) -> np.ndarray:
     try:
         if os.readlink(f"/proc/self/fd/{mine}") != f"/memfd:{_label(identity)} (deleted)":
             raise Gone("another file has its descriptor by now")
-        return np.frombuffer(
-            mmap.mmap(mine, num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE), np.uint8
-        )
+        if os.fstat(mine).st_size != num_bytes:
+            raise Gone("it is not as large as was told")
+        return np.frombuffer(_map(mine, num_bytes), np.uint8)
     except Gone:
         raise
     except (OSError, ValueError, OverflowError) as error:
@@ -135,6 +139,32 @@ _REMEDIES = {
     errno.EACCES: _PERMISSION,
     errno.EPERM: _PERMISSION,
 }
+
+
+def _map(fd: int, num_bytes: int) -> Any:
+    """Map a file for as long as this object lives. (Python's mmap would keep a copy of the
+    descriptor besides, of which a process may have a thousand.)
+    """
+    libc = _libc()
+    address = libc.mmap(None, num_bytes, _READ_WRITE, mmap.MAP_SHARED | mmap.MAP_POPULATE, fd, 0)
+    if address in (None, ctypes.c_void_p(-1).value):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    mapped = (ctypes.c_uint8 * num_bytes).from_address(address)
+    weakref.finalize(mapped, libc.munmap, address, num_bytes).atexit = False
+    return mapped
+
+
+@cache
+def _libc() -> Any:
+    libc: Any = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [
+        *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int),
+        *(ctypes.c_int, ctypes.c_int, ctypes.c_long),
+    ]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return libc
 
 
 def _label(identity: int) -> str:

@@ -234,6 +234,8 @@ class Team:
         head = self._heads[self.rank] if self._heads else None
         if head is not None and error.ranks and not head[_FAILURE]:
             self._texts[self.rank][:] = text_to_words(str(error))
+            if error.ranks == (self._me,):
+                self._communicator.leave_word(error)
             kind = next((k for k, one in enumerate(_FAILURES) if isinstance(error, one)), 2)
             head[_FAILURE] = 4 * (1 + error.rank) + kind  # one store, so whole
 
