@@ -241,7 +241,7 @@ def test_kit_names_late_virtual_ranks() -> None:
     over.set()
 
 
-def group_destroyed(group: Any) -> tuple[str, Any]:
+def group_destroyed(group: Any) -> Any:
     """In a group of its own, since the kit needs the first one."""
     import torch.distributed as dist
 
@@ -250,13 +250,12 @@ def group_destroyed(group: Any) -> tuple[str, Any]:
     exchange(buffer)
     dist.destroy_process_group(second)
     del second
-    with pytest.raises(tokenyard.BufferClosed) as caught:
-        exchange(buffer)
-    return str(caught.value), buffer.group
+    exchange(buffer)  # on connections of its own
+    buffer.close()
+    return buffer.group
 
 
 @pytest.mark.processes
-def test_destroyed_group_says_so_and_is_not_kept_alive() -> None:
+def test_a_destroyed_group_is_not_kept_alive_and_its_buffers_work_on() -> None:
     with Processes(2) as ranks:
-        for rank, answer in enumerate(ranks.run(group_destroyed)):
-            assert answer == (f"the process group was destroyed, on rank {rank}", None)
+        assert ranks.run(group_destroyed) == [None, None]

@@ -61,7 +61,6 @@ def beside_a_collective(group: Any) -> str:
     return "ok"
 
 
-@pytest.mark.xfail(strict=True, reason="rows move on the user's own group")
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "job, args", [(two_buffers, ("collective",)), (beside_a_collective, ())], ids=["two", "user's"]
@@ -71,7 +70,6 @@ def test_rows_of_each_have_their_own_connections(job: Any, args: tuple[str, ...]
         assert ranks.run(job, *args, may_die=True) == ["ok", "ok"]
 
 
-@pytest.mark.xfail(strict=True, reason="rows move on the user's own group")
 def test_virtual_ranks_have_their_own_too() -> None:
     assert run_virtual(two_buffers, 3, "auto").results == ["ok"] * 3
 

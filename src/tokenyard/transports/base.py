@@ -79,6 +79,11 @@ class Communicator(Protocol):
     def part(self, members: Sequence[int], name: str) -> Communicator:
         """A communicator of some ranks, which all of them make at once under the same name."""
 
+    def own(self, name: str) -> Communicator:
+        """All ranks, on connections that nobody else uses, so that any thread may: they make it at
+        once, under a name that is new for every Buffer, and close it with that.
+        """
+
     def watch(self, look: Callable[[str], None]) -> None:
         """Whoever waits long here calls look(stage), which may raise, now and then."""
 

@@ -76,7 +76,8 @@ def open_transport(
     """
 
     if name == "symmetric":
-        return _open_symmetric(communicator, kernels, topology.node_of_rank, timeout)
+        own = communicator.own(f"{label}/words")
+        return _open_symmetric(own, kernels, topology.node_of_rank, timeout)
 
     def share(chosen: str) -> Transport:
         """Raises OSError on all ranks if some cannot attach the memory of others."""
@@ -109,7 +110,8 @@ def open_transport(
     if name == "auto":
         level = logging.INFO if cause is None else logging.WARNING
         _log.log(level, "transport: collective over %s, since %s", communicator.name, why)
-    return CollectiveTransport(communicator, kernels, topology.node_of_rank)
+    own = communicator.own(f"{label}/rows")
+    return CollectiveTransport(own, kernels, topology.node_of_rank)
 
 
 def open_slots(

@@ -29,6 +29,9 @@ class CollectiveTransport:
     def __init__(
         self, communicator: Communicator, kernels: RowKernels, node_of_rank: Sequence[int]
     ) -> None:
+        """The communicator is the Buffer's own, and closed with it; that of the meeting in which
+        ranks open a Buffer is the group's.
+        """
         self._communicator = communicator
         self._kernels = kernels
         self._node_of_rank = node_of_rank

@@ -29,6 +29,7 @@ class LoopbackWorld:
         self.members = range(size) if members is None else members
         self._whole = self if whole is None else whole
         self._parts: dict[str, LoopbackWorld] = {}
+        self._closed: set[int] = set()
         self.bytes_sent: dict[str, Tensor] = {}  # by stage: [R, R] int64, from rank i to rank j
         self._posts: list[list[Tensor]] = [[] for _ in range(size)]
         self._meeting = threading.Condition()
@@ -55,6 +56,18 @@ class LoopbackWorld:
             if name not in self._parts:
                 self._parts[name] = LoopbackWorld(len(members), tuple(members), self)
             return self._parts[name]
+
+    def close(self, rank: int) -> None:
+        """The rank needs it no more; when no rank does, a part is forgotten."""
+        with self._meeting:
+            self._closed.add(rank)
+            is_last = len(self._closed) == self.size
+        if is_last and self._whole is not self:
+            self._whole.forget(self)
+
+    def forget(self, part: LoopbackWorld) -> None:
+        with self._meeting:
+            self._parts = {name: one for name, one in self._parts.items() if one is not part}
 
     def meet(self, rank: int, stage: str, timeout: float) -> None:
         """Wait until all ranks are here."""
@@ -161,6 +174,9 @@ class LoopbackCommunicator:
         part = self._world.part(members, name)
         return LoopbackCommunicator(part, list(members).index(self.rank), self._timeout)
 
+    def own(self, name: str) -> LoopbackCommunicator:
+        return self.part(range(self.size), name)
+
     def watch(self, look: Callable[[str], None]) -> None:
         """Who is waited for here is seen to end."""
 
@@ -169,4 +185,5 @@ class LoopbackCommunicator:
 
     def leave_word(self, error: PeerError | None = None) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self._world.close(self.rank)

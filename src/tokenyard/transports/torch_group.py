@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenyard.errors import BufferClosed, PeerDied, PeerError, PeerTimeout, name_ranks
-from tokenyard.transports.base import Move
+from tokenyard.transports.base import Communicator, Move
 from tokenyard.transports.words import StoreLost, Words
 
 _LOOK = 0.1  # seconds between looks for words of a failure
@@ -165,6 +165,17 @@ class TorchCommunicator(_TorchExchange):
     def part(self, members: Sequence[int], name: str) -> GlooPart:
         return GlooPart(self, members, self._store, name, self._timeout)
 
+    def own(self, name: str) -> Communicator:
+        """Gloo's, whatever moves the rows of the group: what a Buffer's thread sends must not come
+        between collectives of the user's, or of another Buffer.
+
+        NCCL's stays, where no thread of ours sends anything: work of all streams of a group is
+        ordered by the calls. So does MPI's, which has no store to meet in.
+        """
+        if self.device.type == "cuda" or self._store is None:
+            return self  # no GPU has run this
+        return self.part(self.members, name)
+
     def close(self) -> None:
         """The group is the user's, and stays."""
 
@@ -217,6 +228,9 @@ class GlooPart(_TorchExchange):
 
     def part(self, members: Sequence[int], name: str) -> GlooPart:
         raise NotImplementedError("parts are made of the whole group")
+
+    def own(self, name: str) -> GlooPart:
+        return self
 
     def close(self) -> None:
         """Gloo lets go once what was begun has ended, or its time is up: after a failure that takes
