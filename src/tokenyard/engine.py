@@ -22,7 +22,7 @@ from tokenyard.kernels import Kernels
 from tokenyard.prepare import DispatchRequest, Outgoing, Preparation, wait
 from tokenyard.streams import Finish, Streams
 from tokenyard.topology import Placement, Topology
-from tokenyard.transports import Sum, Transport
+from tokenyard.transports import Communicator, Sum, Transport
 from tokenyard.types import (
     ROW_DTYPES,
     SCALE_DTYPES,
@@ -40,6 +40,7 @@ class Engine:
     def __init__(
         self,
         transport: Transport,
+        communicator: Communicator,
         kernels: Kernels,
         agreement: Agreement,
         topology: Topology,
@@ -48,8 +49,9 @@ class Engine:
         device: torch.device,
         streams: Streams | None,
     ) -> None:
-        """`streams` is None where the tensors are on CPU."""
+        """`streams` is None where the tensors are on CPU; `communicator` is that of the group."""
         self.transport = transport
+        self._communicator = communicator
         self.topology = topology
         self.buffer_id = buffer_id
         self.rank, self.num_ranks = transport.rank, transport.size
@@ -264,6 +266,7 @@ class Engine:
         """Calls that go on are waited for: they end, or fail, as any call does."""
         self.worker.close()
         self.transport.close()
+        self._communicator.close()
 
     def _before_words(self) -> None:
         """Let the calls that go on end first, where rows and words cannot travel at once."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import socket
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -114,11 +115,20 @@ def open_engine(
         label=str(shared_id),
     )
     agreement, streams = Agreement(opened, shared_id), streams_for(device)
-    engine = Engine(opened, kernel_set, agreement, topology, placed, own_id, device, streams)
+    engine = Engine(
+        opened, communicator, kernel_set, agreement, topology, placed, own_id, device, streams
+    )
     if not low_latency_mode:
         return engine, None
     return engine, LowLatency(
-        opened, kernel_set, agreement, engine.local, engine.worker, own_id, enable_shrink
+        opened,
+        kernel_set,
+        agreement,
+        engine.local,
+        engine.worker,
+        own_id,
+        enable_shrink,
+        partial(communicator.own, f"{shared_id}/slots"),
     )
 
 

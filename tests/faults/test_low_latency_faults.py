@@ -325,7 +325,6 @@ def out_of_order(group: Any, transport: str) -> list[list[str]]:
     return told
 
 
-@pytest.mark.xfail(strict=True, reason="gloo aborts the process where sizes differ")
 @pytest.mark.processes
 @pytest.mark.parametrize("transport", ["collective", "hierarchical"])
 def test_calls_out_of_order_where_ranks_share_no_memory(transport: str) -> None:

@@ -51,7 +51,6 @@ def count_exchanges(group: Any, transport: str) -> tuple[list[int], list[int], f
     return sent[:-1], mailed[:-1], float(y.sum())
 
 
-@pytest.mark.xfail(strict=True, reason="rows go as words through the mailbox, a box at a time")
 @pytest.mark.processes
 def test_two_exchanges_a_call() -> None:
     with Processes(3, timeout=60) as ranks:

@@ -10,12 +10,14 @@ from tokenyard.transports.choose import (
     why_not_shared,
 )
 from tokenyard.transports.collective import CollectiveTransport
+from tokenyard.transports.shared_slots import SharedSlots
 from tokenyard.transports.symmetric import Probe, can_attach
 
 __all__ = [
     "CollectiveTransport",
     "Communicator",
     "Probe",
+    "SharedSlots",
     "Sum",
     "Transport",
     "available",

@@ -142,6 +142,7 @@ class LoopbackCommunicator:
         self._timeout = timeout
         self.rank, self.size = rank, world.size
         self.members = world.members
+        self._parts: list[LoopbackCommunicator] = []
 
     def all_to_all(
         self,
@@ -171,8 +172,10 @@ class LoopbackCommunicator:
         return lambda: self.all_to_all(out_NB, rows_NB, out_counts, counts, stage)
 
     def part(self, members: Sequence[int], name: str) -> LoopbackCommunicator:
-        part = self._world.part(members, name)
-        return LoopbackCommunicator(part, list(members).index(self.rank), self._timeout)
+        world = self._world.part(members, name)
+        part = LoopbackCommunicator(world, list(members).index(self.rank), self._timeout)
+        self._parts.append(part)
+        return part
 
     def own(self, name: str) -> LoopbackCommunicator:
         return self.part(range(self.size), name)
@@ -186,4 +189,7 @@ class LoopbackCommunicator:
     def leave_word(self, error: PeerError | None = None) -> None: ...
 
     def close(self) -> None:
+        for part in self._parts:
+            part.close()
+        self._parts.clear()
         self._world.close(self.rank)

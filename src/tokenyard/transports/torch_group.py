@@ -160,10 +160,13 @@ class TorchCommunicator(_TorchExchange):
             self.device = torch.device("cuda", torch.cuda.current_device())  # no GPU has run this
         self._store = dist.distributed_c10d._get_process_group_store(group)
         # A connection of its own: an operation that never ends must not block the user's.
+        self._parts: list[GlooPart] = []
         self._words = Words(lambda: _own_connection(self._store, timeout), self.rank)
 
     def part(self, members: Sequence[int], name: str) -> GlooPart:
-        return GlooPart(self, members, self._store, name, self._timeout)
+        made = GlooPart(self, members, self._store, name, self._timeout)
+        self._parts.append(made)
+        return made
 
     def own(self, name: str) -> Communicator:
         """Gloo's, whatever moves the rows of the group: what a Buffer's thread sends must not come
@@ -177,7 +180,10 @@ class TorchCommunicator(_TorchExchange):
         return self.part(self.members, name)
 
     def close(self) -> None:
-        """The group is the user's, and stays."""
+        """What was made of the group; itself is the user's, and stays."""
+        for part in self._parts:
+            part.close()
+        self._parts.clear()
 
     def _begin(
         self, out: Tensor, rows: Tensor, out_counts: list[int], counts: list[int]
@@ -236,6 +242,8 @@ class GlooPart(_TorchExchange):
         """Gloo lets go once what was begun has ended, or its time is up: after a failure that takes
         long, and nobody waits for it.
         """
+        if self._pg is None:
+            return
         held, self._pg = [self._pg], None
         thread = threading.Thread(target=held.clear, daemon=True, name="tokenyard-let-go")
         thread.start()
