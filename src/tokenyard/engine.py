@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tokenyard import memory, notify, validate
 from tokenyard.agreement import STAGES, Agreed, Agreement, Call, Terms
-from tokenyard.errors import PeerError
+from tokenyard.errors import PeerError, PeerLeft
 from tokenyard.events import EventHandle, EventOverlap, Worker
 from tokenyard.kernels import Kernels
 from tokenyard.prepare import DispatchRequest, Outgoing, Preparation, wait
@@ -265,6 +265,8 @@ class Engine:
     def close(self) -> None:
         """Calls that go on are waited for: they end, or fail, as any call does."""
         self.worker.close()
+        left = f"rank {self.rank} has closed its Buffer"
+        self._communicator.leave_word(PeerLeft(left, ranks=(self.rank,), stage="close"))
         self.transport.close()
         self._communicator.close()
 

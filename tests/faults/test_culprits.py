@@ -56,7 +56,6 @@ def the_holder_dies(group: Any, transport: str, holder: int) -> Told:
         return told(buffer)
 
 
-@pytest.mark.xfail(strict=True, reason="without a store nobody is named, or everybody")
 @pytest.mark.processes
 @pytest.mark.parametrize("transport, holder", [("collective", 0), ("hierarchical", 2)])
 def test_the_rank_that_holds_the_store_dies(transport: str, holder: int) -> None:
@@ -76,7 +75,6 @@ def one_dies_and_one_is_busy(group: Any, transport: str) -> Told:
         return told(buffer)
 
 
-@pytest.mark.xfail(strict=True, reason="whoever is silent is taken for dead")
 @pytest.mark.processes
 @pytest.mark.parametrize("transport", ["collective", "hierarchical"])
 def test_a_rank_that_is_merely_busy_is_not_named(transport: str) -> None:
@@ -102,7 +100,6 @@ def on_machines(group: Any, machines: list[int], busy: int) -> Told:
         opening._machine = real
 
 
-@pytest.mark.xfail(strict=True, reason="whoever is silent is taken for dead")
 @pytest.mark.processes
 def test_ranks_of_a_machine_speak_for_each_other() -> None:
     """Rank 3 is busy; rank 2, on the same machine, sees that it lives."""
@@ -131,7 +128,6 @@ def one_closes(group: Any, transport: str) -> tuple[Told, Told, str]:
         return answer, told(other), "nothing"
 
 
-@pytest.mark.xfail(strict=True, reason="who closes its Buffer is taken for dead, or for silent")
 @pytest.mark.processes
 @pytest.mark.parametrize("transport", ["collective", "hierarchical"])
 def test_a_rank_that_closes_its_buffer_has_left(transport: str) -> None:
@@ -154,7 +150,6 @@ def a_virtual_rank_closes(group: Any) -> Told:
         return answer
 
 
-@pytest.mark.xfail(strict=True, reason="who closes its Buffer is waited for")
 def test_a_virtual_rank_that_closes_its_buffer_has_left() -> None:
     answers = run_virtual(a_virtual_rank_closes, 3).results
     assert answers[::2] == [("PeerLeft", (1,))] * 2

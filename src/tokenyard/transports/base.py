@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import PeerError
+from tokenyard.transports.watch import Watch
 from tokenyard.types import Config, Flow, Handle, Route
 
 
@@ -90,8 +91,16 @@ class Communicator(Protocol):
     def explain(self, stage: str, error: RuntimeError) -> PeerError:
         """Who is to blame for an error of the engine beneath."""
 
+    def settle(self, label: str, watch: Watch) -> None:
+        """Ranks have met: from now on words that they leave are those of one Buffer."""
+
+    def dead_ranks(self) -> tuple[int, ...]:
+        """Those of this machine that can be seen to have died."""
+
     def leave_word(self, error: PeerError | None = None) -> None:
-        """This rank lives, and has noticed that something is wrong: so others need not blame it."""
+        """This rank lives, and has noticed that something is wrong, or goes (PeerLeft, with its own
+        number): so the others know whom to blame. The first word that names somebody stays.
+        """
 
     def close(self) -> None: ...
 

@@ -111,7 +111,7 @@ class CollectiveTransport:
         return memory.empty(num_rows, width, dtype=dtype, device=self._communicator.device)
 
     def dead_ranks(self) -> tuple[int, ...]:
-        return ()
+        return self._communicator.dead_ranks()
 
     def explain(self, stage: str, error: RuntimeError) -> PeerError:
         return self._communicator.explain(stage, error)
