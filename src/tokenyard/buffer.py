@@ -309,8 +309,8 @@ class Buffer(LowLatencyCalls):
         return self._open_engine().local_experts(num_experts)
 
     def dead_ranks(self) -> tuple[int, ...]:
-        """Ranks that have died, as far as can be seen without a call of all ranks: those that share
-        memory with this one. Any thread may ask. () once the Buffer is closed.
+        """Ranks that have died, as far as can be seen without a call of all ranks: those of this
+        machine. Any thread may ask. () once the Buffer is closed.
         """
         engine = self._engine
         return () if engine is None else engine.dead_ranks()

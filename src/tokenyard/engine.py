@@ -24,7 +24,7 @@ from tokenyard.kernels import Kernels
 from tokenyard.prepare import DispatchRequest, Outgoing, Preparation, wait
 from tokenyard.streams import Finish, Streams
 from tokenyard.topology import Placement, Topology
-from tokenyard.transports import Sum, Transport
+from tokenyard.transports import Communicator, Sum, Transport
 from tokenyard.transports.blocks import NO_MEMORY, check
 from tokenyard.types import (
     ROW_DTYPES,
@@ -44,6 +44,7 @@ class Engine:
     def __init__(
         self,
         transport: Transport,
+        communicator: Communicator,
         kernels: Kernels,
         agreement: Agreement,
         topology: Topology,
@@ -52,8 +53,9 @@ class Engine:
         device: torch.device,
         streams: Streams | None,
     ) -> None:
-        """`streams` is None where the tensors are on CPU."""
+        """`streams` is None where the tensors are on CPU; `communicator` is that of the group."""
         self.transport = transport
+        self._communicator = communicator
         self.topology = topology
         self.buffer_id = buffer_id
         self.rank, self.num_ranks = transport.rank, transport.size
@@ -288,12 +290,18 @@ class Engine:
     def close(self) -> None:
         """Calls that go on are waited for: they end, or fail, as any call does."""
         self.worker.close()
-        self.transport.close()
+        self._leave()
 
     def abandon(self) -> None:
         """Close without waiting, on whatever thread: of a Buffer that nobody holds any more."""
         if os.getpid() == self._pid:  # what a forked child has is still its parent's
-            self.worker.close_then(self.transport.close)
+            self.worker.close_then(self._leave)
+
+    def _leave(self) -> None:
+        left = f"rank {self.rank} has closed its Buffer"
+        self._communicator.leave_word(PeerLeft(left, ranks=(self.rank,), stage="close"))
+        self.transport.close()
+        self._communicator.close()
 
     def _before_words(self) -> None:
         """Let the calls that go on end first, where rows and words cannot travel at once."""

@@ -89,7 +89,8 @@ class Worker:
     def submit(self, work: Callable[[], None]) -> EventHandle:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix=self._name)
-        self._last = self._thread.submit(self._do, work)
+        # Tensors that were made in inference mode can be written to there alone.
+        self._last = self._thread.submit(self._do, work, torch.is_inference_mode_enabled())
         return EventHandle(self._last)
 
     def drain(self) -> None:
@@ -111,12 +112,11 @@ class Worker:
         self._thread.submit(last)
         self._thread.shutdown(wait=False)
 
-    def _do(self, work: Callable[[], None]) -> None:
+    def _do(self, work: Callable[[], None], inference: bool) -> None:
         if self.failure is not None:
             raise self.failure
         try:
-            # A call may have been made in inference mode, whose tensors nobody else may write to.
-            with torch.inference_mode():
+            with torch.inference_mode(inference):
                 work()
         except BaseException as error:
             self.failure = error

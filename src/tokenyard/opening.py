@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import socket
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,13 @@ from tokenyard.topology import Placement, Topology
 from tokenyard.transports import (
     CollectiveTransport,
     Probe,
+    Watch,
+    Who,
     can_attach,
     check_name,
     connect,
     open_transport,
+    who_am_i,
     why_not_shared,
 )
 from tokenyard.types import digest
@@ -80,7 +84,7 @@ def open_engine(
             except SharedMemoryError as error:
                 own_reason = str(error)
         words = (0, -1, 0) if probe is None else probe.words
-        mine = (secrets.randbits(62), own_reason is not None, _machine(), *words)
+        mine = (secrets.randbits(62), own_reason is not None, _machine(), *words, *who_am_i())
         call = Call(stage=STAGES.index("Buffer"), options=options)
         return Terms(call, payload=np.array([mine] * size, np.int64))
 
@@ -93,10 +97,12 @@ def open_engine(
             culprit = int(told[:, 1].argmax())
             alone = own_reason if culprit == rank else f"rank {culprit} cannot share memory"
         machines = told[:, 2].tolist()
+        whos = [Who(*words) for words in told[:, 6:].tolist()]
+        communicator.settle(str(shared_id), Watch(rank, machines, whos))
         if ranks_per_node is not None:
             topology = _given(ranks_per_node, size)
         else:
-            marks = machines if alone is not None else _find_nodes(meeting, told[:, 2:])
+            marks = machines if alone is not None else _find_nodes(meeting, told[:, 2:6])
             topology = Topology.from_marks(marks)
     finally:
         if probe is not None:
@@ -114,11 +120,20 @@ def open_engine(
         label=str(shared_id),
     )
     agreement, streams = Agreement(opened, shared_id), streams_for(device)
-    engine = Engine(opened, kernel_set, agreement, topology, placed, own_id, device, streams)
+    engine = Engine(
+        opened, communicator, kernel_set, agreement, topology, placed, own_id, device, streams
+    )
     if not low_latency_mode:
         return engine, None
     return engine, LowLatency(
-        opened, kernel_set, agreement, engine.local, engine.worker, own_id, enable_shrink
+        opened,
+        kernel_set,
+        agreement,
+        engine.local,
+        engine.worker,
+        own_id,
+        enable_shrink,
+        partial(communicator.own, f"{shared_id}/slots"),
     )
 
 

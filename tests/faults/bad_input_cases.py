@@ -78,9 +78,6 @@ class Scene:
     def open(self, **changes: Any) -> None:
         new_buffer(self.group, **changes).close()
 
-    def open_second(self) -> None:
-        self.second = new_buffer(self.group, transport="collective")
-
     def layout(self, **changes: Any) -> dict[str, Any]:
         """The arguments of dispatch that make up a layout."""
         parts = spec.layout(self.topk_idx, WORLD)._asdict()
@@ -531,14 +528,6 @@ DIFFER: Cases = {
         ("int32", "float32"),
         lambda s: {"x": (s.x, torch.ones(len(s.x), 1).int())},
         lambda s: {"x": (s.x, torch.ones(len(s.x), 1))},
-    ),
-    "buffers": Case(
-        wrong=lambda s: s.second.dispatch(**s.good, num_experts=NUM_EXPERTS),
-        right=Scene.dispatch,
-        told=mismatch("the Buffer that they call", UNSHOWN, ("dispatch", "dispatch")),
-        before=Scene.open_second,
-        # Direct Buffers have no memory in common: there this is a PeerTimeout.
-        options={"transport": "collective"},
     ),
     "channels": differ(
         "dispatch", "channels (config.num_sms // 2)", (2, 10), lambda s: {"config": Config(4)}

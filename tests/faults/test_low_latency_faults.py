@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -276,6 +277,71 @@ def test_calls_that_cannot_meet(ranks: Processes) -> None:
     ]
     assert all("on rank 1" in text for text in told[2])
     assert all(text.endswith("on rank 0") for text in told[1])
+
+
+ORDERS: dict[str, tuple[str, str]] = {  # what rank 1 calls, and the others
+    "dispatch": ("dispatch", "low-latency dispatch"),
+    "low-latency dispatch": ("low-latency dispatch", "dispatch"),
+    "combine": ("low-latency combine", "low-latency dispatch"),
+    "normal combine": ("combine", "low-latency combine"),
+    "sizes": ("other sizes", "low-latency dispatch"),
+    "handle": ("other handle", "low-latency combine"),
+}
+
+
+def out_of_order(group: Any, transport: str) -> list[list[str]]:
+    """Each of the orders, after calls that went well, and calls that go well after each."""
+    nodes, told = 2 if transport == "hierarchical" else None, []
+    with tokenyard.Buffer(
+        group, transport=transport, ranks_per_node=nodes, low_latency_mode=True, timeout=10
+    ) as buffer:
+        rounds = Rounds(buffer)
+        idx, weights = torch.tensor([[0, 1]] * 2), torch.ones(2, 2)
+
+        def normal() -> Any:
+            given = {"topk_idx": idx, "topk_weights": weights, "num_experts": 6}
+            return buffer.dispatch(torch.ones(2, 16), **given)
+
+        for turn, (odd, usual) in enumerate(ORDERS.values()):
+            rounds.check(turn)
+            got, rows = rounds.dispatch(turn), normal()
+            later = rounds.dispatch(turn) if odd == "other handle" else None
+            calls: dict[str, Callable[[], Any]] = {
+                "dispatch": normal,
+                "combine": partial(buffer.combine, rows.recv_x, rows.handle),
+                "low-latency dispatch": partial(rounds.dispatch, turn),
+                "low-latency combine": partial(rounds.combine, got, turn),
+                "other sizes": partial(buffer.low_latency_dispatch, **tokens(num_experts=9)),
+                "other handle": partial(rounds.combine, later, turn),
+            }
+            del got, later
+            with pytest.raises(tokenyard.CallMismatch) as caught:
+                calls[odd if group.rank() == 1 else usual]()
+            told.append(str(caught.value))
+            del calls, caught
+            rounds.check(turn)
+            combined = buffer.combine(rows.recv_x, rows.handle).x
+            assert torch.equal(combined, torch.ones(2, 16)), f"turn {turn}"
+    return told
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("transport", ["collective", "hierarchical"])
+def test_calls_out_of_order_where_ranks_share_no_memory(transport: str) -> None:
+    with Processes(3, timeout=60) as ranks:
+        answers = ranks.run(out_of_order, transport, may_die=True)
+    for rank, told in enumerate(answers):
+        assert isinstance(told, list), f"rank {rank}: {told}"
+        for text, (odd, usual) in zip(told, ORDERS.values(), strict=True):
+            if odd == "other sizes":
+                assert "ranks differ in num_experts" in text
+            elif odd == "other handle":
+                assert "ranks differ in the handle" in text
+            else:
+                mine, theirs = (odd, usual) if rank == 1 else (usual, odd)
+                other = 0 if rank == 1 else 1
+                said = f"what they call: {mine} on rank {rank}, {theirs} on rank {other}"
+                assert text == f"{mine}: ranks differ in {said}"
 
 
 def go_on(group: Any, victim: int, death: float, further: int) -> tuple[int, int, float]:

@@ -167,19 +167,8 @@ def interrupted(group: Any, transport: str, asynchronous: bool) -> tuple[str, st
     return first, second, seconds
 
 
-OVER_GLOO = pytest.mark.xfail(reason="the user's group is left in the middle of an exchange")
-
-
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize(
-    "transport",
-    [
-        "direct",
-        "ring",
-        pytest.param("collective", marks=OVER_GLOO),
-        pytest.param("hierarchical", marks=OVER_GLOO),
-    ],
-)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ctrl_c_inside_a_call(transport: str, asynchronous: bool) -> None:
     with Processes(2, timeout=40) as ranks:
         waits, interrupts = ranks.run(interrupted, transport, asynchronous)

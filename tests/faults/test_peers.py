@@ -57,18 +57,15 @@ def one_dies(group: Any, transport: str, nodes: int | None = None) -> dict[str, 
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "transport, text",
-    [("direct", "rank 1 died"), ("ring", "rank 1 died"), ("collective", "no word from rank 1")],
-)
-def test_killed_peer(transport: str, text: str) -> None:
+@pytest.mark.parametrize("transport", ["direct", "ring", "collective"])
+def test_killed_peer(transport: str) -> None:
     with Processes(4, timeout=30) as ranks:
         answers = ranks.run(one_dies, transport, may_die=True)
     assert answers.pop(1) == Exited(-signal.SIGKILL)
     for answer in answers:
         assert answer["kind"] == "PeerDied"
         assert (answer["ranks"], answer["rank"]) == ((1,), 1)
-        assert text in answer["text"]
+        assert "rank 1 died" in answer["text"]
         assert "the Buffer was broken by an earlier error" in answer["afterwards"]
         assert answer["seconds"] < 1.0
 
@@ -88,18 +85,15 @@ def one_dies_in_a_collective(group: Any, transport: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "transport, text",
-    [("direct", "rank 1 died"), ("ring", "rank 1 died"), ("collective", "no word from rank 1")],
-)
-def test_a_death_in_somebody_elses_collective(transport: str, text: str) -> None:
+@pytest.mark.parametrize("transport", ["direct", "ring", "collective"])
+def test_a_death_in_somebody_elses_collective(transport: str) -> None:
     with Processes(2, timeout=30) as ranks:
         answer, gone = ranks.run(one_dies_in_a_collective, transport, may_die=True)
     assert gone == Exited(-signal.SIGKILL)
     assert answer[:2] == ("PeerDied", (1,))
     assert answer[2].startswith("all_reduce: ")
-    assert text in answer[2]
-    assert answer[3] == (() if transport == "collective" else (1,))
+    assert "rank 1 died" in answer[2]
+    assert answer[3] == (1,)
 
 
 @pytest.mark.processes
@@ -241,7 +235,7 @@ def test_kit_names_late_virtual_ranks() -> None:
     over.set()
 
 
-def group_destroyed(group: Any) -> tuple[str, Any]:
+def group_destroyed(group: Any) -> Any:
     """In a group of its own, since the kit needs the first one."""
     import torch.distributed as dist
 
@@ -250,13 +244,12 @@ def group_destroyed(group: Any) -> tuple[str, Any]:
     exchange(buffer)
     dist.destroy_process_group(second)
     del second
-    with pytest.raises(tokenyard.BufferClosed) as caught:
-        exchange(buffer)
-    return str(caught.value), buffer.group
+    exchange(buffer)  # on connections of its own
+    buffer.close()
+    return buffer.group
 
 
 @pytest.mark.processes
-def test_destroyed_group_says_so_and_is_not_kept_alive() -> None:
+def test_a_destroyed_group_is_not_kept_alive_and_its_buffers_work_on() -> None:
     with Processes(2) as ranks:
-        for rank, answer in enumerate(ranks.run(group_destroyed)):
-            assert answer == (f"the process group was destroyed, on rank {rank}", None)
+        assert ranks.run(group_destroyed) == [None, None]

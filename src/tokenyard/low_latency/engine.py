@@ -3,10 +3,13 @@
 A call sends, which never waits for this call's words of others, and then receives. What is wrong
 with one rank's input is found before it sends; it then sends the reason instead of tokens, so that
 the others raise too when they receive, and every rank is ready for the next call.
+
+Where ranks share no memory they do meet before rows travel, and hear there what is wrong.
 """
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +28,7 @@ from tokenyard.low_latency.inputs import Asked, Fp8, Inputs, bad_pair, counters,
 from tokenyard.low_latency.results import LaterEvent, Receipt, Results
 from tokenyard.prepare import Preparation
 from tokenyard.slots import COMBINE, DISPATCH, Back, LowLatencyHandle, Received, SlotShape
-from tokenyard.transports import Transport, open_slots
+from tokenyard.transports import Communicator, SharedSlots, Transport, open_slots
 from tokenyard.types import ROW_DTYPES, round_up
 
 _STAGES = ("low-latency dispatch", "low-latency combine")
@@ -45,19 +48,20 @@ class LowLatency:
         worker: Worker,
         buffer_id: int,
         enable_shrink: bool,
+        connect_all: Callable[[], Communicator],
     ) -> None:
-        """All ranks together."""
+        """All ranks together. `connect_all` gives connections of its own, if it needs any."""
         self._rank, self._size = transport.rank, transport.size
         self._agreement, self._worker = agreement, worker
         self._buffer_id, self._shrink = buffer_id, enable_shrink
-        self.slots = open_slots(transport, kernels, enable_shrink, "Buffer (low latency)")
+        stage = "Buffer (low latency)"
+        self.slots = open_slots(transport, kernels, enable_shrink, stage, connect_all)
         self.failure: BaseException | None = None
         self.engaged = False
         self._numbers = [0, 0]  # calls so far, by kind
         self._unread: dict[tuple[int, int], tuple[int, weakref.ref[Receipt]]] = {}
         self._inputs = Inputs(local, self._rank, self._size, buffer_id)
         self._results = Results()
-        self._agreed: set[tuple[Any, ...]] = set()
 
     def dispatch(
         self,
@@ -79,13 +83,14 @@ class LowLatency:
                 totals = counters(
                     "cumulative_local_expert_recv_stats", totals, shape.num_local, torch.int32
                 )
-            self._agree(DISPATCH, shape, shape.dtype)
             out = self._results.take(shape, number)
             sent = from_numpy(memory.empty_array((2, *topk_idx.shape), np.int64))
             bad = self.slots.send_dispatch(number, x, topk_idx, shape, sent, stage)
             if bad != -1:
                 raise bad_pair(topk_idx, bad, shape)
+            self._agree(DISPATCH, number, shape, shape.dtype)
         except (PeerError, CallMismatch, PeerInputError):  # others know already
+            self._take_back(DISPATCH, number)
             raise
         except Exception as error:
             raise self._fail(DISPATCH, number, error) from None
@@ -132,7 +137,6 @@ class LowLatency:
                 "zero_copy=True",
             )
             out = self._inputs.out(out, topk_idx.shape[0], y)
-            self._agree(COMBINE, known.shape, y.dtype)
             picked = from_numpy(memory.empty_array(tuple(topk_idx.shape), np.int64))
             back = Back(y, y.dtype, topk_idx, weights, known, picked, zero_copy)
             if asked.is_later:  # what was given is the user's again when this returns
@@ -141,7 +145,9 @@ class LowLatency:
             bad = self.slots.send_combine(number, y, back, stage)
             if bad != -1:
                 raise unsent_pair(topk_idx, bad)
+            self._agree(COMBINE, number, known.shape, y.dtype, known.number)
         except (PeerError, CallMismatch, PeerInputError):
+            self._take_back(COMBINE, number)
             raise
         except Exception as error:
             raise self._fail(COMBINE, number, error) from None
@@ -212,9 +218,7 @@ class LowLatency:
     ) -> tuple[EventOverlap, Receipt | None]:
         """Receive now, on the Buffer's thread, or when the hook is called."""
         travel: Callable[[], None] = partial(self.slots.travel, kind, number, _STAGES[kind])
-        if asked.is_later and not self.slots.may_go_on:
-            travel = _finished(travel)
-        elif asked.return_recv_hook and self.slots.moves_alone:
+        if asked.return_recv_hook and self.slots.travels:
             travel = self._worker.submit(travel).current_stream_wait
 
         def work() -> None:
@@ -245,17 +249,31 @@ class LowLatency:
             self._results.release(number)
         unread = isinstance(error, _Unread)
         named = self._agreement.named(stage, ValueError(*error.args) if unread else error)
-        if self.slots.moves_alone and kind not in {agreed for agreed, *_ in self._agreed}:
+        if self.slots.travels:
+            self._take_back(kind, number)
             self._agreement.meet(stage, named)  # which is where they are, and raises
         self.slots.fail(kind, number, str(named), stage, unread)
         return named
 
-    def _agree(self, kind: int, shape: SlotShape, dtype: torch.dtype) -> None:
-        """Where ranks exchange records, their size must be the same before there are any."""
-        if not self.slots.moves_alone or (kind, shape.signature, dtype) in self._agreed:
+    def _take_back(self, kind: int, number: int) -> None:
+        """A call in which ranks met, and which none of them made: they may have called others."""
+        if self.slots.travels:
+            self.slots.skip(kind, number)
+            self._numbers[kind] = number - 1
+            if kind == DISPATCH:
+                self._results.release(number)
+
+    def _agree(
+        self, kind: int, number: int, shape: SlotShape, dtype: torch.dtype, handle: int = -1
+    ) -> None:
+        """Where ranks exchange rows they meet first, as in any call: so those of other calls, or of
+        other sizes, find out, and each knows what comes from whom.
+        """
+        if isinstance(self.slots, SharedSlots):
             return
         call = Call(
             stage=STAGES.index(_STAGES[kind]),
+            handle=handle,
             hidden=shape.hidden,
             dtype=ROW_DTYPES.index(dtype),
             num_topk=shape.num_topk,
@@ -263,13 +281,10 @@ class LowLatency:
             num_max=shape.num_max,
             cast=shape.cast,
         )
-        self._agreement.meet(_STAGES[kind], Terms(call))
-        self._agreed.add((kind, shape.signature, dtype))
-
-
-def _finished(travel: Callable[[], None]) -> Callable[[], None]:
-    travel()
-    return lambda: None
+        terms = Terms(call, payload=self.slots.rows_to(kind, number))
+        begin = time.perf_counter_ns()
+        told = self._agreement.meet(_STAGES[kind], terms).payload
+        self.slots.expect(kind, number, told, time.perf_counter_ns() - begin)
 
 
 def most_bytes(num_max: int, hidden: int, num_ranks: int, num_experts: int) -> int:

@@ -10,19 +10,25 @@ from tokenyard.transports.choose import (
     why_not_shared,
 )
 from tokenyard.transports.collective import CollectiveTransport
+from tokenyard.transports.shared_slots import SharedSlots
 from tokenyard.transports.symmetric import Probe, can_attach
+from tokenyard.transports.watch import Watch, Who, who_am_i
 
 __all__ = [
     "CollectiveTransport",
     "Communicator",
     "Probe",
+    "SharedSlots",
     "Sum",
     "Transport",
+    "Watch",
+    "Who",
     "available",
     "can_attach",
     "check_name",
     "connect",
     "open_slots",
     "open_transport",
+    "who_am_i",
     "why_not_shared",
 ]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import PeerError
+from tokenyard.transports.watch import Watch
 from tokenyard.types import Config, Flow, Handle, Route
 
 
@@ -79,14 +80,27 @@ class Communicator(Protocol):
     def part(self, members: Sequence[int], name: str) -> Communicator:
         """A communicator of some ranks, which all of them make at once under the same name."""
 
+    def own(self, name: str) -> Communicator:
+        """All ranks, on connections that nobody else uses, so that any thread may: they make it at
+        once, under a name that is new for every Buffer, and close it with that.
+        """
+
     def watch(self, look: Callable[[str], None]) -> None:
         """Whoever waits long here calls look(stage), which may raise, now and then."""
 
     def explain(self, stage: str, error: RuntimeError) -> PeerError:
         """Who is to blame for an error of the engine beneath."""
 
+    def settle(self, label: str, watch: Watch) -> None:
+        """Ranks have met: from now on words that they leave are those of one Buffer."""
+
+    def dead_ranks(self) -> tuple[int, ...]:
+        """Those of this machine that can be seen to have died."""
+
     def leave_word(self, error: PeerError | None = None) -> None:
-        """This rank lives, and has noticed that something is wrong: so others need not blame it."""
+        """This rank lives, and has noticed that something is wrong, or goes (PeerLeft, with its own
+        number): so the others know whom to blame. The first word that names somebody stays.
+        """
 
     def close(self) -> None: ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from tokenyard.topology import Topology
@@ -76,7 +76,8 @@ def open_transport(
     """
 
     if name == "symmetric":
-        return _open_symmetric(communicator, kernels, topology.node_of_rank, timeout)
+        own = communicator.own(f"{label}/words")
+        return _open_symmetric(own, kernels, topology.node_of_rank, timeout)
 
     def share(chosen: str) -> Transport:
         """Raises OSError on all ranks if some cannot attach the memory of others."""
@@ -109,13 +110,20 @@ def open_transport(
     if name == "auto":
         level = logging.INFO if cause is None else logging.WARNING
         _log.log(level, "transport: collective over %s, since %s", communicator.name, why)
-    return CollectiveTransport(communicator, kernels, topology.node_of_rank)
+    own = communicator.own(f"{label}/rows")
+    return CollectiveTransport(own, kernels, topology.node_of_rank)
 
 
 def open_slots(
-    transport: Transport, kernels: Any, shrink: bool, stage: str
+    transport: Transport,
+    kernels: Any,
+    shrink: bool,
+    stage: str,
+    connect_all: Callable[[], Communicator],
 ) -> SharedSlots | ExchangedSlots:
-    """The low-latency mode's exchange, beside a transport. All ranks together."""
+    """The low-latency mode's exchange, beside a transport. All ranks together; where they share no
+    memory it has connections of its own.
+    """
     team = getattr(transport, "team", None)
     if team is not None:
         return SharedSlots(team, kernels, shrink, stage)
@@ -124,7 +132,7 @@ def open_slots(
             f"enable_shrink is True on transport {transport.name!r}, want ranks that share memory "
             "(direct or ring): nobody can be left out of a collective"
         )
-    return ExchangedSlots(transport, kernels)
+    return ExchangedSlots(transport, kernels, connect_all())
 
 
 def _open_symmetric(

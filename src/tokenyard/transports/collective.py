@@ -30,6 +30,9 @@ class CollectiveTransport:
     def __init__(
         self, communicator: Communicator, kernels: RowKernels, node_of_rank: Sequence[int]
     ) -> None:
+        """The communicator is the Buffer's own, and closed with it; that of the meeting in which
+        ranks open a Buffer is the group's.
+        """
         self._communicator = communicator
         self._kernels = kernels
         self._node_of_rank = node_of_rank
@@ -57,7 +60,8 @@ class CollectiveTransport:
         arrive = [self.empty(flow.num_rows, column.shape[1], column.dtype) for column in columns]
 
         def move() -> None:
-            sent = self._pack([as_bytes(column) for column in columns], flow.route.send_token)
+            parts = [as_bytes(column) for column in columns]
+            sent = pack_records(self._kernels, parts, flow.route.send_token)
             outs = [as_bytes(out)[: flow.num_received] for out in arrive]
             single = len(outs) == 1  # a single column is its own record
             records = outs[0] if single else self._bytes(flow.num_received, sent.shape[1])
@@ -65,7 +69,7 @@ class CollectiveTransport:
                 records, sent, flow.recv_counts, flow.route.send_counts, stage
             )
             if not single:
-                self._unpack(records, outs)
+                unpack_records(self._kernels, records, outs)
 
         return arrive, move
 
@@ -85,14 +89,14 @@ class CollectiveTransport:
         def move() -> None:
             columns = [as_bytes(one.rows_ND)[: flow.num_received] for one in sums]
             single = len(columns) == 1
-            sent = columns[0] if single else self._pack(columns, None)
+            sent = columns[0] if single else pack_records(self._kernels, columns, None)
             counts = flow.route.send_counts
             records = self._bytes(sum(counts), sent.shape[1])
             self._communicator.all_to_all(records, sent, counts, flow.recv_counts, stage)
             back = [records]
             if not single:
                 back = [self._bytes(len(records), column.shape[1]) for column in columns]
-                self._unpack(records, back)
+                unpack_records(self._kernels, records, back)
             for one, rows in zip(sums, back):
                 self._kernels.reduce(
                     rows.view(one.out_TD.dtype).split(list(counts)),
@@ -112,7 +116,7 @@ class CollectiveTransport:
             self._communicator.leave_word(error)
 
     def dead_ranks(self) -> tuple[int, ...]:
-        return ()
+        return self._communicator.dead_ranks()
 
     def explain(self, stage: str, error: RuntimeError) -> PeerError:
         return self._communicator.explain(stage, error)
@@ -123,16 +127,20 @@ class CollectiveTransport:
     def _bytes(self, num_rows: int, width: int) -> Tensor:
         return self.empty(num_rows, width, torch.uint8)
 
-    def _pack(self, columns: Sequence[Tensor], index_N: Tensor | None) -> Tensor:
-        num_rows = len(columns[0] if index_N is None else index_N)
-        records = self._bytes(num_rows, sum(column.shape[1] for column in columns))
-        for column, part in zip(columns, _parts(records, columns)):
-            self._kernels.pack(column, index_N, part)
-        return records
 
-    def _unpack(self, records: Tensor, columns: Sequence[Tensor]) -> None:
-        for part, column in zip(_parts(records, columns), columns):
-            self._kernels.pack(part, None, column)
+def pack_records(kernels: RowKernels, columns: Sequence[Tensor], index_N: Tensor | None) -> Tensor:
+    """Rows of byte columns [T, B] beside each other: all, or those of an index."""
+    num_rows = len(columns[0] if index_N is None else index_N)
+    width, device = sum(column.shape[1] for column in columns), columns[0].device
+    records = memory.empty(num_rows, width, device=device)
+    for column, part in zip(columns, _parts(records, columns)):
+        kernels.pack(column, index_N, part)
+    return records
+
+
+def unpack_records(kernels: RowKernels, records: Tensor, columns: Sequence[Tensor]) -> None:
+    for part, column in zip(_parts(records, columns), columns):
+        kernels.pack(part, None, column)
 
 
 def exchange_words(communicator: Communicator, message_RM: np.ndarray, stage: str) -> np.ndarray:

@@ -1,14 +1,20 @@
-"""The low-latency mode's exchange where ranks share no memory: one all-to-all of fixed size.
+"""The low-latency mode's exchange where ranks share no memory: rows, on connections of its own.
 
-A record is a post and a block; every rank gets the same. On the way back it is a post, a table and
-as many rows as may be owed at most. The sizes of a record follow from those of the call, on which
-ranks must have agreed before: see `LowLatency`.
+Before rows travel ranks meet, as in every other call: each says what it calls, and how many rows go
+to each other rank (see `LowLatency`). So a call has two exchanges, and what differs, or is wrong on
+one rank, is known to all before any row moves.
+
+On the way there a record is a token that some expert of its receiver is to get: its number, and
+what a block has of it. On the way back it is a table that says where each expert's rows begin, and
+the rows, in one piece.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -16,28 +22,16 @@ import torch
 from torch import Tensor
 
 from tokenyard import memory
-from tokenyard.errors import CallMismatch, rejected, text_to_words
-from tokenyard.slots import (
-    DTYPE_TERM,
-    FAILED,
-    HANDLE,
-    NUMBER,
-    POST_WORDS,
-    TERMS,
-    TEXT,
-    TOKENS,
-    Back,
-    Received,
-    SlotShape,
-    say_difference,
-)
-from tokenyard.transports.base import Transport
-from tokenyard.types import ROW_DTYPES, round_up
+from tokenyard.memory import as_bytes
+from tokenyard.slots import COMBINE, DISPATCH, LOW, NO_CAST, Back, Received, SlotShape
+from tokenyard.transports.base import Communicator, RowKernels, Transport
+from tokenyard.transports.collective import pack_records, unpack_records
+from tokenyard.types import round_up
 
-_POST = 8 * POST_WORDS
+_WORD = 8  # bytes: what goes back is sent in words, so that all of it is aligned
 
 
-class SlotKernels(Protocol):
+class SlotKernels(RowKernels, Protocol):
     def stage_slots(
         self,
         x_TD: Tensor,
@@ -73,26 +67,43 @@ class SlotKernels(Protocol):
     ) -> Tensor: ...
 
 
-class ExchangedSlots:
-    moves_alone = True
+@dataclass
+class _Mail:
+    """What goes to each rank, one after the other, and what comes from them."""
 
-    def __init__(self, transport: Transport, kernels: SlotKernels) -> None:
-        self._transport, self._kernels = transport, kernels
-        # Whether whoever exchanges words first waits for what goes on elsewhere.
-        self.may_go_on = transport.moves_alone
-        self._rank, self._size = transport.rank, transport.size
-        self._mail: dict[tuple[int, int], np.ndarray] = {}  # by kind and number: [R, words]
-        self._last_words = [0, 0]  # of a record, by kind
-        self._spent = [0, 0]  # nanoseconds in the last exchange, by kind
+    sent_NB: Tensor
+    rows_to: list[int]
+    # How many of N so many rows take.
+    units: Callable[[int], int] = int
+    rows_from: list[int] = field(default_factory=list)
+    came_NB: Tensor = field(default_factory=partial(torch.empty, 0))
+    spent: int = 0  # nanoseconds
+
+    def parcels(self) -> Sequence[Tensor]:
+        """By the rank that sent them."""
+        return self.came_NB.split(list(map(self.units, self.rows_from)))
+
+
+class ExchangedSlots:
+    travels = True
+
+    def __init__(self, transport: Transport, kernels: SlotKernels, own: Communicator) -> None:
+        """`own` are connections that nobody else uses."""
+        self.moves_alone = transport.moves_alone
+        self._kernels, self._own = kernels, own
+        self._mail: dict[tuple[int, int], _Mail] = {}  # by kind and number of a call
 
     def send_dispatch(
         self, number: int, x: Tensor, topk_idx: Tensor, shape: SlotShape, sent: Tensor, stage: str
     ) -> int:
-        message = self._message(0, number, shape.block_bytes, shape)
-        post, block = message[0], torch.from_numpy(message[0, POST_WORDS:].view(np.uint8))
+        """Lay tokens out. -1, or the place of a bad pair, as `stage_slots` gives it."""
+        block = memory.empty(shape.block_bytes)
         bad = self._kernels.stage_slots(x, topk_idx, shape, block, sent)
-        post[TOKENS] = topk_idx.shape[0]
-        message[1:] = message[0]
+        if bad == -1:
+            tokens, rows_to = _receivers(topk_idx.numpy(), shape)
+            numbers = as_bytes(torch.arange(shape.num_max)[:, None])
+            records = pack_records(self._kernels, [numbers, *_columns(block, shape)], tokens)
+            self._mail[DISPATCH, number] = _Mail(records, rows_to)
         return bad
 
     def receive_dispatch(
@@ -104,36 +115,62 @@ class ExchangedSlots:
         waits: Tensor | None,
         stage: str,
     ) -> None:
-        answer = self._read(0, number, waits, stage)
-        blocks = [torch.from_numpy(record[POST_WORDS:].view(np.uint8)) for record in answer]
-        self._kernels.fill_slots(blocks, answer[:, TOKENS].tolist(), shape, out)
+        """Fill blocks as they are on their ranks, but for tokens that are none of this rank's."""
+        blocks, num_tokens = [], []
+        for records in self._read(DISPATCH, number, waits).parcels():
+            block = memory.empty(shape.block_bytes)
+            columns = _columns(block, shape)
+            came = [memory.empty(len(records), column.shape[1]) for column in columns]
+            numbers = memory.empty(len(records), 1, dtype=torch.int64)
+            unpack_records(self._kernels, records, [as_bytes(numbers), *came])
+            columns[0].fill_(255)  # -1, which is no expert
+            for column, rows in zip(columns, came):
+                column.index_copy_(0, numbers[:, 0], rows)
+            blocks.append(block)
+            num_tokens.append(1 + int(numbers[-1]) if len(records) else 0)
+        self._kernels.fill_slots(blocks, num_tokens, shape, out)
         if totals is not None:
             totals += out.counts
 
     def send_combine(self, number: int, y: Tensor, back: Back, stage: str) -> int:
-        shape = back.handle.shape
-        message = self._message(1, number, _back_bytes(shape, y.dtype), shape)
-        message[:, HANDLE] = back.handle.number
-        message[:, TERMS + DTYPE_TERM] = ROW_DTYPES.index(y.dtype)
-        tables, regions = _parts(message, shape, y.dtype)
-        outs = [region.view(torch.uint8) for region in regions]
-        self._kernels.stage_back(y, back.handle.layout_range, outs, tables)
+        """Lay rows out. -1, or the place of a pair that dispatch did not send."""
+        shape, ranges = back.handle.shape, back.handle.layout_range
+        rows_to = (ranges & LOW).sum(0).tolist()
+        units = partial(_back_words, shape, y.dtype)
+        mail = _Mail(memory.empty(sum(map(units, rows_to)), _WORD), rows_to, units)
+        parts = _back_parts(mail.sent_NB, rows_to, shape, y.dtype)
+        tables = torch.zeros(len(rows_to), shape.placement.most_experts, dtype=torch.int64)
+        self._kernels.stage_back(y, ranges, [as_bytes(rows) for _, rows in parts], tables)
+        for (table, _), told in zip(parts, tables):
+            table.copy_(told)
+        self._mail[COMBINE, number] = mail
         return self._kernels.pick_slots(back.topk_idx, back.handle.sent, back.picked)
 
     def receive_combine(
         self, number: int, back: Back, out: Tensor, waits: Tensor | None, stage: str
     ) -> None:
-        answer = self._read(1, number, waits, stage)
-        tables, regions = _parts(answer, back.handle.shape, back.dtype)
+        mail, shape = self._read(COMBINE, number, waits), back.handle.shape
+        tables, rows = zip(*_back_parts(mail.came_NB, mail.rows_from, shape, back.dtype))
         self._kernels.sum_slots(
-            regions, tables, back.topk_idx, back.picked, back.weights, back.handle.shape, out
+            rows, torch.stack(tables), back.topk_idx, back.picked, back.weights, shape, out
         )
+
+    def rows_to(self, kind: int, number: int) -> np.ndarray:
+        """[R, 1]: how many rows go to each rank in a call that was sent."""
+        return np.array(self._mail[kind, number].rows_to, np.int64)[:, None]
+
+    def expect(self, kind: int, number: int, told_R1: np.ndarray, spent: int) -> None:
+        """So many rows come from each rank, which took so many nanoseconds to say so."""
+        mail = self._mail[kind, number]
+        mail.rows_from, mail.spent = told_R1[:, 0].tolist(), spent
 
     def travel(self, kind: int, number: int, stage: str) -> None:
         """The exchange itself, which may be made on another thread."""
-        begin = time.perf_counter_ns()
-        self._mail[kind, number] = self._transport.exchange(self._mail[kind, number], stage)
-        self._spent[kind] = time.perf_counter_ns() - begin
+        begin, mail = time.perf_counter_ns(), self._mail[kind, number]
+        out_counts, counts = (list(map(mail.units, one)) for one in (mail.rows_from, mail.rows_to))
+        mail.came_NB = memory.empty(sum(out_counts), mail.sent_NB.shape[1])
+        self._own.all_to_all(mail.came_NB, mail.sent_NB, out_counts, counts, stage)
+        mail.spent += time.perf_counter_ns() - begin
 
     def left_out(self) -> list[int]:
         return []
@@ -149,53 +186,54 @@ class ExchangedSlots:
         return True
 
     def fail(self, kind: int, number: int, text: str, stage: str, unread: bool) -> None:
-        """Instead of sending: a record of the usual size, with nothing in it but a reason."""
-        message = np.zeros((self._size, self._last_words[kind]), np.int64)
-        message[:, NUMBER], message[:, FAILED] = number, 1
-        message[:, TEXT:POST_WORDS] = text_to_words(text)
-        self._transport.exchange(message, stage)
-        self._mail.pop((kind, number), None)
+        raise AssertionError("ranks that meet in every call hear of failures there")
 
     def skip(self, kind: int, number: int) -> None:
+        """Instead of receiving, or of sending."""
         self._mail.pop((kind, number), None)
 
-    def _message(self, kind: int, number: int, num_bytes: int, shape: SlotShape) -> np.ndarray:
-        words = POST_WORDS + num_bytes // 8
-        message = memory.empty_array((self._size, words), np.int64)
-        message[:, :POST_WORDS] = 0
-        message[:, NUMBER] = number
-        message[:, TERMS : TERMS + len(shape.terms)] = shape.terms
-        self._mail[kind, number] = message
-        self._last_words[kind] = words
-        return message
-
-    def _read(self, kind: int, number: int, waits: Tensor | None, stage: str) -> np.ndarray:
-        """What arrived, if it can be used."""
-        answer = self._mail.pop((kind, number))
+    def _read(self, kind: int, number: int, waits: Tensor | None) -> _Mail:
+        mail = self._mail.pop((kind, number))
         if waits is not None:  # one exchange brings all, so that all are waited for as long
-            waits += self._spent[kind]
-        failed = np.flatnonzero(answer[:, FAILED]).tolist()
-        if failed:
-            raise rejected(failed[0], answer[failed[0], TEXT:POST_WORDS], stage)
-        mine = answer[self._rank]
-        for rank, post in enumerate(answer):
-            for words in (slice(NUMBER, NUMBER + 1), slice(HANDLE, HANDLE + 1), slice(TERMS, TEXT)):
-                if (post[words] != mine[words]).any():
-                    raise CallMismatch(say_difference(stage, self._rank, mine, rank, post))
-        return answer
+            waits += mail.spent
+        return mail
 
 
-def _back_bytes(shape: SlotShape, dtype: torch.dtype) -> int:
-    rows = round_up(shape.most_back * shape.hidden * dtype.itemsize, 8)
-    return 8 * shape.placement.most_experts + rows
+def _receivers(topk_idx_TK: np.ndarray, shape: SlotShape) -> tuple[Tensor, list[int]]:
+    """The tokens that go to each rank, one rank after the other, and how many they are."""
+    num_tokens, num_ranks = len(topk_idx_TK), shape.num_ranks
+    owners = np.append(shape.placement.rank_of_expert.numpy(), num_ranks)  # of -1: nobody
+    marks_RT = np.zeros((num_ranks + 1, num_tokens), bool)
+    marks_RT[owners[topk_idx_TK], np.arange(num_tokens)[:, None]] = True
+    ranks, tokens = np.nonzero(marks_RT[:num_ranks])
+    index = torch.from_numpy(tokens.astype(np.int32))
+    return index, np.bincount(ranks, minlength=num_ranks).tolist()
 
 
-def _parts(
-    message: np.ndarray, shape: SlotShape, dtype: torch.dtype
-) -> tuple[Tensor, list[Tensor]]:
-    """The tables [R, L] of all records, and the rows of each."""
-    begin = POST_WORDS + shape.placement.most_experts
-    tables = torch.from_numpy(message[:, POST_WORDS:begin])
-    num_bytes = shape.most_back * shape.hidden * dtype.itemsize
-    rows = torch.from_numpy(message[:, begin:].view(np.uint8))[:, :num_bytes]
-    return tables, [one.view(dtype).view(shape.most_back, shape.hidden) for one in rows]
+def _columns(block_B: Tensor, shape: SlotShape) -> list[Tensor]:
+    """What a block has of each token, as bytes [num_max, B]: topk_idx, row, and scales in FP8."""
+    starts = [(0, 8 * shape.num_topk), (shape.rows_at, shape.row_bytes)]
+    if shape.cast != NO_CAST:
+        starts.append((shape.scales_at, shape.scale_bytes))
+    num_max = shape.num_max
+    return [block_B[at : at + num_max * width].view(num_max, width) for at, width in starts]
+
+
+def _back_words(shape: SlotShape, dtype: torch.dtype, num_rows: int) -> int:
+    """What a table and so many rows take."""
+    rows = round_up(num_rows * shape.hidden * dtype.itemsize, _WORD)
+    return shape.placement.most_experts + rows // _WORD
+
+
+def _back_parts(
+    words_NB: Tensor, num_rows: Sequence[int], shape: SlotShape, dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor]]:
+    """The table [L], and the rows, of each rank."""
+    parts, most = [], shape.placement.most_experts
+    parcels = words_NB.split([_back_words(shape, dtype, num) for num in num_rows])
+    for parcel, num in zip(parcels, num_rows):
+        row_bytes = parcel[most:].reshape(-1)[: num * shape.hidden * dtype.itemsize]
+        parts.append(
+            (parcel[:most].view(torch.int64)[:, 0], row_bytes.view(dtype).view(num, shape.hidden))
+        )
+    return parts

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tokenyard.errors import PeerDied, PeerError, PeerTimeout, name_ranks
+from tokenyard.errors import PeerDied, PeerError, PeerLeft, PeerTimeout, name_ranks
 from tokenyard.transports.base import Move
+from tokenyard.transports.watch import Watch
 
 
 class LoopbackWorld:
@@ -29,12 +30,15 @@ class LoopbackWorld:
         self.members = range(size) if members is None else members
         self._whole = self if whole is None else whole
         self._parts: dict[str, LoopbackWorld] = {}
+        self._closed: set[int] = set()
         self.bytes_sent: dict[str, Tensor] = {}  # by stage: [R, R] int64, from rank i to rank j
         self._posts: list[list[Tensor]] = [[] for _ in range(size)]
         self._meeting = threading.Condition()
         self._arrived: set[int] = set()
         self._round = 0
         self._dead: set[int] = set()
+        # Why a part can be used no more: all its ranks raise the same.
+        self._verdict: tuple[type[PeerError], tuple[int, ...], str] | None = None
 
     def group(self, rank: int) -> LoopbackGroup:
         return LoopbackGroup(self, rank)
@@ -56,32 +60,58 @@ class LoopbackWorld:
                 self._parts[name] = LoopbackWorld(len(members), tuple(members), self)
             return self._parts[name]
 
+    def close(self, rank: int) -> None:
+        """The rank comes no more; when none does, a part is forgotten."""
+        with self._meeting:
+            self._closed.add(rank)
+            self._meeting.notify_all()
+            is_last = len(self._closed) == self.size
+        if is_last and self.is_part:
+            self._whole.forget(self)
+
+    @property
+    def is_part(self) -> bool:
+        return self._whole is not self
+
+    def forget(self, part: LoopbackWorld) -> None:
+        with self._meeting:
+            self._parts = {name: one for name, one in self._parts.items() if one is not part}
+
     def meet(self, rank: int, stage: str, timeout: float) -> None:
         """Wait until all ranks are here."""
         deadline = time.monotonic() + timeout
         with self._meeting:
             this_round = self._round
             self._arrived.add(rank)
-            if len(self._arrived) == self.size:
+            if len(self._arrived) == self.size and not self._closed:
                 self._arrived.clear()
                 self._round += 1
                 self._meeting.notify_all()
             while self._round == this_round:
-                gone = self._names(self._dead - self._arrived)
-                if gone:
-                    raise PeerDied(
-                        f"{stage}: {name_ranks(gone)} ended, on rank {self.members[rank]}",
-                        ranks=gone,
-                        stage=stage,
-                    )
-                if not self._meeting.wait(max(0.0, deadline - time.monotonic())):
-                    late = self._names(set(range(self.size)) - self._arrived)
-                    raise PeerTimeout(
-                        f"{stage}: {timeout:g} s passed; no word from {name_ranks(late)}, "
-                        f"on rank {self.members[rank]}",
-                        ranks=late,
-                        stage=stage,
-                    )
+                is_late = time.monotonic() > deadline
+                self._verdict = self._verdict or self._find(is_late, timeout)
+                if self._verdict is not None:
+                    kind, culprits, what = self._verdict
+                    if not self.is_part:  # the user's, which other Buffers need
+                        self._verdict = None
+                    text = f"{stage}: {what}, on rank {self.members[rank]}"
+                    raise kind(text, ranks=culprits, stage=stage)
+                self._meeting.wait(max(0.0, deadline - time.monotonic()))
+
+    def _find(
+        self, is_late: bool, timeout: float
+    ) -> tuple[type[PeerError], tuple[int, ...], str] | None:
+        """Why this round cannot end, and who is to blame."""
+        gone = self._names(self._dead - self._closed - self._arrived)
+        if gone:
+            return PeerDied, gone, f"{name_ranks(gone)} ended"
+        left = self._names(self._closed)  # it may have come, and have given up since
+        if left:
+            return PeerLeft, left, f"{name_ranks(left)} closed the Buffer, or gave up"
+        if is_late:
+            late = self._names(set(range(self.size)) - self._arrived)
+            return PeerTimeout, late, f"{timeout:g} s passed; no word from {name_ranks(late)}"
+        return None
 
     def post(self, stage: str, rank: int, parcels: list[Tensor]) -> None:
         """Lay out what goes to each rank."""
@@ -129,6 +159,7 @@ class LoopbackCommunicator:
         self._timeout = timeout
         self.rank, self.size = rank, world.size
         self.members = world.members
+        self._parts: list[LoopbackCommunicator] = []
 
     def all_to_all(
         self,
@@ -158,8 +189,13 @@ class LoopbackCommunicator:
         return lambda: self.all_to_all(out_NB, rows_NB, out_counts, counts, stage)
 
     def part(self, members: Sequence[int], name: str) -> LoopbackCommunicator:
-        part = self._world.part(members, name)
-        return LoopbackCommunicator(part, list(members).index(self.rank), self._timeout)
+        world = self._world.part(members, name)
+        part = LoopbackCommunicator(world, list(members).index(self.rank), self._timeout)
+        self._parts.append(part)
+        return part
+
+    def own(self, name: str) -> LoopbackCommunicator:
+        return self.part(range(self.size), name)
 
     def watch(self, look: Callable[[str], None]) -> None:
         """Who is waited for here is seen to end."""
@@ -167,6 +203,20 @@ class LoopbackCommunicator:
     def explain(self, stage: str, error: RuntimeError) -> PeerError:
         return PeerDied(f"{stage}: {error}, on rank {self.rank}", ranks=(), stage=stage)
 
-    def leave_word(self, error: PeerError | None = None) -> None: ...
+    def settle(self, label: str, watch: Watch) -> None: ...
 
-    def close(self) -> None: ...
+    def dead_ranks(self) -> tuple[int, ...]:
+        return ()
+
+    def leave_word(self, error: PeerError | None = None) -> None:
+        """Who waits sees who died; that this rank has left must be told."""
+        if isinstance(error, PeerLeft):
+            for part in self._parts:
+                part._world.close(part.rank)
+
+    def close(self) -> None:
+        for part in self._parts:
+            part.close()
+        self._parts.clear()
+        if self._world.is_part:  # the whole is the user's, and stays
+            self._world.close(self.rank)

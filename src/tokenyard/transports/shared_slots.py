@@ -55,7 +55,7 @@ class SlotKernels(LaneKernels, Protocol):
 
 class SharedSlots:
     moves_alone = False
-    may_go_on = True
+    travels = False
 
     def __init__(self, team: Team, kernels: SlotKernels, shrink: bool, stage: str) -> None:
         """All ranks together."""

@@ -1,7 +1,8 @@
-"""Words that ranks leave in a group's store when something has gone wrong.
+"""Words that the ranks of a Buffer leave in the group's store when something has gone wrong.
 
-Engines say only that something failed. So every rank that notices leaves word, and whoever leaves
-none is taken for the culprit; a rank that waits looks whether any other has left word.
+Engines say only that something failed. So every rank that notices leaves word: what kind of failure
+it is, who is to blame if it knows, and how far it has come itself. A rank that waits looks whether
+any other has left word, and raises the same; one that was to come, and leaves none, is silent.
 
 The store may have died with the process that held it, or be behind a network that is cut, where an
 operation on it may take for ever: each runs on a thread of its own, which is left behind if it does
@@ -10,26 +11,41 @@ not end in time. After that the store is taken for lost.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from tokenyard.errors import PeerError, PeerTimeout
+from tokenyard.errors import PeerDied, PeerError, PeerLeft, PeerTimeout
 
 _T = TypeVar("_T")
 
-_KEY = "tokenyard/noticed"  # the last word of any rank; with a rank's number, its own
-_GRACE = 0.5  # seconds that the other ranks get to say that they live, once an exchange has failed
-_FRESH = 5.0
+_FRESH = 5.0  # seconds for which a word says that its rank lives, and that a rank is late
 _PATIENCE = 0.5  # seconds for an operation on the store
+KINDS: tuple[type[PeerError], ...] = (PeerDied, PeerLeft, PeerTimeout)  # the gravest first
 
 
 class StoreLost(RuntimeError):
     """The store does not answer, or is gone."""
+
+
+class Word(NamedTuple):
+    kind: type[PeerError]
+    culprits: tuple[int, ...]  # as far as its rank knows
+    when: float
+    done: Mapping[str, int]  # exchanges that its rank has ended, by the name of the connections
+
+    @property
+    def is_fresh(self) -> bool:
+        return time.time() - self.when < _FRESH
+
+    @property
+    def still_holds(self) -> bool:
+        """A rank that was late once may have come since."""
+        return self.kind is not PeerTimeout or self.is_fresh
 
 
 class Words:
@@ -38,50 +54,47 @@ class Words:
         self._connect, self._connected = connect, False
         self._rank = rank
         self._lost = False
+        self._last: Word | None = None
+        self.label = "opening"  # of the Buffer whose words they are, once it has one
 
-    def leave(self, error: PeerError | None) -> None:
-        """This rank lives, and has noticed something."""
-        kind = "timeout" if isinstance(error, PeerTimeout) else "death"
+    def leave(
+        self, kind: type[PeerError], culprits: Sequence[int], done: Mapping[str, int]
+    ) -> None:
+        """This rank lives, and has noticed something. Its first word about who is to blame stays:
+        that a rank gives up, and closes its Buffer, is a consequence.
+        """
+        last, word = self._last, Word(kind, tuple(culprits), time.time(), dict(done))
+        if last is not None and last.culprits and last.still_holds:
+            return
+        self._last, key = word, self._key()
+        text = json.dumps([KINDS.index(kind), word.culprits, word.when, word.done])
 
         def write() -> None:
-            word = f"{time.time()} {kind}"
-            self._store.set(f"{_KEY}/{self._rank}", word)
-            self._store.set(_KEY, word)
+            self._store.set(f"{key}/{self._rank}", text)
+            self._store.set(key, "there are words")
 
         self._ask(write)
 
-    def since(self, moment: float) -> str | None:
-        """What a rank has noticed since then: "death" or "timeout"."""
+    def read(self, ranks: Sequence[int]) -> dict[int, Word]:
+        """Those of other ranks that have left any."""
+        key = self._key()
+        keys = {rank: f"{key}/{rank}" for rank in ranks if rank != self._rank}
 
-        def read() -> str:
-            return self._store.get(_KEY).decode() if self._store.check([_KEY]) else "0 none"
+        def look() -> dict[int, bytes]:
+            if not self._store.check([key]):
+                return {}
+            return {
+                rank: self._store.get(one) for rank, one in keys.items() if self._store.check([one])
+            }
 
-        try:
-            when, kind = self._ask(read).split()
-        except StoreLost:  # the exchange will fail by itself
-            return None
-        return kind if float(when) > moment else None
+        words = {}
+        for rank, text in self._ask(look).items():
+            kind, culprits, when, done = json.loads(text)
+            words[rank] = Word(KINDS[kind], tuple(culprits), when, done)
+        return words
 
-    def silent(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Which of these ranks leave no word, though they are given some time."""
-        left = [rank for rank in ranks if rank != self._rank]
-        deadline = time.monotonic() + _GRACE
-        while left and time.monotonic() < deadline:
-            fresh = self._ask(partial(self._fresh, left))
-            left = [rank for rank in left if rank not in fresh]
-            time.sleep(0.01)
-        return tuple(left)
-
-    def _fresh(self, ranks: Sequence[int]) -> list[int]:
-        """Those with words of the last seconds, and not of a failure that was got over."""
-        found = []
-        for rank in ranks:
-            key = f"{_KEY}/{rank}"
-            if self._store.check([key]):
-                left = float(self._store.get(key).split()[0])
-                if time.time() - left < _FRESH:
-                    found.append(rank)
-        return found
+    def _key(self) -> str:
+        return f"tokenyard/words/{self.label}"
 
     def _ask(self, operation: Callable[[], _T]) -> _T:
         answers: list[_T] = []
@@ -98,8 +111,11 @@ class Words:
 
         if not self._lost:
             thread = threading.Thread(target=run, daemon=True, name="tokenyard-words")
-            thread.start()
-            thread.join(_PATIENCE)
+            try:
+                thread.start()
+                thread.join(_PATIENCE)
+            except RuntimeError as error:  # the interpreter is about to end
+                errors.append(error)
         if not answers:
             self._lost = True
             raise StoreLost("the group's store does not answer") from next(iter(errors), None)

@@ -1,0 +1,98 @@
+"""Buffers of one group, and the user's own collectives, at the same time: nobody gets another's
+rows.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tokenyard
+from tokenyard.testing import Processes, run_virtual
+
+TURNS = 100
+
+
+def dispatch(buffer: tokenyard.Buffer, value: float, is_async: bool = False) -> Any:
+    topk_idx = torch.arange(64)[:, None] % 4
+    return buffer.dispatch(
+        torch.full((64, 256), value),
+        topk_idx=topk_idx,
+        topk_weights=torch.ones(64, 1),
+        num_experts=4,
+        async_finish=is_async,
+    )
+
+
+def two_buffers(group: Any, transport: str) -> str:
+    """One moves rows while the other, and a third that is opened meanwhile, are called."""
+    with (
+        tokenyard.Buffer(group, transport=transport, timeout=10) as first,
+        tokenyard.Buffer(group, transport=transport, timeout=10) as second,
+    ):
+        for turn in range(TURNS):
+            one = dispatch(first, float(turn), is_async=True)
+            if turn % 20 == 10:
+                with tokenyard.Buffer(group, transport=transport, timeout=10) as third:
+                    assert (dispatch(third, -1.0).recv_x == -1).all()
+            two = dispatch(second, turn + 0.5)
+            one.event.current_stream_wait()
+            if not ((one.recv_x == turn).all() and (two.recv_x == turn + 0.5).all()):
+                return f"rows went astray in turn {turn}"
+    return "ok"
+
+
+def beside_a_collective(group: Any) -> str:
+    """As many bytes as the Buffer's rows have: gloo cannot tell them apart, and others abort."""
+    with tokenyard.Buffer(group, transport="collective", timeout=10) as buffer:
+        for turn in range(TURNS):
+            one = dispatch(buffer, float(turn), is_async=True)
+            mine = torch.full((64, 256 * 4 + 20), 7, dtype=torch.uint8)
+            theirs = torch.zeros_like(mine)
+            dist.all_to_all_single(theirs, mine, group=group)
+            one.event.current_stream_wait()
+            if not ((one.recv_x == turn).all() and (theirs == 7).all()):
+                return f"rows went astray in turn {turn}"
+    return "ok"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "job, args", [(two_buffers, ("collective",)), (beside_a_collective, ())], ids=["two", "user's"]
+)
+def test_rows_of_each_have_their_own_connections(job: Any, args: tuple[str, ...]) -> None:
+    with Processes(2, timeout=60) as ranks:
+        assert ranks.run(job, *args, may_die=True) == ["ok", "ok"]
+
+
+def test_virtual_ranks_have_their_own_too() -> None:
+    assert run_virtual(two_buffers, 3, "auto").results == ["ok"] * 3
+
+
+def descriptors(group: Any) -> int:
+    """More than before, after Buffers came and went."""
+
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    counts = []
+    for _ in range(6):
+        with tokenyard.Buffer(group, transport="collective", timeout=10) as buffer:
+            dispatch(buffer, 1.0, is_async=True).event.current_stream_wait()
+        dist.barrier(group)
+        deadline = time.monotonic() + 5
+        while counts and open_files() > counts[0] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        counts.append(open_files())
+    return counts[-1] - counts[0]
+
+
+@pytest.mark.processes
+def test_connections_are_closed_with_their_buffer() -> None:
+    with Processes(2, timeout=60) as ranks:
+        assert ranks.run(descriptors) == [0, 0]

@@ -1,0 +1,91 @@
+"""Words in a group's store: whose they are, which of them count, and a store that is lost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch.distributed as dist
+
+from tokenyard import PeerDied, PeerLeft, PeerTimeout
+from tokenyard.transports.torch_group import GlooPart
+from tokenyard.transports.watch import Watch, Who, who_am_i
+from tokenyard.transports.words import StoreLost, Word, Words
+
+
+def words_of(store: dist.Store, rank: int, label: str) -> Words:
+    words = Words(lambda: store, rank)
+    words.label = label
+    return words
+
+
+def test_words_are_those_of_one_buffer() -> None:
+    store = dist.HashStore()
+    first, other = words_of(store, 0, "7"), words_of(store, 0, "8")
+    reader = words_of(store, 1, "7")
+    other.leave(PeerDied, (2,), {})
+    assert reader.read(range(3)) == {}
+    first.leave(PeerLeft, (0,), {"rows": 3})
+    (word,) = reader.read(range(3)).values()
+    assert (word.kind, word.culprits, word.done) == (PeerLeft, (0,), {"rows": 3})
+    assert first.read(range(3)) == {}  # its own are no news
+
+
+def test_the_first_word_that_names_somebody_stays() -> None:
+    store = dist.HashStore()
+    author, reader = words_of(store, 0, "7"), words_of(store, 1, "7")
+    for kind, culprits in [(PeerDied, ()), (PeerTimeout, (2,)), (PeerLeft, (0,))]:
+        author.leave(kind, culprits, {})
+    word = reader.read([0])[0]
+    assert (word.kind, word.culprits) == (PeerTimeout, (2,))
+
+
+def test_who_left_after_an_exchange_is_not_missed_in_it() -> None:
+    part = object.__new__(GlooPart)
+    part.members, part.label = (0, 1, 2), "rows"
+    left = {1: Word(PeerLeft, (1,), time.time(), {"rows": 4})}
+    assert part._concern(left, 4) == {}
+    assert part._concern(left, 5) == left
+    assert part._concern(left, None) == {}  # an exchange of the user's
+    assert part._concern({3: left[1]}, 5) == {}  # whom nobody waits for here
+    died = {3: Word(PeerDied, (5,), time.time(), {"rows": 9})}
+    assert part._concern(died, 4) == died
+
+
+def test_a_lost_store_is_asked_once() -> None:
+    asked = []
+
+    def connect() -> dist.Store:
+        asked.append(1)
+        raise ConnectionRefusedError
+
+    words = Words(connect, 0)
+    for _ in range(2):
+        with pytest.raises(StoreLost):
+            words.leave(PeerDied, (), {})
+    assert asked == [1]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="there is no table of processes")
+def test_processes_are_seen_to_die() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    me = who_am_i()
+    with open(f"/proc/{child.pid}/stat") as file:
+        begun = int(file.read().rsplit(")", 1)[1].split()[19])
+    theirs = me._replace(pid=child.pid, begun=begun)
+    used_again = theirs._replace(begun=begun - 1)  # the number of another, earlier process
+    elsewhere, hidden = Who(me.processes + 1, 1, 1), Who(me.processes, 1, -1)
+    watch = Watch(0, [5, 5, 5, 5, 5], [me, theirs, used_again, elsewhere, hidden])
+    assert [watch.sees(rank) for rank in range(5)] == [True, True, False, False, False]
+    assert watch.dead_ranks() == ()
+    assert watch.neighbours(1) == [0, 1, 2, 4]
+    child.kill()
+    deadline = time.monotonic() + 5
+    while not watch.dead_ranks() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert watch.dead_ranks() == (1,)  # nobody has buried it yet
+    child.communicate()
+    assert watch.dead_ranks() == (1,)
