@@ -80,7 +80,9 @@ class Engine:
     ) -> tuple[Received, Handle, EventOverlap]:
         with self._scope(finish, request.previous_event):
             received, handle, work, used = self._dispatch(request)
-        return received, handle, self._go(work, finish, None, used)
+        event = self._go(work, finish, None, used)
+        handle.arrived = event.event
+        return received, handle, event
 
     def _dispatch(
         self, request: DispatchRequest
