@@ -23,7 +23,7 @@ from tokenyard.errors import BufferClosed, PeerError
 from tokenyard.events import EventHandle, EventOverlap
 from tokenyard.low_latency.calls import LowLatencyCalls
 from tokenyard.low_latency.engine import LowLatency
-from tokenyard.opening import open_engine
+from tokenyard.opening import check_group, open_engine
 from tokenyard.prepare import DispatchRequest
 from tokenyard.streams import Finish, capture
 from tokenyard.types import Config, Handle
@@ -97,9 +97,7 @@ class Buffer(LowLatencyCalls):
         timeout: float = 30.0,
         placement: Tensor | None = None,
     ) -> None:
-        if group is None:
-            what = "no group" if comm is None else "comm= (an MPI communicator)"
-            raise ValueError(f"{what} is given, want group=, a torch.distributed process group")
+        check_group(group, comm)
         # Weakly, since a group that outlives its destruction aborts the process at exit.
         self._group = weakref.ref(group)
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
@@ -112,6 +110,7 @@ class Buffer(LowLatencyCalls):
         self._engine, self._low_latency = open_engine(
             group,
             num_nvl_bytes=num_nvl_bytes,
+            num_rdma_bytes=num_rdma_bytes,
             num_channels=_default_config(Buffer.num_sms).num_channels,
             transport=transport,
             kernels=kernels,
@@ -319,8 +318,8 @@ class Buffer(LowLatencyCalls):
     def set_num_sms(cls, new_num_sms: int) -> None:
         """DeepEP's knob for all Buffers of the process: the default of Config.num_sms."""
         validate.require(
-            new_num_sms >= 2 and new_num_sms % 2 == 0,
-            f"new_num_sms is {new_num_sms}, want an even number of at least 2",
+            type(new_num_sms) is int and new_num_sms >= 2 and new_num_sms % 2 == 0,
+            f"new_num_sms is {new_num_sms!r}, want an even number of at least 2",
         )
         Buffer.num_sms = new_num_sms
 

@@ -260,6 +260,13 @@ class Handle:
             self._wait()
         return getattr(self, name)
 
+    def __repr__(self) -> str:
+        return (
+            f"<tokenyard.Handle of dispatch call {self.call}: {self.num_tokens} tokens sent, "
+            f"{self.flow.num_received} rows received, hidden {self.hidden}, "
+            f"{self.num_channels} channels>"
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         """Without the event, which belongs to this process: the copy is of what has arrived."""
         self._wait()

@@ -495,13 +495,18 @@ OTHERS: Cases = {
         lambda s: {"transport": "rnig"},
         f"unknown transport 'rnig'; available: auto, {', '.join(transports.available())}",
     ),
+    "kernels-unknown": rejected(
+        "Buffer",
+        lambda s: {"kernels": "cobol"},
+        f"unknown kernel set 'cobol'; available: auto, {', '.join(kernels.available())}",
+    ),
     **{
         f"kernels-{kind}": rejected(
             "Buffer",
             lambda s, value=value: {"kernels": value},
-            f"unknown kernel set {value!r}; available: auto, {', '.join(kernels.available())}",
+            f"kernels is {what}, want a name: auto, {', '.join(kernels.available())}",
         )
-        for kind, value in {"unknown": "cobol", "int": 1, "list": ["numba"]}.items()
+        for kind, value, what in (("int", 1, "an int"), ("list", ["numba"], "a list"))
     },
     "transport-none": rejected(
         "Buffer",
@@ -663,14 +668,4 @@ CASES: Cases = {
     **OTHERS,
     **{f"differ-{name}": case for name, case in DIFFER.items()},
     **{f"local-{name}": case for name, case in LOCAL.items()},
-}
-
-NOT_YET = {
-    "Buffer-timeout-bool",
-    *(f"Buffer-num_rdma_bytes-{kind}" for kind in ("text", "none", "negative")),
-    *(f"Buffer-{name}-{kind}" for name in SWITCHES for kind in ("text", "none")),
-    "Buffer-ranks_per_node-more-than-there-are",
-    "kernels-list",
-    *(f"local-group-{kind}" for kind in ("none", "text", "of-others")),
-    "local-set_num_sms-text",
 }

@@ -14,7 +14,6 @@ import pytest
 from tests.faults.bad_input_cases import (
     CASES,
     CULPRIT,
-    NOT_YET,
     NUM_EXPERTS,
     NUM_RANKS,
     WORLD,
@@ -114,18 +113,7 @@ def check_told(case: Case, rank: int, outcome: Outcome) -> None:
         assert outcome.blamed == CULPRIT
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=[pytest.mark.xfail(strict=True, reason="taken, or told in other words")]
-            if name in NOT_YET
-            else [],
-        )
-        for name in CASES
-    ],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_all_ranks_are_told_and_go_on(run: Run, name: str) -> None:
     outcomes = run(job, name)
     for rank, outcome in enumerate(outcomes):
@@ -146,7 +134,6 @@ def open_on_destroyed(group: Any) -> list[str]:
     return texts
 
 
-@pytest.mark.xfail(strict=True, reason="torch's words, which want another call of the user")
 @pytest.mark.processes
 def test_a_destroyed_group_is_called_so(processes: Processes) -> None:
     for texts in processes.run(open_on_destroyed):
@@ -165,7 +152,6 @@ def handles_in_short(group: Any) -> tuple[str, str]:
         return repr(got.handle), repr(slots.handle)
 
 
-@pytest.mark.xfail(strict=True, reason="all tensors are printed")
 def test_a_handle_shows_shapes_and_no_contents(run: Run) -> None:
     for rank, (handle, slots) in enumerate(run(handles_in_short)):
         tokens, rows = len(good_input(rank)["x"]), len(expected()[rank][0])

@@ -10,7 +10,7 @@ from tokenyard.transports.choose import (
     why_not_shared,
 )
 from tokenyard.transports.collective import CollectiveTransport
-from tokenyard.transports.symmetric import Probe, can_attach
+from tokenyard.transports.symmetric import Probe, why_not_attached
 
 __all__ = [
     "CollectiveTransport",
@@ -19,10 +19,10 @@ __all__ = [
     "Sum",
     "Transport",
     "available",
-    "can_attach",
     "check_name",
     "connect",
     "open_slots",
     "open_transport",
+    "why_not_attached",
     "why_not_shared",
 ]

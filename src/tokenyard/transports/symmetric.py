@@ -96,14 +96,31 @@ class Probe:
         self._segment.close()
 
 
-def can_attach(pid: int, fd: int, nonce: int) -> bool:
-    """Whether the memory of the process that said these words (Probe) can be used here. A process
-    of that number in another container is not it, and the same machine's may be out of bounds.
+def why_not_attached(pid: int, fd: int, nonce: int) -> str | None:
+    """Why the memory of the process that said these words (Probe) cannot be used here, and what
+    helps; None if it can. A process of that number in another container is not it, and the same
+    machine's may be out of bounds.
     """
+    share = "in containers, let ranks share a PID namespace (docker run --pid)"
     try:
-        return int(attach(pid, fd, mmap.PAGESIZE)[:8].view(np.int64)[0]) == nonce
-    except OSError:
-        return False
+        found = int(attach(pid, fd, mmap.PAGESIZE)[:8].view(np.int64)[0])
+    except PermissionError as error:
+        why = f"{error.strerror} for process {pid}"
+        try:
+            owner = os.stat(f"/proc/{pid}").st_uid
+        except OSError:
+            return f"{why}; {share}"
+        if owner != os.geteuid():
+            return (
+                f"{why}, which is of user {owner}, while this one is of user {os.geteuid()}; "
+                "run all ranks as one user"
+            )
+        return f"{why}; run all ranks with the same groups, and under the same security profile"
+    except FileNotFoundError:
+        return f"process {pid} is not to be seen here; {share}, and /proc without hidepid"
+    except OSError as error:
+        return str(error)
+    return None if found == nonce else f"process {pid} is another one here; {share}"
 
 
 class Pool:
