@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -141,6 +142,57 @@ def test_only_what_needs_a_gradient_goes_back(needs: str) -> None:
     width = 8 if needs == "x" else jobs.NUM_TOPK
     assert sent[0, 1] == 4 * width * rows[0][1]
     assert sent[1, 0] == 4 * width * rows[1][0]
+
+
+NEEDS = {
+    "x-on-one": [(1, 1), (0, 1)],
+    "all-three": [(1, 0), (0, 1), (1, 1)],
+    "apart": [(1, 0), (0, 1)],
+}
+
+
+@pytest.mark.xfail(strict=True, reason="ranks differ in hidden size or top-k")
+@pytest.mark.parametrize("hidden", [8, jobs.NUM_TOPK], ids=["wide", "as-wide-as-top-k"])
+@pytest.mark.parametrize("needs", NEEDS.values(), ids=NEEDS)
+def test_ranks_may_differ_in_what_needs_a_gradient(
+    needs: list[tuple[int, int]], hidden: int
+) -> None:
+    def job(group: Any, given: list[tuple[int, int]]) -> list[Tensor | None]:
+        x, topk_idx, weights = leaves(group.rank(), hidden=hidden)
+        x.requires_grad_(bool(given[group.rank()][0]))
+        weights.requires_grad_(bool(given[group.rank()][1]))
+        with tokenyard.Buffer(group) as buffer:
+            for _ in range(2):
+                rows = tf.dispatch(buffer, x, topk_idx, weights, NUM_EXPERTS)
+                ((1 + rows.x.sum(1)) * (2 + rows.topk_weights.sum(1))).sum().backward()
+        return [x.grad, weights.grad]
+
+    got = run_virtual(job, len(needs), needs).results
+    want = run_virtual(job, len(needs), [(1, 1)] * len(needs)).results
+    for rank, need in enumerate(needs):
+        for mine, whole, needed in zip(got[rank], want[rank], need):
+            assert_same(mine, whole if needed else None)
+
+
+@pytest.mark.xfail(strict=True, reason="says no more than what they call")
+def test_a_rank_that_needs_no_gradient_at_all_is_told_of() -> None:
+    def job(group: Any) -> str:
+        x, topk_idx, weights = leaves(group.rank())
+        x, weights = x.detach().requires_grad_(group.rank() == 0), weights.detach()
+        with tokenyard.Buffer(group, timeout=5) as buffer:
+            rows = tf.dispatch(buffer, x, topk_idx, weights, NUM_EXPERTS)
+            again = partial(tf.dispatch, buffer, x, topk_idx, weights, NUM_EXPERTS)
+            step = rows.x.sum().backward if group.rank() == 0 else again
+            with pytest.raises(tokenyard.CallMismatch) as caught:
+                step()
+            return str(caught.value)
+
+    assert run_virtual(job, 2).results == [
+        "combine: ranks differ in what they call: combine on rank 0, dispatch on rank 1; this is "
+        "the gradient of nn.functional.dispatch, whose x or topk_weights must require grad on all "
+        "ranks or on none",
+        "dispatch: ranks differ in what they call: dispatch on rank 1, combine on rank 0",
+    ]
 
 
 def rows_between(group: Any) -> list[int]:
