@@ -161,7 +161,8 @@ class Agreement:
                     raise CallMismatch(
                         f"{stage}: ranks differ in {_WORDS[name]}: "
                         f"{_show(name, own, True)} on rank {self._rank}, "
-                        f"{_show(name, theirs, False)} on rank {rank}"
+                        f"{_show(name, theirs, False)} on rank {rank}",
+                        what=name,  # on all ranks: where values differ, each differs from some
                     )
 
 

@@ -5,6 +5,8 @@ Messages are short; the engine adds the stage and the rank, and tells the other 
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,7 +81,23 @@ def tensor(
     form(what, value.shape, value.dtype, value.layout, shape=shape, dtypes=dtypes)
     if device is not None and value.device != device:
         raise ValueError(f"{what} is on device {value.device}, want {device}")
-    return value.detach() if value.requires_grad else value
+    return without_gradient(what, value) if value.requires_grad else value
+
+
+def without_gradient(what: str, value: Tensor) -> Tensor:
+    """Detached. Who would lose a gradient by that is warned, once for each place of the call: not
+    under no_grad or inference_mode, nor inside an autograd.Function, which sees to it itself.
+    """
+    if torch.is_grad_enabled():
+        level, frame = 1, sys._getframe()
+        while frame.f_back and str(frame.f_globals.get("__name__")).startswith("tokenyard."):
+            level, frame = level + 1, frame.f_back
+        warnings.warn(
+            f"{what} requires grad, and this call passes no gradient on: take "
+            f"tokenyard.nn.functional, or give {what}.detach()",
+            stacklevel=level,
+        )
+    return value.detach()
 
 
 def not_a_tensor(what: str, value: Any) -> ValueError:

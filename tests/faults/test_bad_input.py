@@ -23,7 +23,7 @@ from tests.faults.bad_input_cases import (
     good_input,
     new_buffer,
 )
-from tokenyard import Buffer, BufferClosed, PeerInputError, PeerTimeout, spec
+from tokenyard import Buffer, BufferClosed, CallMismatch, PeerInputError, PeerTimeout, spec
 from tokenyard.testing import Processes, assert_same, fake_experts, run_virtual
 
 LIMIT = 2.0  # seconds
@@ -232,3 +232,5 @@ def test_errors_cross_processes() -> None:
         copy = pickle.loads(pickle.dumps(error))
         assert type(copy) is type(error)
         assert (str(copy), copy.rank, copy.stage) == (str(error), error.rank, error.stage)
+    copy = pickle.loads(pickle.dumps(CallMismatch("ranks differ", what="hidden")))
+    assert (str(copy), copy.what) == ("ranks differ", "hidden")

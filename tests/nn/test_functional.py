@@ -33,14 +33,15 @@ def test_values_are_those_of_the_buffer() -> None:
         x, topk_idx, weights = leaves(group.rank())
         with tokenyard.Buffer(group) as buffer:
             rows = tf.dispatch(buffer, x, topk_idx, weights, NUM_EXPERTS)
-            want = buffer.dispatch(
-                x, topk_idx=topk_idx, topk_weights=weights, num_experts=NUM_EXPERTS
-            )
+            with torch.no_grad():
+                want = buffer.dispatch(
+                    x, topk_idx=topk_idx, topk_weights=weights, num_experts=NUM_EXPERTS
+                )
             assert_same(rows.x.detach(), want.recv_x)
             assert_same(rows.topk_idx, want.recv_topk_idx)
             assert_same(rows.topk_weights.detach(), want.recv_topk_weights)
             got = tf.combine(buffer, rows.x, rows.ticket, len(x))
-            assert_same(got.detach(), buffer.combine(rows.x, want.handle).x)
+            assert_same(got.detach(), buffer.combine(rows.x.detach(), want.handle).x)
 
     run_virtual(job, 3)
 
@@ -151,7 +152,6 @@ NEEDS = {
 }
 
 
-@pytest.mark.xfail(strict=True, reason="ranks differ in hidden size or top-k")
 @pytest.mark.parametrize("hidden", [8, jobs.NUM_TOPK], ids=["wide", "as-wide-as-top-k"])
 @pytest.mark.parametrize("needs", NEEDS.values(), ids=NEEDS)
 def test_ranks_may_differ_in_what_needs_a_gradient(
@@ -174,7 +174,6 @@ def test_ranks_may_differ_in_what_needs_a_gradient(
             assert_same(mine, whole if needed else None)
 
 
-@pytest.mark.xfail(strict=True, reason="says no more than what they call")
 def test_a_rank_that_needs_no_gradient_at_all_is_told_of() -> None:
     def job(group: Any) -> str:
         x, topk_idx, weights = leaves(group.rank())
@@ -183,9 +182,11 @@ def test_a_rank_that_needs_no_gradient_at_all_is_told_of() -> None:
             rows = tf.dispatch(buffer, x, topk_idx, weights, NUM_EXPERTS)
             again = partial(tf.dispatch, buffer, x, topk_idx, weights, NUM_EXPERTS)
             step = rows.x.sum().backward if group.rank() == 0 else again
-            with pytest.raises(tokenyard.CallMismatch) as caught:
+            try:  # no pytest.raises, which would keep the handle until the next collection
                 step()
-            return str(caught.value)
+            except tokenyard.CallMismatch as error:
+                return str(error)
+            return "nothing"
 
     assert run_virtual(job, 2).results == [
         "combine: ranks differ in what they call: combine on rank 0, dispatch on rank 1; this is "
@@ -198,7 +199,7 @@ def test_a_rank_that_needs_no_gradient_at_all_is_told_of() -> None:
 def rows_between(group: Any) -> list[int]:
     """How many rows come from each rank."""
     x, topk_idx, weights = leaves(group.rank())
-    with tokenyard.Buffer(group) as buffer:
+    with tokenyard.Buffer(group) as buffer, torch.no_grad():
         got = buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights, num_experts=NUM_EXPERTS)
         return list(got.handle.flow.recv_counts)
 
@@ -317,7 +318,9 @@ def test_opcheck_of_the_exchange() -> None:
                 w = rows.topk_weights.detach().requires_grad_()
                 ticket, num_rows = rows.ticket, len(rows.x)
                 torch.library.opcheck(operators.combine, (y, ticket, number, len(x)))
-                torch.library.opcheck(operators.combine_both, (y, w, ticket, number, len(x)))
+                torch.library.opcheck(
+                    operators.combine_both, (y, w, ticket, number, len(x), True, True)
+                )
                 torch.library.opcheck(operators.dispatch_again, (x, ticket, number, num_rows))
 
     run_virtual(job, 1)

@@ -64,7 +64,6 @@ CALLS: dict[str, tuple[str, Callable[[Scene], Any]]] = {
 }
 
 
-@pytest.mark.xfail(strict=True, reason="the gradient is dropped without a word")
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_that_drops_a_gradient_says_so(name: str) -> None:
     what, call = CALLS[name]

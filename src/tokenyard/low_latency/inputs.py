@@ -83,6 +83,8 @@ class Inputs:
             shape = self._shape(x, topk_idx.shape[1], num_max, num_experts, cast)
             if key is not None:
                 self._checked[key] = shape
+        elif x.requires_grad:
+            x = validate.without_gradient("x", x)
         return x.contiguous(), topk_idx.contiguous(), shape
 
     def rows(
@@ -101,6 +103,11 @@ class Inputs:
         if forms is None or key not in self._checked_back:
             x, topk_idx, topk_weights = self._check_rows(x, topk_idx, topk_weights, known)
             self._checked_back.add(key)
+        else:
+            if x.requires_grad:
+                x = validate.without_gradient("x", x)
+            if topk_weights.requires_grad:
+                topk_weights = validate.without_gradient("topk_weights", topk_weights)
         return known, x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous()
 
     def _check_tokens(
