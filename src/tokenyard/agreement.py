@@ -42,6 +42,7 @@ class Call(NamedTuple):
     num_topk: int = -1
     num_experts: int = -1
     num_channels: int = -1
+    num_slots: int = -1  # of a ring, at most
     num_max: int = -1
     cast: int = -1
     options: int = -1  # a digest of what was given to the Buffer
@@ -178,6 +179,7 @@ _WORDS = {
     "num_topk": "top-k",
     "num_experts": "num_experts",
     "num_channels": "channels (config.num_sms // 2)",
+    "num_slots": "config.num_max_nvl_chunked_recv_tokens",
     "num_max": "num_max_dispatch_tokens_per_rank",
     "cast": "use_fp8, round_scale or use_ue8m0",
     "options": "transport=, ring memory, ranks_per_node=, placement= or the low-latency mode",

@@ -60,10 +60,12 @@ class Combined(NamedTuple):
 class Buffer(LowLatencyCalls):
     """Moves tokens to the ranks that own their experts, and sums the results back.
 
-    The first parameters are DeepEP's. num_nvl_bytes is how much memory a rank shares on the ring
-    transport, 16 MiB if 0; those about RDMA and queue pairs are accepted and have no use here.
-    low_latency_mode adds the calls of `LowLatencyCalls`, in which enable_shrink goes on without
-    ranks that die or stall. Ours are keyword only:
+    The first parameters are DeepEP's. num_nvl_bytes is how much memory a rank shares for dispatch
+    and combine on the ring transport, 16 MiB if 0. low_latency_mode adds the calls of
+    `LowLatencyCalls`, in which enable_shrink goes on without ranks that die or stall; what they
+    share comes on top, on any transport, and num_rdma_bytes bounds it unless it is 0: a call that
+    may need more (get_low_latency_rdma_size_hint) raises. Those about queue pairs and NVLink are
+    accepted and have no use here. Ours are keyword only:
 
         transport       how rows travel; "auto" takes the best there is
         kernels         which set of local kernels; "auto" takes the fastest for the device

@@ -162,7 +162,14 @@ def open_engine(
     if not low_latency_mode:
         return engine, None
     return engine, LowLatency(
-        opened, kernel_set, agreement, engine.local, engine.worker, own_id, enable_shrink
+        opened,
+        kernel_set,
+        agreement,
+        engine.local,
+        engine.worker,
+        own_id,
+        enable_shrink,
+        num_rdma_bytes,
     )
 
 

@@ -46,7 +46,10 @@ SCALE_DTYPES = (torch.float32, torch.int32)  # int32 holds four UE8M0 exponents
 class Config:
     """DeepEP's tuning knobs. A channel is two SMs there and one thread here: C = num_sms // 2.
 
-    The chunk sizes are those of the ring transport; other transports ignore them.
+    The ring transport takes these channels and chunk sizes for the call that they are given to: of
+    channels as many at most as Buffer.num_sms was for when the Buffer was made, since each has its
+    share of the Buffer's memory. Other transports ignore them. All ranks give the same num_sms and
+    num_max_nvl_chunked_recv_tokens, or a CallMismatch is raised.
     """
 
     num_sms: int = 20

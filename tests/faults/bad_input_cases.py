@@ -572,9 +572,16 @@ DIFFER: Cases = {
         # Direct Buffers have no memory in common: there this is a PeerTimeout.
         options={"transport": "collective"},
     ),
-    "channels": differ(
-        "dispatch", "channels (config.num_sms // 2)", (2, 10), lambda s: {"config": Config(4)}
-    ),
+    **{
+        f"{what}-{stage}".replace(" ", "-"): differ(
+            stage, words, got, lambda s, config=config: {"config": config}
+        )
+        for stage in ("dispatch", "cached dispatch", "combine")
+        for what, words, got, config in (
+            ("channels", "channels (config.num_sms // 2)", (2, 10), Config(4)),
+            ("slots", "config.num_max_nvl_chunked_recv_tokens", (9, 256), Config(20, 6, 9)),
+        )
+    },
     "combine-meets-dispatch": meets("combine", "dispatch"),
     "dispatch-meets-combine": meets("dispatch", "combine"),
     "cached-dispatch-meets-dispatch": meets("cached dispatch", "dispatch"),
