@@ -42,6 +42,7 @@ class Call(NamedTuple):
     num_topk: int = -1
     num_experts: int = -1
     num_channels: int = -1
+    num_slots: int = -1  # of a ring, at most
     num_max: int = -1
     cast: int = -1
     options: int = -1  # a digest of what was given to the Buffer
@@ -167,7 +168,8 @@ class Agreement:
                     raise CallMismatch(
                         f"{stage}: ranks differ in {_WORDS[name]}: "
                         f"{_show(name, own, True)} on rank {self._rank}, "
-                        f"{_show(name, theirs, False)} on rank {rank}"
+                        f"{_show(name, theirs, False)} on rank {rank}",
+                        what=name,  # on all ranks: where values differ, each differs from some
                     )
 
 
@@ -183,6 +185,7 @@ _WORDS = {
     "num_topk": "top-k",
     "num_experts": "num_experts",
     "num_channels": "channels (config.num_sms // 2)",
+    "num_slots": "config.num_max_nvl_chunked_recv_tokens",
     "num_max": "num_max_dispatch_tokens_per_rank",
     "cast": "use_fp8, round_scale or use_ue8m0",
     "options": "transport=, ring memory, ranks_per_node=, placement= or the low-latency mode",

@@ -25,7 +25,7 @@ from tokenyard.errors import BufferClosed, BufferInUse, PeerError
 from tokenyard.events import EventHandle, EventOverlap
 from tokenyard.low_latency.calls import LowLatencyCalls
 from tokenyard.low_latency.engine import LowLatency
-from tokenyard.opening import open_engine
+from tokenyard.opening import check_group, open_engine
 from tokenyard.prepare import DispatchRequest
 from tokenyard.streams import Finish, capture
 from tokenyard.types import Config, Handle
@@ -107,10 +107,12 @@ class _Use:
 class Buffer(LowLatencyCalls):
     """Moves tokens to the ranks that own their experts, and sums the results back.
 
-    The first parameters are DeepEP's. num_nvl_bytes is how much memory a rank shares on the ring
-    transport, 16 MiB if 0; those about RDMA and queue pairs are accepted and have no use here.
-    low_latency_mode adds the calls of `LowLatencyCalls`, in which enable_shrink goes on without
-    ranks that die or stall. Ours are keyword only:
+    The first parameters are DeepEP's. num_nvl_bytes is how much memory a rank shares for dispatch
+    and combine on the ring transport, 16 MiB if 0. low_latency_mode adds the calls of
+    `LowLatencyCalls`, in which enable_shrink goes on without ranks that die or stall; what they
+    share comes on top, on any transport, and num_rdma_bytes bounds it unless it is 0: a call that
+    may need more (get_low_latency_rdma_size_hint) raises. Those about queue pairs and NVLink are
+    accepted and have no use here. Ours are keyword only:
 
         transport       how rows travel; "auto" takes the best there is
         kernels         which set of local kernels; "auto" takes the fastest for the device
@@ -146,9 +148,7 @@ class Buffer(LowLatencyCalls):
         timeout: float = 30.0,
         placement: Tensor | None = None,
     ) -> None:
-        if group is None:
-            what = "no group" if comm is None else "comm= (an MPI communicator)"
-            raise ValueError(f"{what} is given, want group=, a torch.distributed process group")
+        check_group(group, comm)
         # Weakly, since a group that outlives its destruction aborts the process at exit.
         self._group = weakref.ref(group)
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
@@ -163,6 +163,7 @@ class Buffer(LowLatencyCalls):
         self._engine, self._low_latency = open_engine(
             group,
             num_nvl_bytes=num_nvl_bytes,
+            num_rdma_bytes=num_rdma_bytes,
             num_channels=_default_config(Buffer.num_sms).num_channels,
             transport=transport,
             kernels=kernels,
@@ -380,8 +381,8 @@ class Buffer(LowLatencyCalls):
     def set_num_sms(cls, new_num_sms: int) -> None:
         """DeepEP's knob for all Buffers of the process: the default of Config.num_sms."""
         validate.require(
-            new_num_sms >= 2 and new_num_sms % 2 == 0,
-            f"new_num_sms is {new_num_sms}, want an even number of at least 2",
+            type(new_num_sms) is int and new_num_sms >= 2 and new_num_sms % 2 == 0,
+            f"new_num_sms is {new_num_sms!r}, want an even number of at least 2",
         )
         Buffer.num_sms = new_num_sms
 

@@ -103,7 +103,9 @@ class Engine:
     ) -> tuple[Received, Handle, EventOverlap]:
         with self._scope(finish, request.previous_event):
             received, handle, work, used = self._dispatch(request)
-        return received, handle, self._go(work, finish, None, used)
+        event = self._go(work, finish, None, used)
+        handle.arrived = event.event
+        return received, handle, event
 
     def _dispatch(
         self, request: DispatchRequest
@@ -204,7 +206,7 @@ class Engine:
         def terms(made: tuple[Tensor, Tensor | None, Handle, EventHandle | None]) -> Terms:
             values, scales, known, _ = made
             offer = self.transport.offer_rows(known.flow, _widths((values, scales)))
-            return Terms(_call(stage, values, scales, handle=known.call), offer)
+            return Terms(_call(stage, values, scales, handle=known.call, **_rings(config)), offer)
 
         with self._scope(finish, previous_event):
             (values, scales, known, pending), agreed = self._agreement.agree(stage, prepare, terms)
@@ -257,8 +259,8 @@ class Engine:
             offer = self.transport.offer_back(
                 [one.rows_ND for one in sums], known.flow, pending is None
             )
-            rows = sums[0].rows_ND
-            return Terms(_call(stage, rows, None, handle=known.call, num_topk=num_topk), offer)
+            more = {"handle": known.call, "num_topk": num_topk, **_rings(config)}
+            return Terms(_call(stage, sums[0].rows_ND, None, **more), offer)
 
         with self._scope(finish, previous_event):
             (sums, known, pending), agreed = self._agreement.agree(stage, prepare, terms)
@@ -361,7 +363,7 @@ class Engine:
             out.scales,
             num_topk=-1 if out.topk_idx is None else out.topk_idx.shape[1],
             num_experts=out.placement.num_experts,
-            num_channels=out.config.num_channels,
+            **_rings(out.config),
         )
         payload = notify.tell(out.route, out.layout, out.placement, self._one_node)
         offer = self.transport.offer_rows(None, ())
@@ -414,6 +416,14 @@ class Engine:
 def _widths(columns: Sequence[Tensor | None]) -> list[int]:
     """Bytes of a row of each column that is there."""
     return [one.shape[1] * one.element_size() for one in columns if one is not None]
+
+
+def _rings(config: Config) -> dict[str, int]:
+    """What sender and receiver must divide rings by alike."""
+    return {
+        "num_channels": config.num_channels,
+        "num_slots": config.num_max_nvl_chunked_recv_tokens,
+    }
 
 
 def _call(stage: str, x: Tensor, scales: Tensor | None, **more: int) -> Call:

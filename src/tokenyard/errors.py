@@ -90,8 +90,15 @@ def rejected(rank: int, words: Sequence[int] | np.ndarray, stage: str) -> PeerIn
     return PeerInputError(text, rank=rank, stage=stage)
 
 
-class CallMismatch(ValueError):
-    """Ranks called different things, or the same thing with shapes that cannot meet."""
+class CallMismatch(_Named, ValueError):
+    """Ranks called different things, or the same thing with shapes that cannot meet.
+
+    `what` names the first word of their calls that differs (see `agreement.Call`), if it is known.
+    """
+
+    def __init__(self, message: str, *, what: str = "") -> None:
+        super().__init__(message)
+        self.what = what
 
     on_all_ranks = True
 

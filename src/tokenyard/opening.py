@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import socket
 from collections.abc import Sequence
@@ -24,20 +25,54 @@ from tokenyard.transports import (
     Probe,
     Watch,
     Who,
-    can_attach,
     check_name,
     connect,
     open_transport,
     who_am_i,
+    why_not_attached,
     why_not_shared,
 )
 from tokenyard.types import digest
+
+_log = logging.getLogger("tokenyard")
+_MOST_BYTES = 2**50
+
+
+def check_group(group: Any, comm: Any) -> None:
+    """Raises what can be said of a group that is none. Local: there is nobody to tell."""
+    wanted = "want group=, a torch.distributed process group"
+    if hasattr(group, "communicator"):  # a virtual one
+        return
+    if group is None and comm is not None:
+        raise ValueError(f"comm= (an MPI communicator) is given, {wanted}")
+    if group is None:
+        raise ValueError(
+            "group is None, as the default group is before init_process_group and after "
+            f"destroy_process_group, {wanted}"
+        )
+    # Not at the top: torch.distributed is not there on every build of torch.
+    import torch.distributed as dist
+
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "group is GroupMember.NON_GROUP_MEMBER: this process is none of its ranks, " + wanted
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"group is {validate.kind(group)}, {wanted}")
+    try:
+        dist.get_backend(group)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(
+            "group was destroyed (destroy_process_group), or is unknown to torch.distributed, "
+            + wanted
+        ) from error
 
 
 def open_engine(
     group: Any,
     *,
     num_nvl_bytes: int,
+    num_rdma_bytes: int,
     num_channels: int,
     transport: str,
     kernels: str,
@@ -48,7 +83,8 @@ def open_engine(
     enable_shrink: bool,
 ) -> tuple[Engine, LowLatency | None]:
     """The engines of a new Buffer. Bad options on one rank raise on all of them."""
-    sane = isinstance(timeout, (int, float)) and 0 < timeout <= 1e6
+    is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    sane = is_number and 0 < timeout <= 1e6
     communicator = connect(group, timeout if sane else 30.0)
     rank, size, device = communicator.rank, communicator.size, communicator.device
     # The first meeting needs no fast kernels, and must take place even if `kernels` is wrong.
@@ -62,9 +98,17 @@ def open_engine(
         validate.require(sane, f"timeout is {timeout!r}, want seconds above 0, at most 1e6")
         if ranks_per_node is not None:
             validate.ranks_per_node(ranks_per_node, size)
+        sets = ", ".join(kernel_sets.available())
+        validate.require(
+            isinstance(kernels, str),
+            f"kernels is {validate.kind(kernels)}, want a name: auto, {sets}",
+        )
         kernel_set = kernel_sets.pick(kernels, device.type)
         check_name(transport)
-        validate.integer("num_nvl_bytes", num_nvl_bytes, at_least=0, at_most=2**50)
+        validate.integer("num_nvl_bytes", num_nvl_bytes, at_least=0, at_most=_MOST_BYTES)
+        validate.integer("num_rdma_bytes", num_rdma_bytes, at_least=0, at_most=_MOST_BYTES)
+        validate.switch("low_latency_mode", low_latency_mode)
+        validate.switch("enable_shrink", enable_shrink)
         if placement is None:
             return kernel_set, None
         return kernel_set, Placement(validate.placement(placement, size).to(device), size)
@@ -74,7 +118,7 @@ def open_engine(
         where = None if placed is None else placed.rank_of_expert.tolist()
         rings = (num_nvl_bytes, num_channels) if transport == "ring" else None
         nodes = list(ranks_per_node) if isinstance(ranks_per_node, Sequence) else ranks_per_node
-        slots = (bool(low_latency_mode), bool(enable_shrink))
+        slots = (low_latency_mode, enable_shrink)
         options = digest(repr((transport, rings, nodes, where, slots)))
         nonlocal probe, own_reason
         own_reason = why_not_shared(kernel_set)
@@ -133,6 +177,7 @@ def open_engine(
         engine.worker,
         own_id,
         enable_shrink,
+        num_rdma_bytes,
         partial(communicator.own, f"{shared_id}/slots"),
     )
 
@@ -149,12 +194,23 @@ def _find_nodes(meeting: CollectiveTransport, told_RW: np.ndarray) -> list[int]:
     has told its machine, and the words of its Probe.
     """
     rank, told = meeting.rank, told_RW.tolist()
-    machine = told[rank][0]
-    mark = next(
-        other
-        for other, (there, *words) in enumerate(told[: rank + 1])
-        if other == rank or (there == machine and can_attach(*words))
-    )
+    machine, mark, why = told[rank][0], rank, []
+    for other, (there, *words) in enumerate(told[:rank]):
+        if there == machine:
+            reason = why_not_attached(*words)
+            if reason is None:
+                mark = other
+                break
+            why.append((other, reason))
+    if mark == rank and why:  # one rank of a node says so
+        first, reason = why[0]
+        _log.warning(
+            "rank %d is on the machine of rank %d and cannot use its memory, so they count as two "
+            "nodes: %s",
+            rank,
+            first,
+            reason,
+        )
     # When all have answered, all have looked, and probes may go.
     marks = meeting.exchange(np.full((meeting.size, 1), mark, np.int64), "Buffer (find nodes)")
     return marks[:, 0].tolist()

@@ -178,6 +178,14 @@ class LowLatencyHandle:
     def __getitem__(self, index: int) -> Any:
         return self._v1()[index]
 
+    def __repr__(self) -> str:
+        shape = self.shape
+        return (
+            f"<tokenyard.LowLatencyHandle of dispatch call {self.number}: {self.sent.shape[1]} "
+            f"tokens sent, {shape.num_local} experts of {shape.num_slots} slots, "
+            f"hidden {shape.hidden}>"
+        )
+
 
 class Back(NamedTuple):
     """A combine, as its two halves know it."""

@@ -17,11 +17,14 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from tokenyard.events import EventHandle
 
 topk_idx_t = torch.int64
 
@@ -43,7 +46,10 @@ SCALE_DTYPES = (torch.float32, torch.int32)  # int32 holds four UE8M0 exponents
 class Config:
     """DeepEP's tuning knobs. A channel is two SMs there and one thread here: C = num_sms // 2.
 
-    The chunk sizes are those of the ring transport; other transports ignore them.
+    The ring transport takes these channels and chunk sizes for the call that they are given to: of
+    channels as many at most as Buffer.num_sms was for when the Buffer was made, since each has its
+    share of the Buffer's memory. Other transports ignore them. All ranks give the same num_sms and
+    num_max_nvl_chunked_recv_tokens, or a CallMismatch is raised.
     """
 
     num_sms: int = 20
@@ -176,7 +182,8 @@ class Handle:
     It reads as DeepEP V1's tuple too: `handle[0]` is the rank_prefix_matrix, and the six fields
     unpack in V1's order. The three prefix matrices are None when the ranks are on several nodes,
     where V1's handle has another shape and they would cost O(R * R). They are made when they are
-    asked for, since nothing here needs them.
+    asked for, since nothing here needs them. What depends on rows that arrive (`handle[2]` and
+    `handle[3]`, so unpacking too, and a copy by pickle) waits until they have.
     """
 
     buffer_id: int  # the Buffer and rank that made it; others refuse it
@@ -186,7 +193,10 @@ class Handle:
     combine_dtype: torch.dtype  # x's, or bfloat16 where x was quantised
     num_channels: int
     is_token_in_rank: Tensor  # [T, R] bool
-    recv_src_idx: Tensor  # [N] int32, -1 in the tail that num_worst_tokens leaves
+    # [N] int32, -1 in the tail that num_worst_tokens leaves. As recv_x, it can be read when the
+    # dispatch's event is over; handle[3] waits for that.
+    recv_src_idx: Tensor
+    arrived: EventHandle | None = None  # when rows have; None after a synchronous dispatch
 
     @property
     def num_tokens(self) -> int:
@@ -215,6 +225,7 @@ class Handle:
         """[R, C] int32: where each source's channels begin, the receiving side."""
         if self.flow.sent_RR is None:
             return None
+        self._wait()
         begins = []
         tokens_by_source = self.recv_src_idx[: self.flow.num_received].split(self.flow.recv_counts)
         for tokens, num_tokens in zip(tokens_by_source, self.flow.tokens_R.tolist()):
@@ -234,24 +245,46 @@ class Handle:
             head[begin:end] = torch.where(part, place, -1)
         return head
 
-    def _v1(self) -> tuple[Tensor | None, ...]:
-        return (
-            self.rank_prefix_matrix,
-            self.channel_prefix_matrix,
-            self.recv_channel_prefix_matrix,
-            self.recv_src_idx,
-            self.is_token_in_rank,
-            self.send_head,
-        )
+    def _wait(self) -> None:
+        """Until rows have arrived. Raises what their dispatch raised, if it failed."""
+        if self.arrived is not None:
+            self.arrived.current_stream_wait()
 
     def __len__(self) -> int:
-        return 6
+        return len(_V1_FIELDS)
 
     def __iter__(self) -> Iterator[Tensor | None]:
-        return iter(self._v1())
+        return (self[place] for place in range(len(self)))
 
-    def __getitem__(self, index: int) -> Tensor | None:
-        return self._v1()[index]
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return tuple(self[place] for place in range(len(self))[index])
+        name = _V1_FIELDS[index]
+        if name == "recv_src_idx":
+            self._wait()
+        return getattr(self, name)
+
+    def __repr__(self) -> str:
+        return (
+            f"<tokenyard.Handle of dispatch call {self.call}: {self.num_tokens} tokens sent, "
+            f"{self.flow.num_received} rows received, hidden {self.hidden}, "
+            f"{self.num_channels} channels>"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the event, which belongs to this process: the copy is of what has arrived."""
+        self._wait()
+        return {**self.__dict__, "arrived": None}
+
+
+_V1_FIELDS = (
+    "rank_prefix_matrix",
+    "channel_prefix_matrix",
+    "recv_channel_prefix_matrix",
+    "recv_src_idx",
+    "is_token_in_rank",
+    "send_head",
+)
 
 
 def channel_ranges(num_tokens: int, num_channels: int) -> list[tuple[int, int]]:

@@ -5,6 +5,8 @@ Messages are short; the engine adds the stage and the rank, and tells the other 
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,9 +48,9 @@ def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _kind(value: Any) -> str:
+def kind(value: Any) -> str:
     """
-    >>> _kind(None), _kind(3), _kind([])
+    >>> kind(None), kind(3), kind([])
     ('None', 'an int', 'a list')
     """
     if value is None:
@@ -79,11 +81,27 @@ def tensor(
     form(what, value.shape, value.dtype, value.layout, shape=shape, dtypes=dtypes)
     if device is not None and value.device != device:
         raise ValueError(f"{what} is on device {value.device}, want {device}")
-    return value.detach() if value.requires_grad else value
+    return without_gradient(what, value) if value.requires_grad else value
+
+
+def without_gradient(what: str, value: Tensor) -> Tensor:
+    """Detached. Who would lose a gradient by that is warned, once for each place of the call: not
+    under no_grad or inference_mode, nor inside an autograd.Function, which sees to it itself.
+    """
+    if torch.is_grad_enabled():
+        level, frame = 1, sys._getframe()
+        while frame.f_back and str(frame.f_globals.get("__name__")).startswith("tokenyard."):
+            level, frame = level + 1, frame.f_back
+        warnings.warn(
+            f"{what} requires grad, and this call passes no gradient on: take "
+            f"tokenyard.nn.functional, or give {what}.detach()",
+            stacklevel=level,
+        )
+    return value.detach()
 
 
 def not_a_tensor(what: str, value: Any) -> ValueError:
-    return ValueError(f"{what} is {_kind(value)}, want a torch.Tensor")
+    return ValueError(f"{what} is {kind(value)}, want a torch.Tensor")
 
 
 def form(
@@ -306,6 +324,10 @@ def num_experts(value: Any, owned: int | None) -> int:
 def ranks_per_node(value: Any, num_ranks: int) -> None:
     if not isinstance(value, (list, tuple)):
         integer("ranks_per_node", value, at_least=1)
+        require(
+            value <= num_ranks,
+            f"ranks_per_node is {value}, want at most {num_ranks}, the ranks of the group",
+        )
         return
     for node, size in enumerate(value):
         integer(f"ranks_per_node[{node}]", size, at_least=1)
@@ -325,22 +347,27 @@ def integer(what: str, value: Any, *, at_least: int, at_most: int = MOST) -> int
     return value
 
 
+def switch(what: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{what} is {value!r}, want True or False")
+
+
 def config(value: Any) -> Config:
     if not isinstance(value, Config):
-        raise ValueError(f"config is {_kind(value)}, want a tokenyard.Config")
+        raise ValueError(f"config is {kind(value)}, want a tokenyard.Config")
     num_sms = integer("config.num_sms", value.num_sms, at_least=2, at_most=_MOST_SMS)
     if num_sms % 2:
         raise ValueError(f"config.num_sms is {num_sms}, want an even number")
-    for kind, send, recv in (
+    for which, send, recv in (
         ("nvl", value.num_max_nvl_chunked_send_tokens, value.num_max_nvl_chunked_recv_tokens),
         ("rdma", value.num_max_rdma_chunked_send_tokens, value.num_max_rdma_chunked_recv_tokens),
     ):
-        integer(f"config.num_max_{kind}_chunked_send_tokens", send, at_least=1)
-        integer(f"config.num_max_{kind}_chunked_recv_tokens", recv, at_least=1)
+        integer(f"config.num_max_{which}_chunked_send_tokens", send, at_least=1)
+        integer(f"config.num_max_{which}_chunked_recv_tokens", recv, at_least=1)
         if send >= recv:
             raise ValueError(
-                f"config.num_max_{kind}_chunked_send_tokens is {send}, want less than "
-                f"num_max_{kind}_chunked_recv_tokens ({recv})"
+                f"config.num_max_{which}_chunked_send_tokens is {send}, want less than "
+                f"num_max_{which}_chunked_recv_tokens ({recv})"
             )
     return value
 
@@ -348,7 +375,7 @@ def config(value: Any) -> Config:
 def handle(value: Any, buffer_id: int) -> Handle:
     require(
         isinstance(value, Handle),
-        f"handle is {_kind(value)}, want the handle that dispatch returned",
+        f"handle is {kind(value)}, want the handle that dispatch returned",
     )
     require(
         value.buffer_id == buffer_id,
@@ -361,7 +388,7 @@ def handle(value: Any, buffer_id: int) -> Handle:
 def low_latency_handle(value: Any, buffer_id: int) -> LowLatencyHandle:
     require(
         isinstance(value, LowLatencyHandle),
-        f"handle is {_kind(value)}, want the handle that low_latency_dispatch returned",
+        f"handle is {kind(value)}, want the handle that low_latency_dispatch returned",
     )
     require(
         value.buffer_id == buffer_id,
@@ -404,7 +431,7 @@ def previous_event(value: Any) -> EventHandle | None:
     if value is None:
         return None
     if not isinstance(value, EventOverlap):
-        raise ValueError(f"previous_event is {_kind(value)}, want an EventOverlap")
+        raise ValueError(f"previous_event is {kind(value)}, want an EventOverlap")
     if value.event is None or not value.event.is_over:
         return value.event
     value.event.current_stream_wait()

@@ -407,18 +407,37 @@ COMBINE: Table = {
     "config": CONFIG,
 }
 
+SWITCHES = ("low_latency_mode", "enable_shrink")
 OPEN: Table = {
     "timeout": {
         "0": (0, " is 0, want seconds above 0, at most 1e6"),
         "inf": (float("inf"), " is inf, want seconds above 0, at most 1e6"),
         "nan": (float("nan"), " is nan, want seconds above 0, at most 1e6"),
         "text": ("5", " is '5', want seconds above 0, at most 1e6"),
+        "none": (None, " is None, want seconds above 0, at most 1e6"),
+        "bool": (True, " is True, want seconds above 0, at most 1e6"),
+    },
+    **{
+        size: {
+            "text": ("1", " is '1', want an integer"),
+            "none": (None, " is None, want an integer"),
+            "negative": (-1, " is -1, want at least 0"),
+        }
+        for size in ("num_nvl_bytes", "num_rdma_bytes")
+    },
+    **{
+        switch: {
+            "text": ("yes", " is 'yes', want True or False"),
+            "none": (None, " is None, want True or False"),
+        }
+        for switch in SWITCHES
     },
     "ranks_per_node": {
         "0": (0, " is 0, want at least 1"),
         "float": (2.0, " is 2.0, want an integer"),
         "empty-node": ([3, 0], "[1] is 0, want at least 1"),
         "too-few": ([1, 1], " is [1, 1], 2 ranks in all, want 3"),
+        "more-than-there-are": (4, " is 4, want at most 3, the ranks of the group"),
     },
     "placement": {
         "list": ([0, 1, 2], " is a list, want a torch.Tensor"),
@@ -479,6 +498,19 @@ OTHERS: Cases = {
         f"unknown kernel set 'cobol'; available: auto, {', '.join(kernels.available())}",
     ),
     **{
+        f"kernels-{kind}": rejected(
+            "Buffer",
+            lambda s, value=value: {"kernels": value},
+            f"kernels is {what}, want a name: auto, {', '.join(kernels.available())}",
+        )
+        for kind, value, what in (("int", 1, "an int"), ("list", ["numba"], "a list"))
+    },
+    "transport-none": rejected(
+        "Buffer",
+        lambda s: {"transport": None},
+        f"unknown transport None; available: auto, {', '.join(transports.available())}",
+    ),
+    **{
         f"{stage}-handle-{kind}".replace(" ", "-"): rejected(
             stage,
             lambda s: {"handle": s.foreign},
@@ -529,9 +561,16 @@ DIFFER: Cases = {
         lambda s: {"x": (s.x, torch.ones(len(s.x), 1).int())},
         lambda s: {"x": (s.x, torch.ones(len(s.x), 1))},
     ),
-    "channels": differ(
-        "dispatch", "channels (config.num_sms // 2)", (2, 10), lambda s: {"config": Config(4)}
-    ),
+    **{
+        f"{what}-{stage}".replace(" ", "-"): differ(
+            stage, words, got, lambda s, config=config: {"config": config}
+        )
+        for stage in ("dispatch", "cached dispatch", "combine")
+        for what, words, got, config in (
+            ("channels", "channels (config.num_sms // 2)", (2, 10), Config(4)),
+            ("slots", "config.num_max_nvl_chunked_recv_tokens", (9, 256), Config(20, 6, 9)),
+        )
+    },
     "combine-meets-dispatch": meets("combine", "dispatch"),
     "dispatch-meets-combine": meets("dispatch", "combine"),
     "cached-dispatch-meets-dispatch": meets("cached dispatch", "dispatch"),
@@ -579,6 +618,7 @@ def local_layout(topk_idx: Callable[[Scene], Any], num_experts: Any, text: str) 
     )
 
 
+GROUP = "want group=, a torch.distributed process group"
 LOCAL: Cases = {
     "topk_idx-float": local_layout(
         lambda s: s.topk_weights, 6, "topk_idx has dtype float32, want int64"
@@ -594,16 +634,25 @@ LOCAL: Cases = {
     ),
     "group-none": local(
         lambda s: Buffer(None),
-        "no group is given, want group=, a torch.distributed process group",
+        "group is None, as the default group is before init_process_group and after "
+        f"destroy_process_group, {GROUP}",
+    ),
+    "group-text": local(lambda s: Buffer("x"), f"group is a str, {GROUP}"),
+    "group-of-others": local(
+        lambda s: Buffer(torch.distributed.GroupMember.NON_GROUP_MEMBER),
+        f"group is GroupMember.NON_GROUP_MEMBER: this process is none of its ranks, {GROUP}",
     ),
     "comm": local(
         lambda s: Buffer(comm=object()),
-        "comm= (an MPI communicator) is given, want group=, a torch.distributed process group",
+        f"comm= (an MPI communicator) is given, {GROUP}",
     ),
-    "set_num_sms-odd": local(
-        lambda s: Buffer.set_num_sms(3),
-        "new_num_sms is 3, want an even number of at least 2",
-    ),
+    **{
+        f"set_num_sms-{kind}": local(
+            lambda s, value=value: Buffer.set_num_sms(value),
+            f"new_num_sms is {value!r}, want an even number of at least 2",
+        )
+        for kind, value in {"odd": 3, "text": "4"}.items()
+    },
 }
 
 CASES: Cases = {

@@ -23,7 +23,7 @@ from tests.faults.bad_input_cases import (
     good_input,
     new_buffer,
 )
-from tokenyard import Buffer, BufferClosed, PeerInputError, PeerTimeout, spec
+from tokenyard import Buffer, BufferClosed, CallMismatch, PeerInputError, PeerTimeout, spec
 from tokenyard.testing import Processes, assert_same, fake_experts, run_virtual
 
 LIMIT = 2.0  # seconds
@@ -121,6 +121,50 @@ def test_all_ranks_are_told_and_go_on(run: Run, name: str) -> None:
     check_works_on(outcomes)
 
 
+def open_on_destroyed(group: Any) -> list[str]:
+    import torch.distributed as dist
+
+    texts = []
+    part = dist.new_group(range(NUM_RANKS))
+    dist.destroy_process_group(part)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="want") as caught:
+            Buffer(part)
+        texts.append(str(caught.value))
+    return texts
+
+
+@pytest.mark.processes
+def test_a_destroyed_group_is_called_so(processes: Processes) -> None:
+    for texts in processes.run(open_on_destroyed):
+        assert texts == [
+            "group was destroyed (destroy_process_group), or is unknown to torch.distributed, "
+            "want group=, a torch.distributed process group"
+        ] * len(texts)
+
+
+def handles_in_short(group: Any) -> tuple[str, str]:
+    with new_buffer(group, low_latency_mode=True) as buffer:
+        given = good_input(buffer.rank)
+        got = buffer.dispatch(**given, num_experts=NUM_EXPERTS)
+        x, topk_idx = given["x"], given["topk_idx"]
+        slots = buffer.low_latency_dispatch(x, topk_idx, 8, NUM_EXPERTS, use_fp8=False)
+        return repr(got.handle), repr(slots.handle)
+
+
+def test_a_handle_shows_shapes_and_no_contents(run: Run) -> None:
+    for rank, (handle, slots) in enumerate(run(handles_in_short)):
+        tokens, rows = len(good_input(rank)["x"]), len(expected()[rank][0])
+        assert handle == (
+            f"<tokenyard.Handle of dispatch call 0: {tokens} tokens sent, {rows} rows received, "
+            "hidden 8, 10 channels>"
+        )
+        assert slots == (
+            f"<tokenyard.LowLatencyHandle of dispatch call 1: {tokens} tokens sent, 2 experts of "
+            "24 slots, hidden 8>"
+        )
+
+
 def two_culprits(group: Any) -> Outcome:
     scene = Scene(group)
     wrong = {0: {}, 1: {"expert_alignment": 0}, 2: {"topk_idx": None}}[scene.rank]
@@ -188,3 +232,5 @@ def test_errors_cross_processes() -> None:
         copy = pickle.loads(pickle.dumps(error))
         assert type(copy) is type(error)
         assert (str(copy), copy.rank, copy.stage) == (str(error), error.rank, error.stage)
+    copy = pickle.loads(pickle.dumps(CallMismatch("ranks differ", what="hidden")))
+    assert (str(copy), copy.what) == ("ranks differ", "hidden")

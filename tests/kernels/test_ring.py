@@ -32,6 +32,7 @@ class Machine:
     num_channels: int = 1
     slots: int = 4
     chunk: int = 3
+    num_used: int = 10  # of the channels
     num_threads: int = 1
     nodes: tuple[int, ...] = ()
     widths: Sequence[Sequence[int]] = ((64,),)  # of each call's columns: all have so many slots
@@ -60,7 +61,14 @@ class Machine:
         counts = self.counts(rank)
         outs = [torch.full((sum(counts), column.shape[1]), 0xEE).byte() for column in columns]
         plan = kernels.plan_ring_dispatch(
-            self.rings[rank], columns, self.routes[rank], counts, outs, self.slots, self.chunk
+            self.rings[rank],
+            columns,
+            self.routes[rank],
+            counts,
+            outs,
+            self.slots,
+            self.chunk,
+            min(self.num_used, self.num_channels),
         )
         return plan, outs
 
@@ -85,6 +93,7 @@ class Machine:
             weights_out_TK=sums,
             slots=self.slots,
             chunk=self.chunk,
+            num_channels=min(self.num_used, self.num_channels),
         )
         return plan, out, sums
 
@@ -179,6 +188,7 @@ def check_dispatches(machine: Machine, seed: int = 0) -> None:
 MACHINES = st.fixed_dictionaries(
     {
         "num_channels": st.integers(1, 10),
+        "num_used": st.integers(1, 10),
         "slots": st.sampled_from([1, 2, 3, 40]),
         "chunk": st.sampled_from([1, 2, 6]),
         "num_threads": st.integers(1, 2),

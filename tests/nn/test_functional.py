@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,14 +33,15 @@ def test_values_are_those_of_the_buffer() -> None:
         x, topk_idx, weights = leaves(group.rank())
         with tokenyard.Buffer(group) as buffer:
             rows = tf.dispatch(buffer, x, topk_idx, weights, NUM_EXPERTS)
-            want = buffer.dispatch(
-                x, topk_idx=topk_idx, topk_weights=weights, num_experts=NUM_EXPERTS
-            )
+            with torch.no_grad():
+                want = buffer.dispatch(
+                    x, topk_idx=topk_idx, topk_weights=weights, num_experts=NUM_EXPERTS
+                )
             assert_same(rows.x.detach(), want.recv_x)
             assert_same(rows.topk_idx, want.recv_topk_idx)
             assert_same(rows.topk_weights.detach(), want.recv_topk_weights)
             got = tf.combine(buffer, rows.x, rows.ticket, len(x))
-            assert_same(got.detach(), buffer.combine(rows.x, want.handle).x)
+            assert_same(got.detach(), buffer.combine(rows.x.detach(), want.handle).x)
 
     run_virtual(job, 3)
 
@@ -143,10 +145,61 @@ def test_only_what_needs_a_gradient_goes_back(needs: str) -> None:
     assert sent[1, 0] == 4 * width * rows[1][0]
 
 
+NEEDS = {
+    "x-on-one": [(1, 1), (0, 1)],
+    "all-three": [(1, 0), (0, 1), (1, 1)],
+    "apart": [(1, 0), (0, 1)],
+}
+
+
+@pytest.mark.parametrize("hidden", [8, jobs.NUM_TOPK], ids=["wide", "as-wide-as-top-k"])
+@pytest.mark.parametrize("needs", NEEDS.values(), ids=NEEDS)
+def test_ranks_may_differ_in_what_needs_a_gradient(
+    needs: list[tuple[int, int]], hidden: int
+) -> None:
+    def job(group: Any, given: list[tuple[int, int]]) -> list[Tensor | None]:
+        x, topk_idx, weights = leaves(group.rank(), hidden=hidden)
+        x.requires_grad_(bool(given[group.rank()][0]))
+        weights.requires_grad_(bool(given[group.rank()][1]))
+        with tokenyard.Buffer(group) as buffer:
+            for _ in range(2):
+                rows = tf.dispatch(buffer, x, topk_idx, weights, NUM_EXPERTS)
+                ((1 + rows.x.sum(1)) * (2 + rows.topk_weights.sum(1))).sum().backward()
+        return [x.grad, weights.grad]
+
+    got = run_virtual(job, len(needs), needs).results
+    want = run_virtual(job, len(needs), [(1, 1)] * len(needs)).results
+    for rank, need in enumerate(needs):
+        for mine, whole, needed in zip(got[rank], want[rank], need):
+            assert_same(mine, whole if needed else None)
+
+
+def test_a_rank_that_needs_no_gradient_at_all_is_told_of() -> None:
+    def job(group: Any) -> str:
+        x, topk_idx, weights = leaves(group.rank())
+        x, weights = x.detach().requires_grad_(group.rank() == 0), weights.detach()
+        with tokenyard.Buffer(group, timeout=5) as buffer:
+            rows = tf.dispatch(buffer, x, topk_idx, weights, NUM_EXPERTS)
+            again = partial(tf.dispatch, buffer, x, topk_idx, weights, NUM_EXPERTS)
+            step = rows.x.sum().backward if group.rank() == 0 else again
+            try:  # no pytest.raises, which would keep the handle until the next collection
+                step()
+            except tokenyard.CallMismatch as error:
+                return str(error)
+            return "nothing"
+
+    assert run_virtual(job, 2).results == [
+        "combine: ranks differ in what they call: combine on rank 0, dispatch on rank 1; this is "
+        "the gradient of nn.functional.dispatch, whose x or topk_weights must require grad on all "
+        "ranks or on none",
+        "dispatch: ranks differ in what they call: dispatch on rank 1, combine on rank 0",
+    ]
+
+
 def rows_between(group: Any) -> list[int]:
     """How many rows come from each rank."""
     x, topk_idx, weights = leaves(group.rank())
-    with tokenyard.Buffer(group) as buffer:
+    with tokenyard.Buffer(group) as buffer, torch.no_grad():
         got = buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights, num_experts=NUM_EXPERTS)
         return list(got.handle.flow.recv_counts)
 
@@ -265,7 +318,9 @@ def test_opcheck_of_the_exchange() -> None:
                 w = rows.topk_weights.detach().requires_grad_()
                 ticket, num_rows = rows.ticket, len(rows.x)
                 torch.library.opcheck(operators.combine, (y, ticket, number, len(x)))
-                torch.library.opcheck(operators.combine_both, (y, w, ticket, number, len(x)))
+                torch.library.opcheck(
+                    operators.combine_both, (y, w, ticket, number, len(x), True, True)
+                )
                 torch.library.opcheck(operators.dispatch_again, (x, ticket, number, num_rows))
 
     run_virtual(job, 1)

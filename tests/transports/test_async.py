@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import statistics
 import threading
@@ -145,6 +146,56 @@ def test_work_is_done_in_order_and_not_at_all_after_a_failure() -> None:
     worker.close()
     assert done == ["first", "fail"]
     assert str(worker.failure) == "a cable was pulled"
+
+
+def read_on_the_way(group: Any, transport: str) -> None:
+    """Ask a handle for all it has while its rows cannot have moved yet."""
+    x, (idx, weights) = numbered_tokens(40, 16), routing("uniform", 40, 3, EXPERTS)
+    given = {"topk_idx": idx, "topk_weights": weights, "num_experts": EXPERTS}
+    with tokenyard.Buffer(group, transport=transport) as buffer:
+        gate = threading.Event()
+        buffer._engine.worker.submit(lambda: gate.wait(10))  # type: ignore[arg-type]
+        got = buffer.dispatch(x, **given, async_finish=True)
+        known = [got.handle[place] for place in (0, 1, 4, 5)]  # these do not wait
+        opener = threading.Timer(0.2, gate.set)
+        opener.start()
+        copy = pickle.loads(pickle.dumps(got.handle))
+        on_the_way = list(got.handle)
+        assert got.event.is_over
+        want = list(buffer.dispatch(x, **given).handle)
+        assert_same(known, [want[place] for place in (0, 1, 4, 5)])
+        assert_same(on_the_way, want)
+        assert_same([*copy[2:4], copy[-1]], [*want[2:4], want[-1]])
+        opener.join()
+
+
+@pytest.mark.parametrize("transport", ["direct", "ring"])
+def test_a_handle_waits_for_rows_that_it_is_asked_about(ranks: Processes, transport: str) -> None:
+    ranks.run(read_on_the_way, transport)
+
+
+def lost_on_the_way(group: Any) -> None:
+    gate = threading.Event()
+
+    def fail() -> None:
+        gate.wait(10)
+        raise RuntimeError("a cable was pulled")
+
+    with tokenyard.Buffer(group) as buffer:
+        x, (idx, weights) = numbered_tokens(8, 16), routing("uniform", 8, 3, EXPERTS)
+        buffer._engine.worker.submit(fail)
+        got = buffer.dispatch(
+            x, topk_idx=idx, topk_weights=weights, num_experts=EXPERTS, async_finish=True
+        )
+        group.barrier()
+        gate.set()
+        for ask in (lambda: got.handle[2], lambda: got.handle[3], lambda: list(got.handle)):
+            with pytest.raises(RuntimeError, match="a cable was pulled"):
+                ask()
+
+
+def test_a_handle_raises_what_its_dispatch_raised(ranks: Processes) -> None:
+    ranks.run(lost_on_the_way)
 
 
 def failing_thread(group: Any) -> None:

@@ -70,7 +70,25 @@ def test_machines_are_told_apart(
     assert ranks.run(on_other_machines, machines) == [(name, nodes)] * 4
 
 
-def in_two_containers(group: Any) -> tuple[str, tuple[int, ...]]:
+class Told(logging.Handler):
+    """What the library has logged as a warning, inside a rank."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def __enter__(self) -> list[str]:
+        logging.getLogger("tokenyard").addHandler(self)
+        return self.texts
+
+    def __exit__(self, *_: Any) -> None:
+        logging.getLogger("tokenyard").removeHandler(self)
+
+
+def in_two_containers(group: Any) -> tuple[str, tuple[int, ...], list[str]]:
     """Ranks 0 and 1 cannot open the files of ranks 2 and 3, nor the other way round."""
     pids = [torch.zeros(1, dtype=torch.int64) for _ in range(4)]
     torch.distributed.all_gather(pids, torch.tensor([os.getpid()]))
@@ -84,17 +102,58 @@ def in_two_containers(group: Any) -> tuple[str, tuple[int, ...]]:
 
     symmetric.os.open = refuse
     try:
-        with tokenyard.Buffer(group) as buffer:
+        with Told() as told, tokenyard.Buffer(group) as buffer:
             assert dispatch(buffer) == 24
-            return buffer._engine.transport.name, buffer._engine.topology.node_of_rank
+            nodes = buffer._engine.topology.node_of_rank
+            return buffer._engine.transport.name, nodes, told
     finally:
         symmetric.os.open = real
+
+
+NO_MEMORY = "is on the machine of rank 0 and cannot use its memory, so they count as two nodes: "
 
 
 def test_ranks_that_cannot_attach_each_others_memory_are_on_different_nodes(
     ranks: Processes,
 ) -> None:
-    assert ranks.run(in_two_containers) == [("hierarchical", (0, 0, 1, 1))] * 4
+    for rank, (name, nodes, told) in enumerate(ranks.run(in_two_containers)):
+        assert (name, nodes) == ("hierarchical", (0, 0, 1, 1))
+        if rank != 2:  # one rank of a node says so
+            assert told == []
+            continue
+        assert told[0].startswith(f"rank 2 {NO_MEMORY}Permission denied for process ")
+        assert len(told) == 1
+
+
+def as_nobody(group: Any) -> tuple[tuple[int, ...], list[str]]:
+    """Rank 3 looks at the others as another user (who could not open the group's store)."""
+    real = opening.why_not_attached
+
+    def look(*words: int) -> str | None:
+        os.seteuid(65534)
+        try:
+            return real(*words)
+        finally:
+            os.seteuid(0)
+
+    if group.rank() == 3:
+        opening.why_not_attached = look
+    try:
+        with Told() as told, tokenyard.Buffer(group) as buffer:
+            return buffer._engine.topology.node_of_rank, told
+    finally:
+        opening.why_not_attached = real
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_another_users_rank_is_on_another_node_and_says_why(ranks: Processes) -> None:
+    results = ranks.run(as_nobody)
+    assert [nodes for nodes, _ in results] == [(0, 0, 0, 1)] * 4
+    assert [len(told) for _, told in results] == [0, 0, 0, 1]
+    told = results[3][1][0]
+    assert told.startswith(f"rank 3 {NO_MEMORY}Permission denied for process ")
+    assert "of user 0, while this one is of user 65534" in told
+    assert told.endswith("run all ranks as one user")
 
 
 def too_small(group: Any, culprit: int) -> tuple[str, int]:

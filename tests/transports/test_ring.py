@@ -109,3 +109,103 @@ def threads(group: Any) -> None:
 
 def test_threads_share_the_channels(ranks: Processes) -> None:
     ranks.run(threads)
+
+
+def use_channels(group: Any) -> None:
+    """Each call of its own config's, as many as the Buffer was opened with at most."""
+    with tokenyard.Buffer(group, transport="ring") as ring:
+        rings = ring._engine.transport._rings
+        want = there_and_back(ring, 40, 64, 0)
+        for num_sms, used in ((4, 2), (60, 10), (2, 1)):
+            before = rings.lanes_RC.copy()
+            got = there_and_back(ring, 40, 64, 0, config=Config(num_sms))
+            x = numbered_tokens(40, 64)
+            handle = ring.dispatch(x, **_routed(ring), config=Config(num_sms)).handle
+            ring.dispatch(x, handle=handle, config=Config(num_sms))
+            moved = (rings.lanes_RC[:, :, SENT] != before[:, :, SENT]).any(0)
+            assert moved.tolist() == [place < used for place in range(10)]
+            assert_same([*got], [*want], f"{num_sms} SMs")
+
+
+SENT = 0  # the word of a lane that counts the records ever sent
+
+
+def _routed(buffer: tokenyard.Buffer) -> dict[str, Any]:
+    topk_idx, weights = routing("uniform", 40, 4, EXPERTS, seed=buffer.rank)
+    return {"topk_idx": topk_idx, "topk_weights": weights, "num_experts": EXPERTS}
+
+
+def test_a_call_takes_as_many_channels_as_its_config_says(ranks: Processes) -> None:
+    ranks.run(use_channels)
+
+
+def different_slots(group: Any) -> list[str]:
+    """Ring of another length on each rank would lose rows."""
+    mine = Config(20, 1, 2 + group.rank())
+    texts = []
+    with tokenyard.Buffer(group, transport="ring", timeout=10) as ring:
+        x = numbered_tokens(40, 64)
+        same = ring.dispatch(x, **_routed(ring))
+        for call in (
+            lambda: ring.dispatch(x, **_routed(ring), config=mine),
+            lambda: ring.dispatch(x, handle=same.handle, config=mine),
+            lambda: ring.combine(same.recv_x, same.handle, config=mine),
+        ):
+            with pytest.raises(tokenyard.CallMismatch) as caught:
+                call()
+            texts.append(str(caught.value))
+        there_and_back(ring, 40, 64, 0)
+    return texts
+
+
+def test_ranks_agree_on_the_length_of_rings(ranks: Processes) -> None:
+    for texts in ranks.run(different_slots):
+        assert ["config.num_max_nvl_chunked_recv_tokens" in text for text in texts] == [True] * 3
+
+
+def with_low_latency(group: Any) -> list[str]:
+    """What both modes share stays within what was said of each."""
+    hint = tokenyard.Buffer.get_low_latency_rdma_size_hint(16, 512, group.size(), EXPERTS)
+    texts = []
+    with tokenyard.Buffer(
+        group, 1 << 20, hint, low_latency_mode=True, transport="ring", timeout=10
+    ) as buffer:
+        topk_idx, weights = routing("uniform", 16, 4, EXPERTS, seed=buffer.rank)
+
+        def low_latency(num_max: int, hidden: int, dtype: torch.dtype, zero_copy: bool) -> None:
+            x = numbered_tokens(16, hidden, dtype=dtype)
+            got = buffer.low_latency_dispatch(x, topk_idx, num_max, EXPERTS, use_fp8=False)
+            y = got.recv_x
+            if zero_copy:
+                y = buffer.get_next_low_latency_combine_buffer(got.handle).copy_(got.recv_x)
+            buffer.low_latency_combine(y, topk_idx, weights, got.handle, zero_copy=zero_copy)
+
+        for turn in range(6):
+            low_latency(16, 512, torch.bfloat16, turn % 2 == 0)
+            there_and_back(buffer, 40, 64, turn)
+            assert shared_bytes(buffer) <= (1 << 20) + hint
+        for sizes in (
+            (64, 512, torch.bfloat16),
+            (16, 1024, torch.bfloat16),
+            (16, 512, torch.float),
+        ):
+            with pytest.raises(ValueError, match="num_rdma_bytes") as caught:
+                low_latency(*sizes, False)
+            texts.append(str(caught.value))
+        low_latency(16, 512, torch.bfloat16, False)
+        assert shared_bytes(buffer) <= (1 << 20) + hint
+    return texts
+
+
+def test_the_low_latency_mode_has_a_bound_of_its_own(ranks: Processes) -> None:
+    hints = [
+        tokenyard.Buffer.get_low_latency_rdma_size_hint(num_max, hidden, 3, EXPERTS)
+        for num_max, hidden in ((16, 512), (64, 512), (16, 1024))
+    ]
+    for rank, texts in enumerate(ranks.run(with_low_latency)):
+        for text, needed in zip(texts, hints[1:]):
+            assert text == (
+                f"low-latency dispatch: num_rdma_bytes is {hints[0]}, want at least {needed}, as "
+                f"get_low_latency_rdma_size_hint says, or 0 for no bound, on rank {rank}"
+            )
+        assert len(texts) == 3

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tokenyard.events import EventOverlap
-from tokenyard.low_latency.engine import LowLatency, most_bytes
-from tokenyard.low_latency.inputs import Asked, Fp8
+from tokenyard.low_latency.engine import LowLatency
+from tokenyard.low_latency.inputs import Asked, Fp8, most_bytes
 from tokenyard.low_latency.results import Receipt
 from tokenyard.slots import LowLatencyHandle
 
@@ -138,9 +138,11 @@ class LowLatencyCalls:
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Bytes that the mode may share with other ranks, at most, for rows of two bytes each.
+        """Bytes that calls of these sizes may share with other ranks, at most, if an element has
+        two bytes.
 
-        Buffer(num_rdma_bytes=) takes it and needs it not: memory is taken when it is needed.
+        Buffer(num_rdma_bytes=) takes it as the bound of the mode, beside num_nvl_bytes: a call that
+        may need more raises ValueError. Memory is taken when it is needed.
         """
         return most_bytes(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 

@@ -29,7 +29,7 @@ from tokenyard.low_latency.results import LaterEvent, Receipt, Results
 from tokenyard.prepare import Preparation
 from tokenyard.slots import COMBINE, DISPATCH, Back, LowLatencyHandle, Received, SlotShape
 from tokenyard.transports import Communicator, SharedSlots, Transport, open_slots
-from tokenyard.types import ROW_DTYPES, round_up
+from tokenyard.types import ROW_DTYPES
 
 _STAGES = ("low-latency dispatch", "low-latency combine")
 
@@ -48,9 +48,12 @@ class LowLatency:
         worker: Worker,
         buffer_id: int,
         enable_shrink: bool,
+        num_bytes: int,
         connect_all: Callable[[], Communicator],
     ) -> None:
-        """All ranks together. `connect_all` gives connections of its own, if it needs any."""
+        """All ranks together. `num_bytes` is what calls may need at most, 0 for no bound;
+        `connect_all` gives connections of its own, if it needs any.
+        """
         self._rank, self._size = transport.rank, transport.size
         self._agreement, self._worker = agreement, worker
         self._buffer_id, self._shrink = buffer_id, enable_shrink
@@ -60,7 +63,7 @@ class LowLatency:
         self.engaged = False
         self._numbers = [0, 0]  # calls so far, by kind
         self._unread: dict[tuple[int, int], tuple[int, weakref.ref[Receipt]]] = {}
-        self._inputs = Inputs(local, self._rank, self._size, buffer_id)
+        self._inputs = Inputs(local, self._rank, self._size, buffer_id, num_bytes)
         self._results = Results()
 
     def dispatch(
@@ -285,23 +288,3 @@ class LowLatency:
         begin = time.perf_counter_ns()
         told = self._agreement.meet(_STAGES[kind], terms).payload
         self.slots.expect(kind, number, told, time.perf_counter_ns() - begin)
-
-
-def most_bytes(num_max: int, hidden: int, num_ranks: int, num_experts: int) -> int:
-    """Two blocks, and twice all rows that experts may have to give back, of two bytes an element.
-
-    Half of it is for experts that write to get_next_low_latency_combine_buffer.
-
-    >>> most_bytes(128, 7168, 8, 256)
-    1883242496
-    """
-    for what, value in {
-        "num_max_dispatch_tokens_per_rank": num_max,
-        "hidden": hidden,
-        "num_ranks": num_ranks,
-        "num_experts": num_experts,
-    }.items():
-        validate.integer(what, value, at_least=1)
-    local = -(-num_experts // num_ranks)
-    block = num_max * (8 * num_experts + 2 * hidden)
-    return round_up(2 * (block + 2 * local * num_ranks * num_max * 2 * hidden), 128)

@@ -20,8 +20,9 @@ from tokenyard.slots import (
     LowLatencyHandle,
     SlotShape,
 )
-from tokenyard.types import ROW_DTYPES
+from tokenyard.types import ROW_DTYPES, round_up
 
+_WORDS = 1 << 16  # bytes of control segments, and of rounding to pages
 _CASTABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 # All that a check asks of a tensor, in one step. What has passed once is not asked again, since
@@ -62,9 +63,11 @@ class Fp8(NamedTuple):
 class Inputs:
     """The checks of one Buffer's calls, and the shapes that it has seen."""
 
-    def __init__(self, local: Preparation, rank: int, size: int, buffer_id: int) -> None:
+    def __init__(
+        self, local: Preparation, rank: int, size: int, buffer_id: int, num_bytes: int
+    ) -> None:
         self._local, self._rank, self._size = local, rank, size
-        self._buffer_id = buffer_id
+        self._buffer_id, self._num_bytes = buffer_id, num_bytes
         self._shapes: dict[tuple[Any, ...], SlotShape] = {}
         self._checked: dict[tuple[Any, ...], SlotShape] = {}
         self._checked_back: set[tuple[Any, ...]] = set()
@@ -83,6 +86,8 @@ class Inputs:
             shape = self._shape(x, topk_idx.shape[1], num_max, num_experts, cast)
             if key is not None:
                 self._checked[key] = shape
+        elif x.requires_grad:
+            x = validate.without_gradient("x", x)
         return x.contiguous(), topk_idx.contiguous(), shape
 
     def rows(
@@ -101,6 +106,11 @@ class Inputs:
         if forms is None or key not in self._checked_back:
             x, topk_idx, topk_weights = self._check_rows(x, topk_idx, topk_weights, known)
             self._checked_back.add(key)
+        else:
+            if x.requires_grad:
+                x = validate.without_gradient("x", x)
+            if topk_weights.requires_grad:
+                topk_weights = validate.without_gradient("topk_weights", topk_weights)
         return known, x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous()
 
     def _check_tokens(
@@ -126,6 +136,8 @@ class Inputs:
         self, x: Any, topk_idx: Any, topk_weights: Any, known: LowLatencyHandle
     ) -> tuple[Tensor, Tensor, Tensor]:
         y = validate.tensor("x", x, shape=known.shape.x_shape, dtypes=validate.SUMMABLE)
+        shape = known.shape
+        self._fits(shape.num_max, shape.hidden, shape.placement.num_experts, y.element_size())
         num_tokens, num_topk = known.sent.shape[1:]
         topk_idx = validate.topk_idx(topk_idx, num_tokens)
         validate.require(
@@ -149,6 +161,18 @@ class Inputs:
         if asked.waits is not None:
             counters("wait_recv_cost_stats", asked.waits, self._size, torch.int64)
 
+    def _fits(self, num_max: int, hidden: int, num_experts: int, itemsize: int) -> None:
+        if not self._num_bytes:
+            return
+        needed = most_bytes(num_max, hidden, self._size, num_experts, max(itemsize, 2))
+        validate.require(
+            needed <= self._num_bytes,
+            f"num_rdma_bytes is {self._num_bytes}, want at least {needed}, as "
+            "get_low_latency_rdma_size_hint says"
+            + f" for two bytes an element, here {itemsize}" * (itemsize > 2)
+            + ", or 0 for no bound",
+        )
+
     def _shape(
         self, x: Tensor, num_topk: int, num_max: int, num_experts: Any, cast: int
     ) -> SlotShape:
@@ -156,6 +180,8 @@ class Inputs:
             validate.num_experts(num_experts, None)
         key = num_max, x.shape[1], num_topk, num_experts, x.dtype, cast
         if key not in self._shapes:
+            placement = self._local.placement(num_experts)
+            self._fits(num_max, x.shape[1], num_experts, x.element_size())
             self._shapes[key] = SlotShape(
                 rank=self._rank,
                 num_ranks=self._size,
@@ -165,9 +191,33 @@ class Inputs:
                 dtype=x.dtype,
                 dtype_code=ROW_DTYPES.index(x.dtype),
                 cast=cast,
-                placement=self._local.placement(num_experts),
+                placement=placement,
             )
         return self._shapes[key]
+
+
+def most_bytes(
+    num_max: int, hidden: int, num_ranks: int, num_experts: int, itemsize: int = 2
+) -> int:
+    """Two blocks, and twice all rows that experts may have to give back, of so many bytes an
+    element; and what words take, and rounding to pages.
+
+    Half of it is for experts that write to get_next_low_latency_combine_buffer.
+
+    >>> most_bytes(128, 7168, 8, 256)
+    1883308032
+    """
+    for what, value in {
+        "num_max_dispatch_tokens_per_rank": num_max,
+        "hidden": hidden,
+        "num_ranks": num_ranks,
+        "num_experts": num_experts,
+    }.items():
+        validate.integer(what, value, at_least=1)
+    local = -(-num_experts // num_ranks)
+    block = num_max * (8 * num_experts + itemsize * hidden)
+    rows = local * num_ranks * num_max * itemsize * hidden
+    return round_up(2 * (block + 2 * rows), 128) + _WORDS
 
 
 def counters(what: str, value: Any, length: int, dtype: torch.dtype) -> Tensor:

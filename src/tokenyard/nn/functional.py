@@ -8,7 +8,8 @@
 Dispatch and combine are each other's gradient, and so are permute and unpermute; the way back goes
 along the handle of the way there, without counting. All are operators of torch.library, so that
 torch.compile keeps them as nodes of its graph. Backward passes exchange rows too: every rank must
-make the same calls in the same order there as well, which autograd does for the same model.
+make the same calls in the same order there as well, which autograd does for the same model. So if
+one rank's x or topk_weights of a dispatch requires grad, one of them must on every rank.
 """
 
 from __future__ import annotations

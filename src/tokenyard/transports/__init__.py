@@ -11,7 +11,7 @@ from tokenyard.transports.choose import (
 )
 from tokenyard.transports.collective import CollectiveTransport
 from tokenyard.transports.shared_slots import SharedSlots
-from tokenyard.transports.symmetric import Probe, can_attach
+from tokenyard.transports.symmetric import Probe, why_not_attached
 from tokenyard.transports.watch import Watch, Who, who_am_i
 
 __all__ = [
@@ -24,11 +24,11 @@ __all__ = [
     "Watch",
     "Who",
     "available",
-    "can_attach",
     "check_name",
     "connect",
     "open_slots",
     "open_transport",
     "who_am_i",
+    "why_not_attached",
     "why_not_shared",
 ]

@@ -2,8 +2,8 @@
 
 Each rank owns a ring per (channel, source); senders write records and the owner takes them out, to
 their final place in dispatch and into the sum in combine. So a row is copied twice, and whatever is
-moved, the memory that ranks share stays `num_nvl_bytes` a rank. Choose it where that matters, as
-with many ranks or long batches; `direct` is faster. The kernels' file has the protocol.
+moved, the memory that ranks share for it stays `num_nvl_bytes` a rank. Choose it where that
+matters, as with many ranks or long batches; `direct` is faster. The kernels' file has the protocol.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class RingKernels(RowKernels, SignalKernels, Protocol):
         outs: Sequence[Tensor],
         slots: int,
         chunk: int,
+        num_channels: int,
     ) -> Any: ...
 
     def ring_dispatch(self, plan: Any, begin: int, end: int, patience: int) -> int: ...
@@ -67,6 +68,7 @@ class RingKernels(RowKernels, SignalKernels, Protocol):
         weights_out_TK: Tensor | None,
         slots: int,
         chunk: int,
+        num_channels: int,
     ) -> Any: ...
 
     def ring_combine(self, plan: Any, begin: int, end: int, patience: int) -> int: ...
@@ -118,7 +120,7 @@ class RingTransport:
         config: Config,
         stage: str,
     ) -> tuple[list[Tensor], Move]:
-        slots = self._slots(columns, config, stage)
+        slots, channels = self._slots(columns, config, stage), self._channels(config)
         arrive = [self.empty(flow.num_rows, column.shape[1], column.dtype) for column in columns]
 
         def move() -> None:
@@ -130,11 +132,13 @@ class RingTransport:
                 arrive,
                 slots,
                 config.num_max_nvl_chunked_send_tokens,
+                channels,
             )
             moved = (flow.num_received + sum(flow.route.send_counts)) * _width(columns)
             self._drive(
                 lambda begin, end: self._kernels.ring_dispatch(plan, begin, end, _PATIENCE),
                 plan.awaited,
+                channels,
                 moved,
                 stage,
             )
@@ -153,7 +157,7 @@ class RingTransport:
         stage: str,
     ) -> Move:
         flow, columns = handle.flow, [one.rows_ND for one in sums]
-        slots = self._slots(columns, config, stage)
+        slots, channels = self._slots(columns, config, stage), self._channels(config)
         weights = sums[1] if len(sums) > 1 else None
 
         def move() -> None:
@@ -171,11 +175,13 @@ class RingTransport:
                 weights_out_TK=None if weights is None else weights.out_TD,
                 slots=slots,
                 chunk=config.num_max_nvl_chunked_send_tokens,
+                num_channels=channels,
             )
             moved = (flow.num_received + sum(flow.route.send_counts)) * _width(columns)
             self._drive(
                 lambda begin, end: self._kernels.ring_combine(plan, begin, end, _PATIENCE),
                 plan.awaited,
+                channels,
                 moved,
                 stage,
             )
@@ -197,6 +203,10 @@ class RingTransport:
     def close(self) -> None:
         self._team.close()
 
+    def _channels(self, config: Config) -> int:
+        """Those that a call uses: each has rings of its own for the life of the Buffer."""
+        return min(config.num_channels, self._num_channels)
+
     def _slots(self, columns: Sequence[Tensor], config: Config, stage: str) -> int:
         """The rows that a ring holds: all ranks come to the same, and raise together."""
         widths = [column.shape[1] * column.element_size() for column in columns]
@@ -215,10 +225,11 @@ class RingTransport:
         self,
         kernel: Callable[[int, int], int],
         awaits: Callable[[], list[int]],
+        num_channels: int,
         num_bytes: int,
         stage: str,
     ) -> None:
-        """Both sides of all channels, by as many threads as torch was told to take, if it pays."""
+        """Both sides of the channels, by as many threads as torch was told to take, if it pays."""
 
         def part(begin: int, end: int) -> None:
             def step() -> int:
@@ -233,7 +244,7 @@ class RingTransport:
 
             self._team.wait_until(step, awaits, stage)
 
-        in_channels(part, self._num_channels, num_bytes)
+        in_channels(part, num_channels, num_bytes)
         # Rings do not need this, but survivors of a death do: a rank that went on alone would wait
         # elsewhere for those that were told of it here.
         self._team.meet(ROWS, stage)

@@ -195,15 +195,33 @@ class Probe:
         self._segment.close()
 
 
-def can_attach(pid: int, fd: int, identity: int) -> bool:
-    """Whether the memory of the process that said these words (Probe) can be used here. A process
-    of that number in another container is not it, and the same machine's may be out of bounds.
+def why_not_attached(pid: int, fd: int, identity: int) -> str | None:
+    """Why the memory of the process that said these words (Probe) cannot be used here, and what
+    helps; None if it can. A process of that number in another container is not it, and the same
+    machine's may be out of bounds.
     """
+    share = "in containers, let ranks share a PID namespace (docker run --pid)"
     try:
         attach(pid, fd, mmap.PAGESIZE, identity)
-    except (OSError, SharedMemoryError):
-        return False
-    return True
+    except Gone as error:
+        if isinstance(error.__cause__, OSError):
+            return f"process {pid} is not to be seen here; {share}, and /proc without hidepid"
+        return f"process {pid} is another one here; {share}"
+    except SharedMemoryError as error:
+        if not isinstance(error.__cause__, PermissionError):
+            return str(error)
+        why = f"{error.__cause__.strerror} for process {pid}"
+        try:
+            owner = os.stat(f"/proc/{pid}").st_uid
+        except OSError:
+            return f"{why}; {share}"
+        if owner != os.geteuid():
+            return (
+                f"{why}, which is of user {owner}, while this one is of user {os.geteuid()}; "
+                "run all ranks as one user"
+            )
+        return f"{why}; run all ranks with the same groups, and under the same security profile"
+    return None
 
 
 class Pool:

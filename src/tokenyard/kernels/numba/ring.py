@@ -159,11 +159,13 @@ def begin_call(
     num_tokens_R: np.ndarray,
     slots: int,
     chunk: int,
+    num_used: int,
 ) -> tuple[Call, np.ndarray]:
     """A call in which counts_R[r] rows of the columns go to rank r.
 
     `tokens_N` has the token of each row, ascending for each rank, `num_tokens_R` how many tokens
-    they are among: channels share these. The array is to be kept while kernels use the call.
+    they are among: the first `num_used` channels share these, on all ranks as many. The array is to
+    be kept while kernels use the call.
     """
     num_ranks, num_channels, _ = rings.lanes_RC.shape
     widths = tuple(column.shape[1] * column.itemsize for column in columns)
@@ -179,7 +181,7 @@ def begin_call(
         words[_STREAMS] = may_stream(width, out.numel() * out.itemsize)
         words[OUT + _BASE] = out.data_ptr()
     starts = np.array(list(accumulate(counts_R, initial=0)), np.int64)
-    _cut_kernel(rings.lanes_RC, tokens_N.data_ptr(), starts, num_tokens_R)
+    _cut_kernel(rings.lanes_RC, tokens_N.data_ptr(), starts, num_tokens_R, num_used)
     call = Call(
         rank=rings.rank,
         num_ranks=num_ranks,
@@ -198,12 +200,14 @@ def begin_call(
 
 
 @njit(nogil=True, cache=True)
-def _cut_kernel(lanes, tokens, starts, num_tokens):
-    """Begin all lanes' call: cut the rows for each rank where a channel's tokens end."""
+def _cut_kernel(lanes, tokens, starts, num_tokens, num_used):
+    """Begin all lanes' call: cut the rows for each rank where a channel's tokens end. Nothing is
+    left for channels that are not used.
+    """
     token = pointer(tokens, _INT32)
     num_ranks, num_channels, _ = lanes.shape
     for r in range(num_ranks):
-        each = (num_tokens[r] + num_channels - 1) // num_channels
+        each = (num_tokens[r] + num_used - 1) // num_used
         first = starts[r]
         for c in range(num_channels):
             low, high = first, starts[r + 1]

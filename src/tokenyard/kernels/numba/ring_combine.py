@@ -94,6 +94,7 @@ def plan_ring_combine(
     weights_out_TK: Tensor | None,
     slots: int,
     chunk: int,
+    num_channels: int,
 ) -> RingCombine:
     """Rows of x, and of weights if there are, go back to the ranks they came from; those that this
     rank had sent along `route` come back, and are summed into `out`.
@@ -113,6 +114,7 @@ def plan_ring_combine(
         np.array(num_tokens_R, np.int64),
         slots,
         chunk,
+        num_channels,
     )
     biases = np.array([bias.data_ptr() for bias in biases_TD], np.int64)
     nodes, num_nodes = node_table(tuple(node_of_rank))
@@ -134,7 +136,8 @@ def plan_ring_combine(
         num_topk=0 if weights_out_TK is None else weights_out_TK.shape[1],
     )
     kept = (table, *columns, biases, *biases_TD, nodes, route, out_TD, weights_out_TK)
-    tokens_C = np.array(channel_ranges(num_tokens, call.num_channels), np.int64)
+    unused = [(num_tokens, num_tokens)] * (call.num_channels - num_channels)
+    tokens_C = np.array([*channel_ranges(num_tokens, num_channels), *unused], np.int64)
     return RingCombine(rings, call, sums, LIKE[out_TD.dtype], tokens_C, kept)
 
 

@@ -68,12 +68,13 @@ def plan_ring_dispatch(
     outs: Sequence[Tensor],
     slots: int,
     chunk: int,
+    num_channels: int,
 ) -> RingDispatch:
     """Each column [T, B] is to arrive in a contiguous out [N, B] of the ranks it goes to."""
     num_tokens = np.full(len(recv_counts), route.copy_start.shape[0] - 1)
     sent = route.send_token
     call, table = begin_call(
-        rings, columns, outs, sent, sent, route.send_counts, num_tokens, slots, chunk
+        rings, columns, outs, sent, sent, route.send_counts, num_tokens, slots, chunk, num_channels
     )
     return RingDispatch(
         rings,

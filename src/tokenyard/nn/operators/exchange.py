@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenyard.buffer import Buffer
+from tokenyard.errors import CallMismatch
 from tokenyard.nn import tickets
 
 
@@ -80,19 +82,64 @@ def _(y: Tensor, ticket: Tensor, buffer: int, num_tokens: int) -> Tensor:
 
 @torch.library.custom_op("tokenyard::combine_both", mutates_args=())
 def combine_both(
-    y: Tensor, weights: Tensor, ticket: Tensor, buffer: int, num_tokens: int
+    y: Tensor,
+    weights: Tensor,
+    ticket: Tensor,
+    buffer: int,
+    num_tokens: int,
+    need_y: bool,
+    need_weights: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Sums of rows, and sums of weights, in one call."""
-    got = tickets.buffer_of(buffer).combine(y, tickets.redeem(ticket), topk_weights=weights)
-    assert got.topk_weights is not None
+    """Sums of rows, and sums of weights, in one call; only those needed travel, unless another rank
+    needs others. An empty tensor stands for what is not needed here.
+    """
+    known, handle = tickets.buffer_of(buffer), tickets.redeem(ticket)
+    # As wide as each other, one rank's rows would meet another's weights and nobody would notice.
+    alike = y.shape[1] == weights.shape[1]
+    try:
+        if (need_y and need_weights) or alike:
+            got_y, got_weights = _combine_both(known, handle, y, weights)
+        elif need_y:
+            got_y, got_weights = known.combine(y, handle).x, None
+        else:
+            got_y, got_weights = None, known.combine(weights, handle).x
+    except CallMismatch as error:
+        if error.what not in ("hidden", "dtype", "num_topk"):
+            raise CallMismatch(
+                f"{error}; this is the gradient of nn.functional.dispatch, whose x or topk_weights "
+                "must require grad on all ranks or on none"
+            ) from error
+        # All ranks are here, with the same handle, and needs that differ: so all come here.
+        got_y, got_weights = _combine_both(known, handle, y, weights)
+    return (
+        got_y if need_y and got_y is not None else y.new_empty(0, y.shape[1]),
+        got_weights
+        if need_weights and got_weights is not None
+        else weights.new_empty(0, weights.shape[1]),
+    )
+
+
+def _combine_both(
+    buffer: Buffer, handle: Any, y: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    got = buffer.combine(y, handle, topk_weights=weights)
     return got.x, got.topk_weights
 
 
 @combine_both.register_fake
 def _(
-    y: Tensor, weights: Tensor, ticket: Tensor, buffer: int, num_tokens: int
+    y: Tensor,
+    weights: Tensor,
+    ticket: Tensor,
+    buffer: int,
+    num_tokens: int,
+    need_y: bool,
+    need_weights: bool,
 ) -> tuple[Tensor, Tensor]:
-    return y.new_empty(num_tokens, y.shape[1]), weights.new_empty(num_tokens, weights.shape[1])
+    return (
+        y.new_empty(num_tokens if need_y else 0, y.shape[1]),
+        weights.new_empty(num_tokens if need_weights else 0, weights.shape[1]),
+    )
 
 
 @torch.library.custom_op("tokenyard::sum_over_ranks", mutates_args=())
@@ -125,16 +172,12 @@ def _dispatch_backward(ctx: Any, grad_x: Tensor, _: Any, grad_weights: Tensor, _
     where = ticket, ctx.buffer, ctx.num_tokens
     # Where an expert lives elsewhere the weight arrived as a 0 that does not depend on it.
     grad_weights = grad_weights.masked_fill(topk_idx < 0, 0.0)
-    if need_x and need_weights:
-        x, weights = combine_both(grad_x, grad_weights, *where)
-    else:
-        x = combine(grad_x, *where) if need_x else None
-        weights = combine(grad_weights, *where) if need_weights else None
-    return x, None, weights, None, None, None
+    x, weights = combine_both(grad_x, grad_weights, *where, need_x, need_weights)
+    return x if need_x else None, None, weights if need_weights else None, None, None, None
 
 
 def _save_way(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Of dispatch_again, combine and combine_both: the way back, and how many rows go it."""
+    """Of dispatch_again and combine, and of combine_both: the way back, and how many rows go it."""
     *_, ticket, ctx.buffer, _ = inputs
     ctx.save_for_backward(ticket)
     ctx.num_rows = inputs[0].shape[0]
@@ -148,16 +191,22 @@ def _dispatch_again_backward(ctx: Any, grad: Tensor) -> Any:
     return combine(grad, *ctx.saved_tensors, ctx.buffer, ctx.num_rows), None, None, None
 
 
+def _save_both(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    *way, ctx.need_y, ctx.need_weights = inputs
+    _save_way(ctx, tuple(way), output)
+
+
 def _combine_both_backward(ctx: Any, grad_y: Tensor, grad_weights: Tensor) -> Any:
     where = *ctx.saved_tensors, ctx.buffer, ctx.num_rows
-    y, weights = dispatch_again(grad_y, *where), dispatch_again(grad_weights, *where)
-    return y, weights, None, None, None
+    y = dispatch_again(grad_y, *where) if ctx.need_y else None
+    weights = dispatch_again(grad_weights, *where) if ctx.need_weights else None
+    return y, weights, None, None, None, None, None
 
 
 dispatch.register_autograd(_dispatch_backward, setup_context=_save_dispatch)
 combine.register_autograd(_combine_backward, setup_context=_save_way)
 dispatch_again.register_autograd(_dispatch_again_backward, setup_context=_save_way)
-combine_both.register_autograd(_combine_both_backward, setup_context=_save_way)
+combine_both.register_autograd(_combine_both_backward, setup_context=_save_both)
 
 
 def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
