@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor, from_numpy
 
 from tokenyard import memory
 from tokenyard.kernels.numba.align import count_ids, slot_of
 from tokenyard.kernels.numba.atomics import LINE
+from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import LIKE, pointer
 from tokenyard.kernels.numba.rows import copy_row, may_stream
 from tokenyard.kernels.numba.sums import sum_scaled

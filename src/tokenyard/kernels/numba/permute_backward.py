@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 from torch import Tensor
 
 from tokenyard.kernels.numba import vectors
 from tokenyard.kernels.numba.atomics import LINE
+from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import LANES, LIKE, pointer
 from tokenyard.kernels.numba.permute import _find_outside, _mark_kernel, _zero_kernel
 from tokenyard.kernels.numba.rows import may_stream

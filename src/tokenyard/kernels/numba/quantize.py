@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from numba import int64, njit, typeof
+from numba import int64, typeof
 from torch import Tensor, bfloat16, float8_e4m3fn, from_numpy
 
 from tokenyard import memory
 from tokenyard.kernels.numba.atomics import fence_stores
+from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.fp8 import (
     GROUP,
     bits_float,

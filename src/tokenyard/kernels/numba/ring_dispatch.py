@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
-from numba import njit
 from torch import Tensor
 
 from tokenyard.kernels.numba.atomics import fence_stores, pause
+from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import pointer
 from tokenyard.kernels.numba.ring import (
     OUT,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numba import njit
 from torch import Tensor
 
 from tokenyard.kernels.numba.atomics import LINE, stream_line
+from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import copy_bytes, pointer
 from tokenyard.threads import in_channels
 from tokenyard.types import Route

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
+from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import LIKE, copy_bytes, pointer
 from tokenyard.kernels.numba.quantize import to_fp8_groups
 from tokenyard.kernels.numba.rows import copy_row, streams
