@@ -185,31 +185,7 @@ def test_all_kernels_that_stream_are_looked_at() -> None:
     assert {name for name, value in functions().items() if id(value) in called} == set(STREAM)
 
 
-UNFENCED = {
-    "permute._spread_kernel",
-    "permute._unpermute_kernel",
-    "permute_backward._unpermute_backward_kernel",
-    "quantize._from_fp8_kernel",
-    "quantize.to_fp8_groups",
-    "rearrange._rearrange_kernel",
-    "reduce._reduce_kernel",
-    "ring_dispatch._dispatch_kernel",
-    "rows._pack_kernel",
-    "rows._scatter_kernel",
-    "slots.fill_from",
-    "slots.give_back",
-}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason="there is a way without"))
-        if name in UNFENCED
-        else name
-        for name in STREAM
-    ],
-)
+@pytest.mark.parametrize("name", STREAM)
 def test_no_kernel_returns_before_its_streaming_stores_are_fenced(name: str) -> None:
     code, kernel = flow(name, STREAM[name])
     assert not code.leaves_dirty(kernel, False)

@@ -71,8 +71,7 @@ def to_fp8_groups(x, values, scales, num_groups, kind, streaming, like):
                 group_to_fp8_streaming(values + g * GROUP, x + g * group_bytes, factor, like)
             else:
                 group_to_fp8(values + g * GROUP, x + g * group_bytes, factor, like)
-    if streaming:
-        fence_stores()
+    fence_stores()
 
 
 @njit(nogil=True, cache=True)
@@ -88,8 +87,7 @@ def _from_fp8_kernel(x, scales, out, num_groups, kind, streaming):
             group_from_fp8_streaming(target, source, scale)
         else:
             group_from_fp8(target, source, scale)
-    if streaming:
-        fence_stores()
+    fence_stores()
 
 
 def _model(num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:

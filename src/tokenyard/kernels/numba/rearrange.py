@@ -191,8 +191,7 @@ def _rearrange_kernel(dst, src, stage, table, begin, end, like):
                 axes, run, _SRC, size, wheels, target, source, num_bytes, streaming, False, False
             )
         target, source = next_target, next_source
-    if streaming:
-        fence_stores()
+    fence_stores()
 
 
 class _Job(NamedTuple):

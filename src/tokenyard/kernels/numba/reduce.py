@@ -12,7 +12,7 @@ from functools import cache
 import numpy as np
 from torch import Tensor
 
-from tokenyard.kernels.numba.atomics import LINE
+from tokenyard.kernels.numba.atomics import LINE, fence_stores
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import (
     LANES,
@@ -181,6 +181,7 @@ def _reduce_kernel(
             like,
             sums,
         )
+    fence_stores()
 
 
 def reduce(

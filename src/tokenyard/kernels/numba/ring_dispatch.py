@@ -137,6 +137,7 @@ def _dispatch_kernel(call, starts, counts, begin, end, patience):
                 moved += send(call, peer, c)
                 came = _receive(call, starts, counts, peer, c)
                 if came < 0:
+                    fence_stores()
                     return -1 - peer
                 moved += came
         if moved > 0:
