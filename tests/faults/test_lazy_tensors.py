@@ -62,21 +62,18 @@ def job(group: Any) -> tuple[list[Tensor], list[Tensor]]:
         return exchanged(one, lazy), exchanged(one, torch.clone)
 
 
-@pytest.mark.xfail(strict=True, reason="the negative bit is not looked at")
 def test_local_functions_see_the_negative_bit() -> None:
     for got, want in zip(local_results(negated), local_results(torch.clone), strict=True):
         assert torch.equal(got.double(), want.double())
 
 
 @pytest.mark.processes
-@pytest.mark.xfail(strict=True, reason="the negative bit is not looked at")
 def test_exchanges_see_the_negative_bit() -> None:
     for lazy, plain in run_processes(job, 2, timeout=110):
         for got, want in zip(lazy, plain, strict=True):
             assert torch.equal(got, want)
 
 
-@pytest.mark.xfail(strict=True, reason="results are written beneath the negative bit")
 def test_results_are_not_written_beneath_the_negative_bit() -> None:
     out = torch._neg_view(torch.zeros(4, HIDDEN))
     with pytest.raises(ValueError, match="out is not what its memory holds, want"):
@@ -117,7 +114,6 @@ def lacking(group: Any) -> list[str]:
 
 
 @pytest.mark.processes
-@pytest.mark.xfail(strict=True, reason="kernels read the address 0")
 def test_tensors_without_memory_are_refused() -> None:
     for said in run_processes(lacking, 2, timeout=110):
         assert len(said) == 7
@@ -126,7 +122,6 @@ def test_tensors_without_memory_are_refused() -> None:
     assert said[0].startswith("rank 0 rejected its input")
 
 
-@pytest.mark.xfail(strict=True, reason="torch's own error comes through")
 def test_tensors_of_transforms_are_refused() -> None:
     with pytest.raises(ValueError, match="x has no memory of its own, want"):
         torch.func.vmap(lambda x: tokenyard.permute(x, IDX, 2).x)(torch.ones(2, 4, HIDDEN))

@@ -83,6 +83,7 @@ class Inputs:
             shape = self._shape(x, topk_idx.shape[1], num_max, num_experts, cast)
             if key is not None:
                 self._checked[key] = shape
+        x, topk_idx = validate.held("x", x), validate.held("topk_idx", topk_idx)
         return x.contiguous(), topk_idx.contiguous(), shape
 
     def rows(
@@ -101,6 +102,8 @@ class Inputs:
         if forms is None or key not in self._checked_back:
             x, topk_idx, topk_weights = self._check_rows(x, topk_idx, topk_weights, known)
             self._checked_back.add(key)
+        x, topk_idx = validate.held("x", x), validate.held("topk_idx", topk_idx)
+        topk_weights = validate.held("topk_weights", topk_weights)
         return known, x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous()
 
     def _check_tokens(
@@ -137,7 +140,7 @@ class Inputs:
     def out(self, out: Any, num_tokens: int, y: Tensor) -> Tensor:
         if out is None:
             return memory.empty(num_tokens, y.shape[2], dtype=y.dtype)
-        given = validate.tensor("out", out, shape=(num_tokens, y.shape[2]), dtypes=(y.dtype,))
+        given = validate.target("out", out, shape=(num_tokens, y.shape[2]), dtypes=(y.dtype,))
         validate.require(given.is_contiguous(), "out is not contiguous, want it so")
         return out
 
@@ -172,7 +175,7 @@ class Inputs:
 
 def counters(what: str, value: Any, length: int, dtype: torch.dtype) -> Tensor:
     """Where a call adds to what is there."""
-    value = validate.tensor(what, value, shape=[length], dtypes=(dtype,))
+    value = validate.target(what, value, shape=[length], dtypes=(dtype,))
     validate.require(value.is_contiguous(), f"{what} is not contiguous, want it so")
     return value
 

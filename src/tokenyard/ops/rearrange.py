@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokenyard import validate
 from tokenyard.kernels.base import Array, choose, load
 from tokenyard.kernels.plan import MOST_AXES
 
@@ -64,7 +65,8 @@ def _check_tensors(dst: Tensor, src: Any) -> None:
         what = "dst" if dst.requires_grad else "src"
         raise ValueError(f"{what} requires grad, want {what}.detach() or torch.no_grad()")
     if spans is not None:
-        _check_apart(dst.data_ptr(), src.data_ptr(), spans, layout)
+        addresses = validate.address("dst", dst), validate.address("src", src)
+        _check_apart(*addresses, spans, layout)
 
 
 def _check_arrays(dst: Any, src: Any) -> None:
