@@ -70,18 +70,67 @@ def tensor(
     shape: Sequence[int | str],
     dtypes: Sequence[torch.dtype],
     device: torch.device | None = CPU,
+    after: EventHandle | None = None,
 ) -> Tensor:
     """A dense tensor of this shape, in which a word stands for any length: ["tokens", 8].
 
-    Without a device it may be on any. On the path of every call, so messages are built only when
-    they are needed.
+    Without a device it may be on any. It is read, if at all, after the event. On the path of every
+    call, so messages are built only when they are needed.
     """
     if not isinstance(value, Tensor):
         raise not_a_tensor(what, value)
     form(what, value.shape, value.dtype, value.layout, shape=shape, dtypes=dtypes)
     if device is not None and value.device != device:
         raise ValueError(f"{what} is on device {value.device}, want {device}")
-    return without_gradient(what, value) if value.requires_grad else value
+    if value.requires_grad:
+        value = without_gradient(what, value)
+    return held(what, value, after)
+
+
+def held(what: str, value: Tensor, after: EventHandle | None = None) -> Tensor:
+    """The tensor, or a copy of it if its memory does not hold what it means.
+
+    Kernels read addresses. A tensor may be the negative of its memory, or have none: a wrapper
+    around others, one that is traced, one whose storage was freed.
+    """
+    try:
+        if value.data_ptr() and not value.is_neg():
+            return value
+    except RuntimeError:  # of torch.func's wrappers
+        address(what, value)
+    if not value.numel():
+        return value
+    if not value.is_neg() and not value._is_zerotensor():
+        address(what, value)
+    if after is not None:
+        after.current_stream_wait()
+    return value.clone()
+
+
+def target(
+    what: str,
+    value: Any,
+    *,
+    shape: Sequence[int | str],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device = CPU,
+) -> Tensor:
+    """A tensor to whose memory a result may be written."""
+    checked = tensor(what, value, shape=shape, dtypes=dtypes, device=device)
+    if checked.data_ptr() != value.data_ptr():
+        raise ValueError(f"{what} is not what its memory holds, want a plain torch.Tensor")
+    return checked
+
+
+def address(what: str, value: Tensor) -> int:
+    """Of a tensor that has elements."""
+    try:
+        found = value.data_ptr()
+    except RuntimeError:  # of torch.func's wrappers
+        found = 0
+    if not found:
+        raise ValueError(f"{what} has no memory of its own, want a plain torch.Tensor")
+    return found
 
 
 def without_gradient(what: str, value: Tensor) -> Tensor:
@@ -144,7 +193,8 @@ def rows(
     after: EventHandle | None = None,
     device: torch.device = CPU,
 ) -> Tensor:
-    value = tensor(what, value, shape=(num_rows, "hidden"), dtypes=dtypes, device=device)
+    shape = (num_rows, "hidden")
+    value = tensor(what, value, shape=shape, dtypes=dtypes, device=device, after=after)
     if value.shape[1] == 0:
         raise ValueError(f"{what} has hidden size 0, want at least 1")
     return _contiguous(value, after)
@@ -164,6 +214,7 @@ def dispatched(
         shape=[values.shape[0], "scales"],
         dtypes=SCALE_DTYPES,
         device=device,
+        after=after,
     )
     require(scales.shape[1] > 0, "x[1] (scales) has no columns, want at least 1 a row")
     return values, _contiguous(scales, after)
@@ -178,6 +229,8 @@ def topk_idx(value: Any, num_tokens: int | str, device: torch.device = CPU) -> T
         and value.device == device
         and value.is_contiguous()
         and value.numel()
+        and value.data_ptr()
+        and not value.is_neg()
         and (num_tokens == "tokens" or num_tokens == value.shape[0])
     ):
         return value
@@ -205,7 +258,8 @@ def topk_weights(
     after: EventHandle | None = None,
     device: torch.device = CPU,
 ) -> Tensor:
-    value = tensor("topk_weights", value, shape=shape, dtypes=(torch.float32,), device=device)
+    dtypes = (torch.float32,)
+    value = tensor("topk_weights", value, shape=shape, dtypes=dtypes, device=device, after=after)
     require(value.shape[1] > 0, "topk_weights has top-k 0, want at least 1")
     return _contiguous(value, after)
 
@@ -406,9 +460,11 @@ def biases(value: Any, like: Tensor, num_tokens: int, after: EventHandle | None)
     if isinstance(value, tuple):
         require(len(value) <= 2, f"bias is a tuple of {len(value)}, want at most 2 tensors")
         named = {f"bias[{i}]": one for i, one in enumerate(value)}
-    shape, dtypes = (num_tokens, like.shape[1]), (like.dtype,)
+    shape, dtypes, device = (num_tokens, like.shape[1]), (like.dtype,), like.device
     return [
-        _contiguous(tensor(what, one, shape=shape, dtypes=dtypes, device=like.device), after)
+        _contiguous(
+            tensor(what, one, shape=shape, dtypes=dtypes, device=device, after=after), after
+        )
         for what, one in named.items()
         if one is not None
     ]

@@ -189,7 +189,7 @@ class Kernels(Protocol):
 @cache
 def available() -> tuple[str, ...]:
     """The sets that can be used on CPU tensors here. "triton" can, where it is interpreted."""
-    return _SETS if interprets_triton() else _SETS[:-1]
+    return tuple(name for name in _SETS if name != "triton" or interprets_triton())
 
 
 def interprets_triton() -> bool:

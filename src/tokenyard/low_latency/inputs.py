@@ -88,6 +88,7 @@ class Inputs:
                 self._checked[key] = shape
         elif x.requires_grad:
             x = validate.without_gradient("x", x)
+        x, topk_idx = validate.held("x", x), validate.held("topk_idx", topk_idx)
         return x.contiguous(), topk_idx.contiguous(), shape
 
     def rows(
@@ -111,6 +112,8 @@ class Inputs:
                 x = validate.without_gradient("x", x)
             if topk_weights.requires_grad:
                 topk_weights = validate.without_gradient("topk_weights", topk_weights)
+        x, topk_idx = validate.held("x", x), validate.held("topk_idx", topk_idx)
+        topk_weights = validate.held("topk_weights", topk_weights)
         return known, x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous()
 
     def _check_tokens(
@@ -149,7 +152,7 @@ class Inputs:
     def out(self, out: Any, num_tokens: int, y: Tensor) -> Tensor:
         if out is None:
             return memory.empty(num_tokens, y.shape[2], dtype=y.dtype)
-        given = validate.tensor("out", out, shape=(num_tokens, y.shape[2]), dtypes=(y.dtype,))
+        given = validate.target("out", out, shape=(num_tokens, y.shape[2]), dtypes=(y.dtype,))
         validate.require(given.is_contiguous(), "out is not contiguous, want it so")
         return out
 
@@ -222,7 +225,7 @@ def most_bytes(
 
 def counters(what: str, value: Any, length: int, dtype: torch.dtype) -> Tensor:
     """Where a call adds to what is there."""
-    value = validate.tensor(what, value, shape=[length], dtypes=(dtype,))
+    value = validate.target(what, value, shape=[length], dtypes=(dtype,))
     validate.require(value.is_contiguous(), f"{what} is not contiguous, want it so")
     return value
 

@@ -36,6 +36,8 @@ def moe_align_block_size(
         and topk_ids.is_cpu
         and topk_ids.is_contiguous()
         and topk_ids.numel()
+        and topk_ids.data_ptr()
+        and not topk_ids.is_neg()
         and type(block_size) is int
         and type(num_experts) is int
         and block_size > 0

@@ -229,7 +229,7 @@ def _bad_row(row_of: Tensor, place: int, num_rows: int, why: str) -> ValueError:
 def _target(out: Any, num_rows: int | str, like: Tensor) -> Tensor:
     """Memory of the user's for a result like `like`."""
     hidden = like.shape[1]
-    out = validate.tensor(
+    out = validate.target(
         "out", out, shape=(num_rows, hidden), dtypes=(like.dtype,), device=like.device
     )
     apart = out.stride(0) >= hidden or out.shape[0] < 2

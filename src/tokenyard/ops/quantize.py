@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from tokenyard import validate
 from tokenyard.kernels import pick
+from tokenyard.validate import held
 
 _GROUP = 128  # elements that share a scale
 _PACKED = 4  # UE8M0 scales in an int32
@@ -50,7 +51,7 @@ def per_token_cast_to_fp8(
         form = _form(x)
     except AttributeError:
         raise validate.not_a_tensor("x", x) from None
-    return _plan_to_fp8(form, round_scale, use_ue8m0, kernels)(x.contiguous())
+    return _plan_to_fp8(form, round_scale, use_ue8m0, kernels)(held("x", x).contiguous())
 
 
 def per_token_cast_back(x_fp8: Tensor, x_scales: Tensor, *, kernels: str = "auto") -> Tensor:
@@ -68,7 +69,7 @@ def per_token_cast_back(x_fp8: Tensor, x_scales: Tensor, *, kernels: str = "auto
         no_tensor = ("x_scales", x_scales) if isinstance(x_fp8, Tensor) else ("x_fp8", x_fp8)
         raise validate.not_a_tensor(*no_tensor) from None
     cast_back = _plan_from_fp8(form, scales_form, kernels)
-    return cast_back(x_fp8.contiguous(), x_scales.contiguous())
+    return cast_back(held("x_fp8", x_fp8).contiguous(), held("x_scales", x_scales).contiguous())
 
 
 @lru_cache(_KEPT_PLANS)

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.kernels.base import Array, choose, load
+from tokenyard import validate
+from tokenyard.kernels.base import Array, pick
 from tokenyard.kernels.plan import MOST_AXES
 
 _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
@@ -36,18 +37,18 @@ def rearrange(dst: Array, src: Array, *, kernels: str = "auto") -> None:
     [0, 4, 2, 2, 4, 0]
     """
     if isinstance(dst, Tensor):
+        kernel_set = pick(kernels, "cpu" if dst.is_cpu else dst.device.type)
         _check_tensors(dst, src)
         if dst.is_neg() != src.is_neg() or (
             dst.dtype in _COMPLEX and dst.is_conj() != src.is_conj()
         ):
             dst.copy_(src)  # one is the negative or the conjugate of what its memory holds
             return
-        device = "cpu" if dst.is_cpu else dst.device.type
-        load(choose(device) if kernels == "auto" else kernels).rearrange(dst, src)
+        kernel_set.rearrange(dst, src)
         torch.autograd.graph.increment_version(dst)
     else:
         _check_arrays(dst, src)
-        load(choose("cpu") if kernels == "auto" else kernels).rearrange(dst, src)
+        pick(kernels, "cpu").rearrange(dst, src)
 
 
 def _check_tensors(dst: Tensor, src: Any) -> None:
@@ -64,7 +65,8 @@ def _check_tensors(dst: Tensor, src: Any) -> None:
         what = "dst" if dst.requires_grad else "src"
         raise ValueError(f"{what} requires grad, want {what}.detach() or torch.no_grad()")
     if spans is not None:
-        _check_apart(dst.data_ptr(), src.data_ptr(), spans, layout)
+        addresses = validate.address("dst", dst), validate.address("src", src)
+        _check_apart(*addresses, spans, layout)
 
 
 def _check_arrays(dst: Any, src: Any) -> None:

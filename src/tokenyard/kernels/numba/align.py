@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor, from_numpy
 
 from tokenyard import memory
 from tokenyard.kernels.numba.atomics import LINE
+from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import pointer
 from tokenyard.threads import in_channels, num_channels
 from tokenyard.types import Aligned, channel_ranges

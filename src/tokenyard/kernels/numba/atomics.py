@@ -3,7 +3,8 @@ that pass the cache by.
 
 A signal is an int64 that only grows. `store_release` makes all earlier writes of this thread
 visible to whoever reads the signal with `load_acquire`. Streaming stores are not among those
-writes: they must be fenced (`fence_stores`) before the signal.
+writes: whoever streams fences them (`fence_stores`) before it returns, since another thread may
+raise the signal. A fence with nothing to wait for costs a few nanoseconds.
 """
 
 from __future__ import annotations

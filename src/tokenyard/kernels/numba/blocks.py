@@ -8,9 +8,9 @@ argument is an empty array; its items are as wide as what moves at a time.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from tokenyard.kernels.numba.atomics import LINE
+from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import copy_bytes
 from tokenyard.kernels.numba.shuffles import (
     deinterleave_2,

@@ -79,8 +79,7 @@ def group_amax(typingctx, address, like):
             fnty=ir.FunctionType(bits, [largest.type]),
         )
         amax = builder.call(reduce, [largest])
-        if dtype != types.uint16:
-            amax = builder.bitcast(amax, vectors.element(dtype))
+        amax = builder.bitcast(amax, vectors.element(dtype))
         return vectors.widen(builder, amax, dtype, 1)
 
     return sig, codegen

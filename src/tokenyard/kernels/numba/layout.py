@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numba import njit
 from torch import Tensor, from_numpy
 
 from tokenyard import memory
+from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import pointer, trailing_zeros
 from tokenyard.types import Layout, Route
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor, from_numpy
 
 from tokenyard import memory
 from tokenyard.kernels.numba.align import count_ids, slot_of
-from tokenyard.kernels.numba.atomics import LINE
+from tokenyard.kernels.numba.atomics import LINE, fence_stores
+from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import LIKE, pointer
 from tokenyard.kernels.numba.rows import copy_row, may_stream
 from tokenyard.kernels.numba.sums import sum_scaled
@@ -85,6 +85,7 @@ def _spread_kernel(
                 continue
             target = out + places[i] * out_stride
             copy_row(target, source, num_bytes, streaming)
+    fence_stores()
 
 
 @njit(nogil=True, cache=True)
@@ -175,6 +176,7 @@ def _unpermute_kernel(
             streaming,
             like,
         )
+    fence_stores()
 
 
 def unpermute(y_MD: Tensor, row_of_NK: Tensor, weights_NK: Tensor | None, out_ND: Tensor) -> int:

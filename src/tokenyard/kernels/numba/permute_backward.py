@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 from torch import Tensor
 
 from tokenyard.kernels.numba import vectors
-from tokenyard.kernels.numba.atomics import LINE
+from tokenyard.kernels.numba.atomics import LINE, fence_stores
+from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import LANES, LIKE, pointer
 from tokenyard.kernels.numba.permute import _find_outside, _mark_kernel, _zero_kernel
 from tokenyard.kernels.numba.rows import may_stream
@@ -119,6 +119,7 @@ def _unpermute_backward_kernel(
             target = grad_y + places[i] * grad_y_stride
             result = y + places[i] * y_stride
             out[i] = _scale_and_dot(target, source, result, given[i], sums, hidden, streaming, like)
+    fence_stores()
 
 
 def unpermute_backward(

@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from numba import int64, njit, typeof
+from numba import int64, typeof
 from torch import Tensor, bfloat16, float8_e4m3fn, from_numpy
 
 from tokenyard import memory
 from tokenyard.kernels.numba.atomics import fence_stores
+from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.fp8 import (
     GROUP,
     bits_float,
@@ -70,8 +71,7 @@ def to_fp8_groups(x, values, scales, num_groups, kind, streaming, like):
                 group_to_fp8_streaming(values + g * GROUP, x + g * group_bytes, factor, like)
             else:
                 group_to_fp8(values + g * GROUP, x + g * group_bytes, factor, like)
-    if streaming:
-        fence_stores()
+    fence_stores()
 
 
 @njit(nogil=True, cache=True)
@@ -87,8 +87,7 @@ def _from_fp8_kernel(x, scales, out, num_groups, kind, streaming):
             group_from_fp8_streaming(target, source, scale)
         else:
             group_from_fp8(target, source, scale)
-    if streaming:
-        fence_stores()
+    fence_stores()
 
 
 def _model(num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:

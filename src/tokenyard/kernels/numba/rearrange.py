@@ -12,13 +12,13 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from torch import Tensor
 
 from tokenyard import memory
 from tokenyard.kernels.base import Array
 from tokenyard.kernels.numba.atomics import LINE, fence_stores, stream_line
 from tokenyard.kernels.numba.blocks import KERNELS, LIKE, RUNS, fill_block
+from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import copy_bytes, pointer
 from tokenyard.kernels.numba.shuffles import copy_line, stack
 from tokenyard.kernels.plan import MOST_AXES, Plan, plan
@@ -191,8 +191,7 @@ def _rearrange_kernel(dst, src, stage, table, begin, end, like):
                 axes, run, _SRC, size, wheels, target, source, num_bytes, streaming, False, False
             )
         target, source = next_target, next_source
-    if streaming:
-        fence_stores()
+    fence_stores()
 
 
 class _Job(NamedTuple):

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
-from numba import njit
 from torch import Tensor
 
-from tokenyard.kernels.numba.atomics import LINE
+from tokenyard.kernels.numba.atomics import LINE, fence_stores
+from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import (
     LANES,
     LIKE,
@@ -181,6 +181,7 @@ def _reduce_kernel(
             like,
             sums,
         )
+    fence_stores()
 
 
 def reduce(

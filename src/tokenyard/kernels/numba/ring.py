@@ -60,10 +60,10 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from torch import Tensor
 
 from tokenyard.kernels.numba.atomics import LINE, load_acquire, store_release
+from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import pointer
 from tokenyard.kernels.numba.rows import copy_row, may_stream
 from tokenyard.types import round_up

@@ -8,10 +8,10 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from torch import Tensor
 
 from tokenyard.kernels.numba.atomics import fence_stores, pause
+from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import LIKE, pointer
 from tokenyard.kernels.numba.reduce import NO_NODE, may_stream, node_table, scratch, sum_token
 from tokenyard.kernels.numba.ring import (

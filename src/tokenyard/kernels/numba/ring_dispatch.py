@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
-from numba import njit
 from torch import Tensor
 
 from tokenyard.kernels.numba.atomics import fence_stores, pause
+from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import pointer
 from tokenyard.kernels.numba.ring import (
     OUT,
@@ -138,6 +138,7 @@ def _dispatch_kernel(call, starts, counts, begin, end, patience):
                 moved += send(call, peer, c)
                 came = _receive(call, starts, counts, peer, c)
                 if came < 0:
+                    fence_stores()
                     return -1 - peer
                 moved += came
         if moved > 0:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numba import njit
 from torch import Tensor
 
-from tokenyard.kernels.numba.atomics import LINE, stream_line
+from tokenyard.kernels.numba.atomics import LINE, fence_stores, stream_line
+from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import copy_bytes, pointer
 from tokenyard.threads import in_channels
 from tokenyard.types import Route
@@ -62,6 +62,7 @@ def _pack_kernel(x, x_stride, index, out, out_stride, num_bytes, begin, end, str
     for n in range(begin, end):
         token = np.int64(tokens[n]) if index != 0 else np.int64(n)
         copy_row(out + np.int64(n) * out_stride, x + token * x_stride, num_bytes, streaming)
+    fence_stores()
 
 
 def pack(x_TB: Tensor, index_N: Tensor | None, out_NB: Tensor) -> Tensor:
@@ -104,6 +105,7 @@ def _scatter_kernel(columns, starts, ranks, slots, blocks, firsts, rows, begin, 
                 if blocks[to[c]] != 0:
                     target = targets[j, to[c]] + np.int64(at[c]) * width
                     copy_row(target, row, width, much and width >= _LONG_ROW)
+    fence_stores()
 
 
 def scatter(

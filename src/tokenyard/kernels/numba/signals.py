@@ -8,9 +8,9 @@ decides whether to go on waiting.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from tokenyard.kernels.numba.atomics import fence_stores, load_acquire, pause, store_release
+from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import copy_bytes, pointer
 
 _INT64 = np.empty(0, np.int64)

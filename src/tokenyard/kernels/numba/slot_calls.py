@@ -21,9 +21,10 @@ from functools import partial
 
 import numpy as np
 import torch
-from numba import int64, njit, typeof
+from numba import int64, typeof
 
 from tokenyard.kernels.numba.atomics import fence_stores, load_acquire, store_release
+from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import LIKE, copy_bytes, pointer
 from tokenyard.kernels.numba.signals import reaches
 from tokenyard.kernels.numba.slots import (

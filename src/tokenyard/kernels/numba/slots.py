@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
+from tokenyard.kernels.numba.atomics import fence_stores
+from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import LIKE, copy_bytes, pointer
 from tokenyard.kernels.numba.quantize import to_fp8_groups
 from tokenyard.kernels.numba.rows import copy_row, streams
@@ -101,6 +102,7 @@ def fill_from(
             tokens[slot] = t
             ranges[local * num_ranks + source] += 1
             ends[local] += 1
+    fence_stores()
 
 
 @njit(nogil=True, cache=True)
@@ -140,6 +142,7 @@ def give_back(y, num_slots, row_bytes, layout_range, num_local, num_ranks, sourc
             place = y + (local * num_slots + begin) * row_bytes
             copy_row(out + row * row_bytes, place, count * row_bytes, streaming)
             row += count
+    fence_stores()
     return row
 
 

@@ -7,12 +7,12 @@ here it is not. A factor of 1 changes nothing, so that a plain sum needs no code
 from __future__ import annotations
 
 from llvmlite import ir
-from numba import njit
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from tokenyard.kernels.numba import vectors
 from tokenyard.kernels.numba.atomics import LINE
+from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import LANES, WIDE_LANES
 
 

@@ -6,8 +6,11 @@ type of one element. LLVM splits vectors that are wider than the machine's.
 
 from __future__ import annotations
 
+from functools import cache
+
 from llvmlite import ir
 from numba.core import types
+from numba.core.registry import cpu_target
 
 LANES = 16  # float32 elements of a line, and of the widest registers
 I32 = ir.IntType(32)
@@ -17,7 +20,7 @@ def element(dtype):
     """How elements of a numba dtype lie in memory."""
     return {
         types.uint16: ir.IntType(16),
-        types.int16: ir.HalfType(),
+        types.int16: ir.IntType(16),
         types.float32: ir.FloatType(),
         types.float64: ir.DoubleType(),
     }[dtype]
@@ -55,7 +58,6 @@ def store(builder, value, pointer, index, kind, lanes, streaming=False):
 _SIZES = {
     ir.IntType(8): 1,
     ir.IntType(16): 2,
-    ir.HalfType(): 2,
     ir.FloatType(): 4,
     ir.DoubleType(): 8,
 }
@@ -66,7 +68,7 @@ def widen(builder, value, dtype, lanes):
         bits = builder.shl(builder.zext(value, vector(I32, lanes)), splat(I32, 16, lanes))
         return builder.bitcast(bits, vector(ir.FloatType(), lanes))
     if dtype == types.int16:
-        return builder.fpext(value, vector(ir.FloatType(), lanes))
+        return _from_half(builder, value, lanes)
     return value
 
 
@@ -81,5 +83,74 @@ def narrow(builder, value, dtype, lanes):
         half = builder.select(is_nan, splat(I32, 0x7FC0, lanes), half)
         return builder.trunc(half, vector(ir.IntType(16), lanes))
     if dtype == types.int16:
-        return builder.fptrunc(value, vector(ir.HalfType(), lanes))
+        return _to_half(builder, value, lanes)
     return value
+
+
+@cache
+def _has_half() -> bool:
+    """Whether the machine converts float16. Elsewhere LLVM calls a function that Numba has not."""
+    machine, _, features = cpu_target.target_context.codegen().magic_tuple()
+    return not machine.startswith(("x86_64", "i386", "i686")) or "+f16c" in features
+
+
+def _from_half(builder, value, lanes):
+    """Exactly, without instructions for it too.
+
+    Fraction and exponent, moved to their places, make a float32 but for the difference of the two
+    biases, 112, and that once more for infinity and NaN, which becomes quiet. Where the exponent is
+    0, a float32 has a leading 1 that float16 has not: with an exponent of one more, that is 2**-14.
+    """
+    float_lanes, int_lanes = vector(ir.FloatType(), lanes), vector(I32, lanes)
+    if _has_half():
+        halves = builder.bitcast(value, vector(ir.HalfType(), lanes))
+        return builder.fpext(halves, float_lanes)
+
+    def number(n):
+        return splat(I32, n, lanes)
+
+    words = builder.zext(value, int_lanes)
+    magnitude = builder.and_(words, number(0x7FFF))
+    bits = builder.shl(magnitude, number(13))
+    tiny = builder.bitcast(builder.add(bits, number(113 << 23)), float_lanes)
+    tiny = builder.fsub(tiny, splat(ir.FloatType(), 2.0**-14, lanes))
+    normal = builder.add(bits, number(112 << 23))
+    last = builder.add(bits, number(224 << 23))
+    is_nan = builder.icmp_unsigned(">", magnitude, number(0x7C00))
+    last = builder.select(is_nan, builder.or_(last, number(0x400000)), last)
+    is_last = builder.icmp_unsigned(">=", magnitude, number(0x7C00))
+    is_tiny = builder.icmp_unsigned("<", magnitude, number(0x400))
+    found = builder.select(is_last, last, normal)
+    found = builder.select(is_tiny, builder.bitcast(tiny, int_lanes), found)
+    sign = builder.shl(builder.and_(words, number(0x8000)), number(16))
+    return builder.bitcast(builder.or_(found, sign), float_lanes)
+
+
+def _to_half(builder, value, lanes):
+    """Rounded to nearest, ties to even, without instructions for it too.
+
+    Below 2**-14, the sum with 0.5 has the float16 as its last bits, rounded by the adder. Others
+    are rounded as integers, and what then reaches 2**16 is infinity.
+    """
+    float_lanes, int_lanes = vector(ir.FloatType(), lanes), vector(I32, lanes)
+    if _has_half():
+        halves = builder.fptrunc(value, vector(ir.HalfType(), lanes))
+        return builder.bitcast(halves, vector(ir.IntType(16), lanes))
+
+    def number(n):
+        return splat(I32, n, lanes)
+
+    bits = builder.bitcast(value, int_lanes)
+    magnitude = builder.and_(bits, number(0x7FFFFFFF))
+    tiny = builder.fadd(builder.bitcast(magnitude, float_lanes), splat(ir.FloatType(), 0.5, lanes))
+    tiny = builder.sub(builder.bitcast(tiny, int_lanes), number(126 << 23))
+    odd = builder.and_(builder.lshr(magnitude, number(13)), number(1))
+    normal = builder.add(builder.sub(magnitude, number((112 << 23) - 0xFFF)), odd)
+    normal = builder.lshr(normal, number(13))
+    found = builder.select(builder.icmp_unsigned("<", magnitude, number(113 << 23)), tiny, normal)
+    is_large = builder.icmp_unsigned(">=", magnitude, number(143 << 23))
+    found = builder.select(is_large, number(0x7C00), found)
+    is_nan = builder.icmp_unsigned(">", magnitude, number(0x7F800000))
+    found = builder.select(is_nan, number(0x7E00), found)
+    sign = builder.and_(builder.lshr(bits, number(16)), number(0x8000))
+    return builder.trunc(builder.or_(found, sign), vector(ir.IntType(16), lanes))

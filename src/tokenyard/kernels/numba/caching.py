@@ -1,0 +1,179 @@
+"""`njit` whose cache on disk sees every file that a kernel is made of.
+
+Numba's own cache looks at the file that holds the function, though the compiled code has in it what
+other files say. Here an entry is named by the content of all files that kernels may use, so that it
+is never stale, whatever is upgraded in place. Entries of other contents go when a new one is saved.
+
+Where Numba finds no folder that it can write, kernels are kept in a folder of the user's own among
+the temporary files, or else nowhere. A line in the log says so, once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import stat
+import sys
+import tempfile
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import llvmlite
+import numba
+from numba.core import caching
+
+_log = logging.getLogger("tokenyard")
+_HERE = Path(__file__).parent
+
+# Of the package, outside this folder: what the files here import, and what those import.
+_ELSEWHERE = (
+    "errors.py",
+    "kernels/base.py",
+    "kernels/plan.py",
+    "limits.py",
+    "memory.py",
+    "slots.py",
+    "threads.py",
+    "topology.py",
+    "types.py",
+)
+_ADVICE = "set NUMBA_CACHE_DIR to a folder that can be written"
+
+
+def sources() -> list[Path]:
+    """All files that compiled code may follow from."""
+    return [*sorted(_HERE.glob("*.py")), *(_HERE.parents[1] / name for name in _ELSEWHERE)]
+
+
+def _digest() -> str | None:
+    """Of all sources; None if there are none to read, as in an archive."""
+    digest = hashlib.sha256()
+    try:
+        for path in sources():
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    except OSError:
+        return None
+    return digest.hexdigest()[:16]
+
+
+# Read before any kernel is defined: a file that is replaced meanwhile must not lend its name to
+# code that was made of the one before.
+_DIGEST = _digest()
+
+
+def njit(*, cache: bool = False, **options):
+    """numba.njit, with this cache if any."""
+    jit = numba.njit(**options)
+
+    def compiled(function):
+        kernel = jit(function)
+        if cache:
+            kernel._cache = _cache_of(function)
+        return kernel
+
+    return compiled
+
+
+def _cache_of(function):
+    if _DIGEST is None:
+        _warn("tokenyard's source files cannot be read: kernels are compiled anew in every process")
+        return caching.NullCache()
+    try:
+        return _Cache(function)
+    except RuntimeError:  # Numba has no other word for it
+        _warn(f"no folder can be written: kernels are compiled anew in every process; {_ADVICE}")
+        return caching.NullCache()
+
+
+@cache
+def _warn(text: str) -> None:
+    _log.warning(text)
+
+
+class _OwnFolder(caching._SourceFileBackedLocatorMixin, caching._CacheLocator):
+    """A folder that only this user can read and write. What lies there is loaded as code."""
+
+    def __init__(self, py_func, py_file):
+        self._py_file, self._lineno = py_file, py_func.__code__.co_firstlineno
+        self._own = Path(tempfile.gettempdir(), f"tokenyard-numba-{os.geteuid()}")
+
+    def get_cache_path(self):
+        return str(self._own / self.get_suitable_cache_subpath(self._py_file))
+
+    def ensure_cache_path(self):
+        with suppress(FileExistsError):
+            self._own.mkdir(mode=0o700)
+        found = self._own.lstat()
+        is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+        if not is_own or found.st_mode & 0o077:
+            raise PermissionError(f"{self._own} is open to others")
+        super().ensure_cache_path()
+
+    @classmethod
+    def from_function(cls, py_func, py_file):
+        try:
+            self = super().from_function(py_func, py_file)
+        except OSError:  # there is no folder for temporary files
+            return None
+        if self is not None:
+            _warn(f"no better folder: compiled kernels are kept in {self._own}; {_ADVICE}")
+        return self
+
+
+class _Implementation(caching.CompileResultCacheImpl):
+    _locator_classes = (*caching.CompileResultCacheImpl._locator_classes, _OwnFolder)
+
+
+class _Entries(caching.IndexDataCacheFile):
+    """A file for each signature and machine, whose name follows from all that it was made of.
+
+    Numba numbers files, and an index says which is which: two ranks that save different signatures
+    at the same time may take the same number, and one finds the other's code afterwards.
+    """
+
+    def __init__(self, folder: str, function: str) -> None:
+        super().__init__(folder, function, _DIGEST)
+        self._function = f"{function}-"
+        self._fresh = f"{function}-{_DIGEST}-"
+
+    def load(self, key):
+        with suppress(FileNotFoundError):
+            return self._load_data(self._name(key))
+
+    def save(self, key, data):
+        self._save_data(self._name(key), data)
+        for name in os.listdir(self._cache_path):
+            if name.startswith(self._function) and not name.startswith(self._fresh):
+                with suppress(FileNotFoundError):
+                    os.unlink(self._data_path(name))
+
+    def _name(self, key) -> str:
+        made_by = sys.version, numba.__version__, llvmlite.__version__
+        digest = hashlib.sha256(repr((made_by, key)).encode()).hexdigest()
+        return f"{self._fresh}{digest[:32]}.nbc"
+
+
+class _Cache(caching.FunctionCache):
+    """A folder that turns out to be full, or a torn file, costs a compilation, not the call."""
+
+    _impl_class = _Implementation
+
+    def __init__(self, py_func):
+        super().__init__(py_func)
+        file = Path(py_func.__code__.co_filename)
+        self._cache_file = _Entries(self.cache_path, f"{file.stem}.{py_func.__qualname__}")
+
+    def load_overload(self, sig, target_context):
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception as error:  # a torn pickle raises anything
+            _log.warning("a compiled kernel cannot be read, and is compiled anew: %r", error)
+            return None
+
+    def save_overload(self, sig, data):
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:
+            _warn(f"compiled kernels cannot be kept: {error}; {_ADVICE}")

@@ -1,0 +1,212 @@
+"""Streaming stores are fenced by the thread that made them, read in the compiler's output.
+
+A streaming store may become visible after a later signal, of this thread or of one that it wakes.
+So no kernel returns with such a store behind it that was not fenced, and no signal that stands for
+written rows is raised then. Followed through all branches and calls of the generated code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import platform
+import re
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+import pytest
+from numba import njit, typeof, types
+from numba.core.extending import _Intrinsic
+from numba.extending import is_jitted
+
+from tokenyard.kernels import numba as kernels
+from tokenyard.kernels.numba.ring import Call
+from tokenyard.kernels.numba.ring_combine import _Sum
+
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="reads x86-64 code")
+
+I64, FLAG = types.int64, types.boolean
+BFLOAT16, WIDE = types.uint16[::1], types.float32[::1]
+WORDS, TABLE = types.int64[::1], types.int64[:, ::1]
+CALL = typeof(Call(*[0] * 12))
+SUMS = typeof(_Sum(*[0] * 10, False, 0, 0))
+
+# Kernels in which something may be streamed, as Python calls them.
+STREAM = {
+    "permute._spread_kernel": (I64,) * 9 + (FLAG,),
+    "permute._unpermute_kernel": (I64,) * 10 + (FLAG, BFLOAT16, WIDE),
+    "permute_backward._unpermute_backward_kernel": (I64,) * 13 + (FLAG, BFLOAT16, WIDE),
+    "quantize._from_fp8_kernel": (I64,) * 6,
+    "quantize.to_fp8_groups": (I64,) * 6 + (BFLOAT16,),
+    "rearrange._rearrange_kernel": (I64,) * 6 + (BFLOAT16,),
+    "reduce._reduce_kernel": (
+        *(WORDS, I64, I64, I64, types.int32[::1], I64, WORDS, I64, I64, I64, I64),
+        *(FLAG, BFLOAT16, WIDE),
+    ),
+    "ring_combine._combine_kernel": (CALL, SUMS, TABLE, I64, I64, I64, BFLOAT16, WIDE, WIDE),
+    "ring_dispatch._dispatch_kernel": (CALL, WORDS, WORDS, I64, I64, I64),
+    "rows._pack_kernel": (I64,) * 8 + (FLAG,),
+    "rows._scatter_kernel": (TABLE, I64, I64, I64, WORDS, WORDS, WORDS, I64, I64, FLAG),
+    "slot_calls._combine_receive_kernel": (BFLOAT16, *(I64,) * 22, WIDE),
+    "slot_calls._combine_send_kernel": (I64,) * 24,
+    "slot_calls._dispatch_receive_kernel": (I64,) * 24,
+    "slot_calls._dispatch_send_kernel": (BFLOAT16, *(I64,) * 19),
+    "slots.fill_from": (I64,) * 17,
+    "slots.give_back": (I64,) * 10,
+    "slots.stage_rows": (I64,) * 9 + (BFLOAT16,),
+    "slots.sum_tokens": (WORDS, WORDS, WORDS, *(I64,) * 10, BFLOAT16, WIDE),
+}
+
+# Functions that raise signals for what this thread wrote, whatever it did before.
+WRITTEN = {
+    "signals._raise_kernel": (I64,) * 3,
+    "slot_calls._publish": (I64,) * 5,
+    "slot_calls._signal_kernel": (I64,) * 2,
+}
+# For what they wrote themselves: rows of a ring, which are read again at once, and not streamed.
+OWN_ROWS = {"ring.send": (CALL, I64, I64)}
+# For what this thread has read. Loads are never late, whatever else it streamed.
+READ = {"ring.take", "slot_calls._combine_receive_kernel", "slot_calls._dispatch_receive_kernel"}
+
+
+class Flow:
+    """What code does to a thread that may have streamed without a fence: that is dirty."""
+
+    def __init__(self, llvm: str) -> None:
+        self._code: dict[str, dict[str, list[str]]] = {}  # instructions by function and block
+        for name, body in re.findall(r"^define .*?@([^(]+)\(.*?^\{?(.*?)^}", llvm, re.M | re.S):
+            parts = re.split(r"^([^\s:]+):.*\n", body.split("{\n", 1)[-1], flags=re.M)
+            code = {
+                "": parts[0].splitlines(),
+                **dict(zip(parts[1::2], map(str.splitlines, parts[2::2]))),
+            }
+            self._code[name] = {label: lines for label, lines in code.items() if lines}
+        self._known: dict[tuple[str, bool], bool] = {}
+        self.signals = self.dirty_signals = 0
+
+    def leaves_dirty(self, name: str, dirty: bool) -> bool:
+        """Whether a thread may be dirty when the function of this name returns."""
+        if (name, dirty) in self._known:
+            return self._known[name, dirty]
+        blocks = self._code[name]
+        todo, seen, left = [("", next(iter(blocks)), dirty)], set(), False
+        while todo:
+            place = todo.pop()
+            if place in seen:
+                continue
+            seen.add(place)
+            before, label, state = place
+            for line in blocks[label]:
+                state = self._after(line, state)
+                if line.startswith("  ret "):
+                    left = left or (state and _succeeds(line, blocks[label], before))
+                todo += [(label, to, state) for to in re.findall(r"\blabel %([^\s,\]]+)", line)]
+        self._known[name, dirty] = left
+        return left
+
+    def _after(self, line: str, state: bool) -> bool:
+        if "!nontemporal" in line:
+            return True
+        if "store atomic " in line:
+            self.signals += 1
+            self.dirty_signals += state
+        called = re.search(r"\bcall\b.*? @([^(]+)\(", line)
+        if called and called[1] == "llvm.x86.sse.sfence":
+            return False
+        if called and called[1] in self._code:
+            return self.leaves_dirty(called[1], state)
+        return state
+
+
+def _succeeds(line: str, block: list[str], before: str) -> bool:
+    """Whether a return, reached from the block before, is that of a kernel that raised nothing.
+
+    Numba's functions return a status: 0, -2 for None, or that of an exception of their own or of a
+    function that they called.
+    """
+    status = line.split()[-1]
+    for one in block:
+        if one.startswith(f"  {status} = phi "):
+            status = re.findall(rf"\[ (\S+), %{re.escape(before)} \]", one)[0]
+            return status in ("0", "-2")
+    return status in ("0", "-2", "void") or status.startswith("%")
+
+
+def flow(name: str, signature: tuple[Any, ...]) -> tuple[Flow, str]:
+    compiled = njit(nogil=True)(functions()[name].py_func)
+    compiled.compile(signature)
+    return Flow(compiled.inspect_llvm(signature)), compiled.overloads[signature].fndesc.mangled_name
+
+
+def modules() -> list[Any]:
+    names = [info.name for info in pkgutil.iter_modules(kernels.__path__)]
+    return [importlib.import_module(f"{kernels.__name__}.{name}") for name in names]
+
+
+def functions() -> dict[str, Any]:
+    """All compiled functions, by file and name."""
+    return {
+        f"{module.__name__.rpartition('.')[2]}.{name}": value
+        for module in modules()
+        for name, value in vars(module).items()
+        if is_jitted(value) and value.py_func.__module__ == module.__name__
+    }
+
+
+def used(function: FunctionType) -> dict[str, Any]:
+    """The global objects that a function names."""
+
+    def names(code: CodeType) -> Iterator[str]:
+        yield from code.co_names
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                yield from names(constant)
+
+    known = function.__globals__
+    return {name: known[name] for name in names(function.__code__) if name in known}
+
+
+def streams(name: str, value: Any) -> bool:
+    if isinstance(value, _Intrinsic):
+        return "stream" in name
+    return is_jitted(value) and any(streams(*one) for one in used(value.py_func).items())
+
+
+def test_all_kernels_that_stream_are_looked_at() -> None:
+    called = {
+        id(value)
+        for module in modules()
+        for function in vars(module).values()
+        if isinstance(function, FunctionType)
+        for name, value in used(function).items()
+        if streams(name, value)
+    }
+    assert {name for name, value in functions().items() if id(value) in called} == set(STREAM)
+
+
+@pytest.mark.parametrize("name", STREAM)
+def test_no_kernel_returns_before_its_streaming_stores_are_fenced(name: str) -> None:
+    code, kernel = flow(name, STREAM[name])
+    assert not code.leaves_dirty(kernel, False)
+
+
+def test_all_ways_to_raise_a_signal_are_looked_at() -> None:
+    raising = {
+        name for name, value in functions().items() if "store_release" in used(value.py_func)
+    }
+    assert raising == {*WRITTEN, *OWN_ROWS, *READ}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_signals_for_what_was_written_come_after_a_fence(name: str) -> None:
+    code, function = flow(name, WRITTEN[name])
+    assert not code.leaves_dirty(function, True)
+    assert (code.signals > 0, code.dirty_signals) == (True, 0)
+
+
+@pytest.mark.parametrize("name", OWN_ROWS)
+def test_signals_for_rows_come_after_ordinary_stores(name: str) -> None:
+    code, function = flow(name, OWN_ROWS[name])
+    assert not code.leaves_dirty(function, False)
+    assert (code.signals > 0, code.dirty_signals) == (True, 0)
