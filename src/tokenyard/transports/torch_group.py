@@ -260,7 +260,7 @@ class TorchCommunicator(_TorchExchange):
         ordered by the calls. So does MPI's, which has no store to meet in.
         """
         if self.device.type == "cuda" or self._store is None:
-            return self  # no GPU has run this
+            return self
         return self.part(self.members, name)
 
     def close(self) -> None:
