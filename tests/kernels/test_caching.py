@@ -86,9 +86,10 @@ def test_every_file_that_kernels_may_be_made_of_is_looked_at() -> None:
         path = todo.pop()
         found.add(path)
         for name in imported(path):
-            for module in (name, name.rpartition(".")[0]):
-                file = SOURCE / Path(*module.split(".")).with_suffix(".py")
-                todo |= {file} - found if module and file.exists() else set()
+            parts = name.split(".")
+            for module in (parts, parts[:-1]):
+                file = SOURCE.joinpath(*module[:-1], f"{(module or [name])[-1]}.py")
+                todo |= {file} - found if file.exists() else set()
     assert set(caching.sources()) == found
 
 

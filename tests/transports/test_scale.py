@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from typing import Any
 
 import pytest
@@ -77,3 +80,56 @@ def test_expected_is_not_trivial() -> None:
     outs = expected(Case(num_ranks=4))
     assert len({tuple(row) for out in outs for row in out["0 x"].tolist()}) > 10
     assert all(bool(out["0 combined"].any()) for out in outs if len(out["0 combined"]))
+
+
+def sum_of_experts(group: Any) -> float:
+    """A token to four ranks, and back."""
+    size, rank = group.size(), group.rank()
+    topk_idx = (torch.arange(4)[None] + 4 * rank) % size
+    with tokenyard.Buffer(group, timeout=100) as buffer:
+        got = buffer.dispatch(
+            torch.full((1, 8), float(rank)),
+            topk_idx=topk_idx,
+            topk_weights=torch.ones(1, 4),
+            num_experts=size,
+        )
+        return float(buffer.combine(got.recv_x, got.handle).x.sum())
+
+
+def test_500_ranks_take_seconds() -> None:
+    """Of this process's own time, since how busy the machine is says nothing."""
+    run_virtual(sum_of_experts, 8)  # kernels are loaded
+    begin = time.process_time()
+    assert run_virtual(sum_of_experts, 500, timeout=100).results == [
+        32.0 * rank for rank in range(500)
+    ]
+    assert time.process_time() - begin < 35.0
+
+
+STUCK = """
+import torch, tokenyard
+from tokenyard.testing import run_virtual
+
+def job(group):
+    with tokenyard.Buffer(group) as buffer:
+        idx = torch.arange(group.size())[None]
+        while True:
+            weights = torch.ones(idx.shape)
+            got = buffer.dispatch(
+                torch.ones(1, 8), topk_idx=idx, topk_weights=weights, num_experts=group.size()
+            )
+            buffer.combine(got.recv_x, got.handle)
+
+try:
+    run_virtual(job, 60, timeout=2)
+except TimeoutError as error:
+    print("late:", str(error)[:20])
+"""
+
+
+def test_a_run_that_does_not_end_lets_the_interpreter_end() -> None:
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (done.stdout, done.returncode) == ("late: virtual ranks 0, 1, \n", 0), done.stderr

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +27,8 @@ def run_virtual(
     """Call job(group, *args) on num_ranks virtual ranks. `Buffer(group)` takes the group as it is.
 
     If ranks fail, the error of the lowest one that was not merely told of another's death is
-    raised. A rank that does not end in time cannot be stopped; its name is raised, and its thread
-    left behind.
+    raised. A rank that does not end in time is raised by name. It is told when it next waits for
+    others; if it does not, it cannot be stopped, and its thread is left behind.
     """
     world = LoopbackWorld(num_ranks)
     results: list[Any] = [None] * num_ranks
@@ -51,13 +52,25 @@ def run_virtual(
         thread.start()
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    if errors:
-        first = min(errors, key=lambda rank: (isinstance(errors[rank], PeerError), rank))
-        error = errors[first]
+    failed = dict(errors)  # before the late ones are told
+    late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    if late:
+        world.end()
+        # A thread that still runs when the interpreter ends may abort the process in torch.
+        _let_end(threads, 0.2)
+        atexit.register(_let_end, threads, 5.0)
+    if failed:
+        first = min(failed, key=lambda rank: (isinstance(failed[rank], PeerError), rank))
+        error = failed[first]
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(f"(virtual rank {first} of {num_ranks})")
         raise error
-    late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     if late:
         raise TimeoutError(f"virtual {name_ranks(late)} did not end within {timeout:g} s")
     return VirtualRun(results, world.bytes_sent)
+
+
+def _let_end(threads: Sequence[threading.Thread], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))

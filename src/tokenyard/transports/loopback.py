@@ -10,13 +10,21 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tokenyard.errors import PeerDied, PeerError, PeerLeft, PeerTimeout, name_ranks
 from tokenyard.transports.base import Move
 from tokenyard.transports.watch import Watch
+
+
+class _Post(NamedTuple):
+    rows_NB: np.ndarray  # by the rank that they go to
+    ends: list[int]  # where those of each rank begin, and the last end
 
 
 class LoopbackWorld:
@@ -32,13 +40,24 @@ class LoopbackWorld:
         self._parts: dict[str, LoopbackWorld] = {}
         self._closed: set[int] = set()
         self.bytes_sent: dict[str, Tensor] = {}  # by stage: [R, R] int64, from rank i to rank j
-        self._posts: list[list[Tensor]] = [[] for _ in range(size)]
+        # Twice, since a rank may be a round ahead of those who still read.
+        self._posts: list[list[_Post | None]] = [[None] * size for _ in range(2)]
         self._meeting = threading.Condition()
         self._arrived: set[int] = set()
         self._round = 0
         self._dead: set[int] = set()
+        self._is_over = False
         # Why a part can be used no more: all its ranks raise the same.
         self._verdict: tuple[type[PeerError], tuple[int, ...], str] | None = None
+
+    def end(self) -> None:
+        """The run is over: whoever waits, or comes later, is told."""
+        with self._meeting:
+            self._is_over = True
+            self._meeting.notify_all()
+            parts = list(self._parts.values())
+        for part in parts:
+            part.end()
 
     def group(self, rank: int) -> LoopbackGroup:
         return LoopbackGroup(self, rank)
@@ -58,6 +77,7 @@ class LoopbackWorld:
         with self._meeting:
             if name not in self._parts:
                 self._parts[name] = LoopbackWorld(len(members), tuple(members), self)
+                self._parts[name]._is_over = self._is_over
             return self._parts[name]
 
     def close(self, rank: int) -> None:
@@ -78,15 +98,16 @@ class LoopbackWorld:
             self._parts = {name: one for name, one in self._parts.items() if one is not part}
 
     def meet(self, rank: int, stage: str, timeout: float) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks are here. Who goes on wakes the next: hundreds of threads that wake
+        at once would fight for the interpreter, each looking 200 times a second whether it is free.
+        """
         deadline = time.monotonic() + timeout
         with self._meeting:
             this_round = self._round
             self._arrived.add(rank)
-            if len(self._arrived) == self.size and not self._closed:
+            if len(self._arrived) == self.size and not self._closed and not self._is_over:
                 self._arrived.clear()
                 self._round += 1
-                self._meeting.notify_all()
             while self._round == this_round:
                 is_late = time.monotonic() > deadline
                 self._verdict = self._verdict or self._find(is_late, timeout)
@@ -94,14 +115,18 @@ class LoopbackWorld:
                     kind, culprits, what = self._verdict
                     if not self.is_part:  # the user's, which other Buffers need
                         self._verdict = None
+                    self._meeting.notify_all()
                     text = f"{stage}: {what}, on rank {self.members[rank]}"
                     raise kind(text, ranks=culprits, stage=stage)
                 self._meeting.wait(max(0.0, deadline - time.monotonic()))
+            self._meeting.notify()
 
     def _find(
         self, is_late: bool, timeout: float
     ) -> tuple[type[PeerError], tuple[int, ...], str] | None:
         """Why this round cannot end, and who is to blame."""
+        if self._is_over:
+            return PeerDied, (), "the run is over"
         gone = self._names(self._dead - self._closed - self._arrived)
         if gone:
             return PeerDied, gone, f"{name_ranks(gone)} ended"
@@ -113,11 +138,15 @@ class LoopbackWorld:
             return PeerTimeout, late, f"{timeout:g} s passed; no word from {name_ranks(late)}"
         return None
 
-    def post(self, stage: str, rank: int, parcels: list[Tensor]) -> None:
-        """Lay out what goes to each rank."""
-        self._posts[rank] = parcels
-        weights = torch.tensor([parcel.numel() for parcel in parcels])
+    def post(self, stage: str, rank: int, rows_NB: np.ndarray, counts: Sequence[int]) -> int:
+        """Lay out what goes to each rank, for the round that all are about to meet in."""
+        with self._meeting:
+            this_round = self._round
+        ends = list(accumulate(counts, initial=0))
+        self._posts[this_round % 2][rank] = _Post(rows_NB, ends)
+        weights = torch.tensor(counts) * rows_NB.shape[1]
         self._whole.count(stage, self.members[rank], list(self.members), weights)
+        return this_round
 
     def count(self, stage: str, rank: int, to: list[int], weights: Tensor) -> None:
         with self._meeting:
@@ -125,9 +154,11 @@ class LoopbackWorld:
                 self.bytes_sent[stage] = torch.zeros(self.size, self.size, dtype=torch.int64)
             self.bytes_sent[stage][rank, to] += weights
 
-    def mail(self, rank: int) -> list[Tensor]:
+    def mail(self, rank: int, this_round: int) -> list[np.ndarray]:
         """What every rank has laid out for this one."""
-        return [parcels[rank] for parcels in self._posts]
+        posts = [post for post in self._posts[this_round % 2] if post is not None]
+        assert len(posts) == self.size, "all have met"
+        return [post.rows_NB[post.ends[rank] : post.ends[rank + 1]] for post in posts]
 
     def _names(self, ranks: set[int]) -> tuple[int, ...]:
         return tuple(sorted(self.members[rank] for rank in ranks))
@@ -170,13 +201,13 @@ class LoopbackCommunicator:
         stage: str,
     ) -> None:
         world = self._world
-        world.post(stage, self.rank, list(rows_NB.split(list(counts))))
+        # A copy, so that the rows are the sender's again while others still read.
+        this_round = world.post(stage, self.rank, rows_NB.numpy().copy(), counts)
         world.meet(self.rank, stage, self._timeout)
-        parcels = world.mail(self.rank)
+        parcels = world.mail(self.rank, this_round)
         sent = [len(parcel) for parcel in parcels]
         assert sent == list(out_counts), f"rank {self.rank} expects {out_counts} rows, gets {sent}"
-        torch.cat(parcels, out=out_NB)
-        world.meet(self.rank, stage, self._timeout)  # nobody's rows are let go before all were read
+        np.concatenate(parcels, out=out_NB.numpy())
 
     def start(
         self,

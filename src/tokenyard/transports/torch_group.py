@@ -200,11 +200,7 @@ class _TorchExchange:
             if silent:
                 who += f", nor do{'es' * (len(silent) == 1)} {name_ranks(silent)}"
             return kind, silent, who
-        return (
-            kind,
-            silent,
-            f"no word from {name_ranks(silent)}" if silent else "every rank still answers",
-        )
+        return kind, silent, _say(PeerTimeout, silent) if silent else "every rank still answers"
 
     def _silent(
         self, kind: type[PeerError], words: Mapping[int, Word], is_lost: bool
@@ -264,7 +260,7 @@ class TorchCommunicator(_TorchExchange):
         ordered by the calls. So does MPI's, which has no store to meet in.
         """
         if self.device.type == "cuda" or self._store is None:
-            return self  # no GPU has run this
+            return self
         return self.part(self.members, name)
 
     def close(self) -> None:
@@ -354,13 +350,11 @@ def _is_for_good(word: Word) -> bool:
 
 
 def _say(kind: type[PeerError], culprits: tuple[int, ...]) -> str:
-    has = "has" if len(culprits) == 1 else "have"
-    said = {
-        PeerDied: "died",
-        PeerLeft: f"{has} closed {'its' if has == 'has' else 'their'} Buffer, or given up",
-        PeerTimeout: f"{has} not come",
-    }
-    return f"{name_ranks(culprits)} {said[kind]}"
+    if kind is PeerTimeout:
+        return f"no word from {name_ranks(culprits)}"
+    return (
+        f"{name_ranks(culprits)} {'died' if kind is PeerDied else 'closed the Buffer, or gave up'}"
+    )
 
 
 def _own_connection(store: dist.Store, timeout: float) -> dist.Store:

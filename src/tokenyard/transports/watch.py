@@ -32,12 +32,14 @@ class Watch:
     def __init__(self, rank: int, machines: Sequence[int], whos: Sequence[Who]) -> None:
         """The machine and the process of every rank, of which this is one; or nobody's."""
         self._tables = [(machine, who.processes) for machine, who in zip(machines, whos)]
+        near = {who.pid for who, table in zip(whos, self._tables) if table == self._tables[rank]}
+        begun = {pid: _begun(pid) for pid in near}  # once: virtual ranks are one process
         self._whos = {
             other: who
             for other, who in enumerate(whos)
             if self._tables[other] == self._tables[rank]
             # What cannot be seen while it lives, as with hidepid, says nothing when it is not seen.
-            if who.begun != -1 and _begun(who.pid) == who.begun
+            if who.begun != -1 and begun[who.pid] == who.begun
         }
 
     def sees(self, rank: int) -> bool:
