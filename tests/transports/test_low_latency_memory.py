@@ -1,0 +1,56 @@
+"""Shared memory of the low-latency mode: as much as calls need, however they got there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tokenyard
+from tests.transports.test_shared_memory import shared_bytes
+from tokenyard.testing import Processes
+
+NUM_MAX, STEP, STEPS = 16, 2048, 20
+
+
+def ascend(group: Any) -> tuple[int, int, int, int]:
+    """Rows that get longer and longer, there and back, with calls that are never received."""
+    with tokenyard.Buffer(group, low_latency_mode=True, timeout=20) as buffer:
+        idx, weights = torch.tensor([[0], [1]] * (NUM_MAX // 2)), torch.ones(NUM_MAX, 1)
+        before, _ = shared_bytes()
+        for step in range(1, STEPS + 1):
+            x = torch.full((NUM_MAX, STEP * step), float(step))
+            for turn in range(4):
+                got = buffer.low_latency_dispatch(x, idx, NUM_MAX, 2, use_fp8=False)
+                y = got.recv_x
+                if turn % 2:
+                    y = buffer.get_next_low_latency_combine_buffer(got.handle)
+                    y.copy_(got.recv_x)
+                back = buffer.low_latency_combine(
+                    y, idx, weights, got.handle, zero_copy=bool(turn % 2)
+                )
+                assert torch.equal(back.combined_x, x)
+                del got, y, back
+                if turn == 2:  # whoever drops the hook skips the call
+                    buffer.low_latency_dispatch(
+                        x, idx, NUM_MAX, 2, use_fp8=False, return_recv_hook=True
+                    )
+        own, mapped = shared_bytes()
+        slots: Any = buffer._low_latency.slots
+        return before, own, mapped, len(slots._mapped)
+
+
+@pytest.mark.processes
+@pytest.mark.xfail(strict=True, reason="outgrown segments are kept for the life of the Buffer")
+def test_outgrown_memory_comes_back() -> None:
+    row = STEP * STEPS * 4
+    block = NUM_MAX * row  # of a dispatch; a combine's is as large, as all rows come back
+    with Processes(2, timeout=110) as ranks:
+        for before, own, mapped, known in ranks.run(ascend):
+            # Two blocks each way, of which a combine's are twice as large, and two results of
+            # zero_copy, each with room for all that could come.
+            last = 2 * block + 2 * 2 * block + 2 * 2 * block
+            assert own - before < 2 * last, f"{own - before} bytes for {last}"
+            assert mapped < 5 * last
+            assert known <= 24
