@@ -24,7 +24,7 @@ from tokenyard.kernels import Kernels
 from tokenyard.low_latency.inputs import Asked, Fp8, Inputs, bad_pair, counters, unsent_pair
 from tokenyard.low_latency.results import LaterEvent, Receipt, Results
 from tokenyard.prepare import Preparation
-from tokenyard.slots import COMBINE, DISPATCH, Back, LowLatencyHandle, Received, SlotShape
+from tokenyard.slots import COMBINE, DISPATCH, Back, LowLatencyHandle, Received, SlotShape, Stray
 from tokenyard.transports import Transport, open_slots
 from tokenyard.types import ROW_DTYPES, round_up
 
@@ -221,11 +221,13 @@ class LowLatency:
                 travel()
                 receive()
             except BaseException as error:
-                if isinstance(error, PeerError):
-                    self.failure = error
                 if kind == DISPATCH:
                     self._results.release(number)
-                raise
+                if isinstance(error, Stray):
+                    error = self._stray(error, _STAGES[kind])
+                if isinstance(error, PeerError):
+                    self.failure = error
+                raise error
 
         if not asked.is_later:
             self._worker.drain()
@@ -236,6 +238,10 @@ class LowLatency:
         if asked.return_recv_hook:
             return EventOverlap(None), receipt
         return EventOverlap(LaterEvent(self._worker.submit(receipt.on_thread), receipt)), receipt
+
+    def _stray(self, stray: Stray, stage: str) -> PeerError:
+        what = f"{stage}: {stray}, on rank {self._rank}"
+        return PeerError(what, ranks=(stray.rank,), stage=stage)
 
     def _fail(self, kind: int, number: int, error: Exception) -> Exception:
         """Tell the others, and give back what to raise here."""

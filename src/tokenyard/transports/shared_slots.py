@@ -14,29 +14,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.errors import CallMismatch, PeerError
+from tokenyard.errors import CallMismatch, PeerDied, PeerLeft
 from tokenyard.slots import (
     BAD,
     COMBINE,
+    DIFFERS,
     DISPATCH,
     DTYPE_TERM,
     FD,
+    HANDLE,
     IDENTITY,
     LATE,
+    LOST,
     LOW,
     MAP,
     MASKED,
+    NUMBER,
     POST_WORDS,
     ROOM,
     ROWS_BEGIN,
     ROWS_FD,
     ROWS_IDENTITY,
     SIGNATURE,
+    STRAY,
     TERMS,
     TWICE,
     Back,
     Received,
     SlotShape,
+    Stray,
     say_difference,
 )
 from tokenyard.transports.slot_lanes import Lane, LaneKernels, Lanes, words
@@ -142,6 +148,7 @@ class SharedSlots:
             shape.row_bytes,
             shape.scales_at,
             shape.scale_bytes,
+            shape.block_bytes,
             out.x.data_ptr(),
             0 if out.scales is None else out.scales.data_ptr(),
             out.counts.data_ptr(),
@@ -289,35 +296,45 @@ class SharedSlots:
         what, rank = code >> 32, code & LOW
         if what == LATE:
             self.lanes.wait_to_receive(lane, number, stage)
-        elif what == MASKED:
+        elif what == MASKED and self._shrink:
             self.lanes.mask(rank, True)
         elif what == MAP:
             self._map(lane, rank, stage)
-        else:
-            theirs = words(int(lane.peers_R5[rank, 0]), POST_WORDS).copy()
-            self.lanes.done(lane, number)
+        elif what == DIFFERS or (what == LOST and self._shrink):
+            theirs = words(int(lane.peers_R7[rank, 0]), POST_WORDS).copy()
             mine = words(lane.post, POST_WORDS)
-            raise CallMismatch(say_difference(stage, self._rank, mine, rank, theirs))
+            is_combine = lane.place >= 2
+            if is_combine != (theirs[HANDLE] > 0) or (theirs[NUMBER] - number) % 2:
+                raise Stray(rank)
+            differs = say_difference(stage, self._rank, mine, rank, theirs)
+            self.lanes.done(lane, number)
+            raise CallMismatch(differs)
+        else:  # so far ahead, or left out, is nobody unless ranks may leave each other out
+            assert what in (STRAY, LOST, MASKED)
+            raise Stray(rank)
 
     def _map(self, lane: Lane, rank: int, stage: str) -> None:
-        known = lane.peers_R5[rank]
+        known = lane.peers_R7[rank]
         post = words(int(known[0]), POST_WORDS)
-        for fd, at in ((FD, 1), (ROWS_FD, 3)):
+        is_combine = lane.place >= 2
+        for fd, at in ((FD, 1), (ROWS_FD, 4))[: 1 + is_combine]:
             told = post[fd : fd + 3].tolist()
             if rank == self._rank:  # its rows are read where they were given
                 block = self._blocks[lane.place]
                 assert block is not None
-                known[at], known[at + 1] = told[-1], block.address
-            elif told[1]:
+                known[at : at + 3] = told[-1], block.address, block.size
+            else:
                 try:
                     mapped = self._team.memory(rank, told, stage)
-                except PeerError:
+                except (PeerDied, PeerLeft):
                     if not self._shrink:
                         raise
                     self.lanes.mask(rank, True)
                     return
+                if mapped.array.size != told[1]:  # which another call has mapped
+                    raise Stray(rank)
                 self._held[lane.place, rank, at] = mapped
-                known[at], known[at + 1] = told[-1], mapped.address
+                known[at : at + 3] = told[-1], mapped.address, mapped.array.size
 
     def _note_new(self, place: int, number: int, identity: int) -> None:
         if identity not in self._mapped:

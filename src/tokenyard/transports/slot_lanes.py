@@ -55,8 +55,8 @@ class Lane(NamedTuple):
     posts: int  # [R] all ranks'
     reads: int  # [R]
     failures: int  # [R]
-    peers: int  # [R, 5], as the kernels want it
-    peers_R5: np.ndarray
+    peers: int  # [R, 7], as the kernels want it
+    peers_R7: np.ndarray
     head: np.ndarray  # this rank's next post
     head_at: int
     arrays: tuple[np.ndarray, ...]
@@ -85,7 +85,7 @@ class Lanes:
         reads = np.array([base + _READS + place * LINE for base in controls], np.int64)
         failures = np.array([base + _FAILURES + place * _FAILURE for base in controls], np.int64)
         head = np.zeros(TEXT, np.int64)
-        peers = np.array([(post, -1, 0, -1, 0) for post in posts], np.int64)
+        peers = np.array([(post, -1, 0, 0, -1, 0, 0) for post in posts], np.int64)
         return Lane(
             place,
             int(posts[self._rank]),
@@ -195,11 +195,12 @@ class Lanes:
     def time_arrivals(self, lane: Lane, number: int, waits: Tensor, stage: str) -> None:
         """Add to each rank's place the nanoseconds until its post was there."""
         begin, pending = time.perf_counter_ns(), set(self._others())
+        spent = words(waits.data_ptr(), self._size)  # torch asks in which mode a tensor was made
 
         def step() -> int:
             for rank in sorted(pending):
                 if self._masked_R[rank] or self._has(lane.posts, rank, number):
-                    waits[rank] += time.perf_counter_ns() - begin
+                    spent[rank] += time.perf_counter_ns() - begin
                     pending.discard(rank)
             if pending:
                 self._look(lane, number, stage)

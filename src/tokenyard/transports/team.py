@@ -320,14 +320,18 @@ class Team:
 
     def _lost(self, rank: int, stage: str) -> PeerError:
         """A peer's memory is gone between its telling us of it and our asking: it has died, or has
-        closed its Buffer, most likely because another rank died.
+        closed its Buffer, most likely because another rank died. Else there was none.
         """
         # Who dies loses its files a moment before it is seen to be dead.
         dead = self.dead_ranks(wait_ms=1000)
         if dead:
             return self.blame(Stopped(PeerDied, dead), stage)
         self.raise_told(stage)
-        return self.blame(Stopped(PeerLeft, self._names([rank])), stage)
+        if rank in self._have_left():
+            return self.blame(Stopped(PeerLeft, self._names([rank])), stage)
+        (them,) = self._names([rank])
+        what = f"{stage}: rank {them} wrote what no rank writes, on rank {self._me}"
+        return PeerError(what, ranks=(them,), stage=stage)
 
     def blame(self, stopped: Stopped, stage: str) -> PeerError:
         """The error that names them; every rank of the team, and beyond, hears of it."""
