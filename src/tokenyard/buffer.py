@@ -342,7 +342,7 @@ class Buffer(LowLatencyCalls):
         engine, low_latency = self._engine, self._low_latency
         if engine is None:
             raise BufferClosed(f"{self._why_closed}, on rank {self.rank}")
-        failure = engine.failure  # of an asynchronous call, or of a hook
+        failure: BaseException | None = engine.failure  # of an asynchronous call, or of a hook
         if failure is None and low_latency is not None:
             failure = low_latency.failure
         if failure is not None:
@@ -359,7 +359,7 @@ class Buffer(LowLatencyCalls):
             )
         return self._low_latency
 
-    def _broken_by(self, error: Exception) -> Exception:
+    def _broken_by(self, error: BaseException) -> BaseException:
         """After this the engine is in no known state, so nothing may use it again."""
         self._why_closed = f"the Buffer was broken by an earlier error ({error})"
         self.close()

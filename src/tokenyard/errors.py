@@ -81,6 +81,8 @@ def rejected(rank: int, words: Sequence[int] | np.ndarray, stage: str) -> PeerIn
 class CallMismatch(ValueError):
     """Ranks called different things, or the same thing with shapes that cannot meet."""
 
+    breaks = False  # whether ranks cannot be put in step again, so that the Buffer is broken
+
 
 def name_ranks(ranks: tuple[int, ...] | list[int]) -> str:
     """

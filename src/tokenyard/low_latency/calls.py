@@ -147,5 +147,5 @@ class LowLatencyCalls:
     def _open_low_latency(self) -> LowLatency:
         raise NotImplementedError
 
-    def _broken_by(self, error: Exception) -> Exception:
+    def _broken_by(self, error: BaseException) -> BaseException:
         raise NotImplementedError

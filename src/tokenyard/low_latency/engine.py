@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, from_numpy
 
 from tokenyard import memory, validate
-from tokenyard.agreement import STAGES, Agreement, Call, Terms
+from tokenyard.agreement import STAGES, Agreement, Call, Terms, stage_in
 from tokenyard.errors import CallMismatch, PeerError, PeerInputError
 from tokenyard.events import EventOverlap, Worker
 from tokenyard.kernels import Kernels
@@ -51,7 +51,10 @@ class LowLatency:
         self._agreement, self._worker = agreement, worker
         self._buffer_id, self._shrink = buffer_id, enable_shrink
         self.slots = open_slots(transport, kernels, enable_shrink, "Buffer (low latency)")
-        self.failure: PeerError | None = None
+        watch = getattr(self.slots, "watch", None)
+        if watch is not None:
+            watch(self._differs)
+        self.failure: BaseException | None = None  # after which nothing may be called again
         self._numbers = [0, 0]  # calls so far, by kind
         self._unread: dict[tuple[int, int], tuple[int, weakref.ref[Receipt]]] = {}
         self._inputs = Inputs(local, self._rank, self._size, buffer_id)
@@ -238,6 +241,20 @@ class LowLatency:
         if asked.return_recv_hook:
             return EventOverlap(None), receipt
         return EventOverlap(LaterEvent(self._worker.submit(receipt.on_thread), receipt)), receipt
+
+    def _differs(self, stage: str, rank: int, theirs: int | np.ndarray) -> None:
+        """A rank has gone on to another call than this, and neither can be undone: it waits for
+        words of its call, and whoever meets it there would take them for words of this.
+        """
+        mine = stage.split(" (")[0]
+        other = _STAGES[theirs] if isinstance(theirs, int) else stage_in(theirs)
+        error = CallMismatch(
+            f"{mine}: ranks differ in what they call: {mine} on rank {self._rank}, {other} on rank "
+            f"{rank}"
+        )
+        error.breaks = True
+        self.failure = error
+        raise error
 
     def _stray(self, stray: Stray, stage: str) -> PeerError:
         what = f"{stage}: {stray}, on rank {self._rank}"

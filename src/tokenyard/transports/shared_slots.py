@@ -45,7 +45,7 @@ from tokenyard.slots import (
     Stray,
     say_difference,
 )
-from tokenyard.transports.slot_lanes import Lane, LaneKernels, Lanes, words
+from tokenyard.transports.slot_lanes import Differs, Lane, LaneKernels, Lanes, words
 from tokenyard.transports.symmetric import Segment
 from tokenyard.transports.team import Mapped, Team
 from tokenyard.types import ROW_DTYPES, round_up
@@ -80,6 +80,7 @@ class SharedSlots:
     ) -> int:
         """Lay tokens out and say so. -1, or the place of a bad pair, as `stage_slots` gives it."""
         place = number % 2
+        self.lanes.begin(DISPATCH, number)
         lane, block = self.lanes[place], self._block(place, shape.block_bytes)
         head = lane.head
         if head[SIGNATURE] != shape.signature or head[IDENTITY] != block.identity:
@@ -164,6 +165,7 @@ class SharedSlots:
     def send_combine(self, number: int, y: Tensor, back: Back, stage: str) -> int:
         """Lay rows out and say so. -1, or the place of a pair that dispatch did not send."""
         handle, shape, place = back.handle, back.handle.shape, 2 + number % 2
+        self.lanes.begin(COMBINE, number)
         lane, row_bytes = self.lanes[place], shape.hidden * y.element_size()
         table_bytes, room = shape.table_bytes, 0
         tables = self._size * table_bytes
@@ -267,6 +269,9 @@ class SharedSlots:
             self._answer(code, lane, number, stage)
         self._after_reading(lane, number, stage)
 
+    def watch(self, differs: Differs) -> None:
+        self.lanes.watch(differs)
+
     def travel(self, kind: int, number: int, stage: str) -> None:
         """Nothing does: blocks are read where they are."""
 
@@ -346,8 +351,7 @@ class SharedSlots:
         """
         self.lanes.pay(lane, number)
         named, identity = self._new[lane.place]
-        if named == number:
-            self.lanes.wait_until_read(lane, number, stage)
+        if named == number and self.lanes.wait_until_read(lane, number, stage):
             self._mapped.add(identity)
 
     def _block(self, place: int, num_bytes: int) -> Segment:

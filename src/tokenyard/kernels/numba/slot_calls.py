@@ -430,6 +430,48 @@ def find_failure(failures: int, posts: int, masked: int, size: int, number: int)
     return _find_failure_kernel(failures, posts, masked, size, number)
 
 
+@njit(nogil=True, cache=True)
+def _find_ahead_kernel(
+    marks, limits, width, awaited, number, failures, failed_number, masked, rank, size
+):
+    mark, limit = pointer(marks, _INT64), pointer(limits, _INT64)
+    wanted, failed = pointer(awaited, _INT64), pointer(failures, _INT64)
+    skip = pointer(masked, _INT64)
+    for r in range(size):
+        if r == rank or skip[r] != 0:
+            continue
+        for i in range(width):
+            # In this order: what a rank did before that mark can be seen once the mark is.
+            if load_acquire(mark[r * width + i]) > limit[i]:
+                late = load_acquire(wanted[r]) < number
+                if late and (failures == 0 or load_acquire(failed[r]) < failed_number):
+                    return r * width + i
+                break
+    return -1
+
+
+def find_ahead(
+    marks: int,
+    limits: int,
+    width: int,
+    awaited: int,
+    number: int,
+    failures: int,
+    failed_number: int,
+    masked: int,
+    rank: int,
+    size: int,
+) -> int:
+    """A rank one of whose marks is past its limit, though its awaited word is below the number, and
+    that of its failures, if that is asked for, too: rank * width + mark, or -1.
+
+    `marks` is [R, width] addresses and `limits` [width] numbers.
+    """
+    return _find_ahead_kernel(
+        marks, limits, width, awaited, number, failures, failed_number, masked, rank, size
+    )
+
+
 def await_slots(signals: int, masked: int, rank: int, size: int, number: int, patience: int) -> int:
     """The first of the others whose signal has not reached the number, or `size`."""
     return _await(signals, masked, rank, size, number, patience)
