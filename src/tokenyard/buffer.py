@@ -361,7 +361,8 @@ class Buffer(LowLatencyCalls):
 
     def _broken_by(self, error: BaseException) -> BaseException:
         """After this the engine is in no known state, so nothing may use it again."""
-        self._why_closed = f"the Buffer was broken by an earlier error ({error})"
+        why = str(error) or type(error).__name__
+        self._why_closed = f"the Buffer was broken by an earlier error ({why})"
         self.close()
         return error
 

@@ -61,7 +61,6 @@ def interrupted(group: Any, kind: str, by_hook: bool) -> tuple[list[str], float]
         return answers, time.monotonic() - start
 
 
-@pytest.mark.xfail(strict=True, reason="an interrupted call leaves the Buffer as if it had ended")
 @pytest.mark.parametrize("kind", ["dispatch", "combine"])
 @pytest.mark.parametrize("by_hook", [False, True], ids=["sync", "hook"])
 def test_ctrl_c_inside_a_call(pair: Processes, kind: str, by_hook: bool) -> None:
@@ -110,7 +109,6 @@ def infer(group: Any, transport: str, inside: bool) -> list[str]:
     return told
 
 
-@pytest.mark.xfail(strict=True, reason="the other half of a call runs outside of the mode")
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
 @pytest.mark.parametrize("transport", ["direct", "collective"])
 def test_inference_mode(pair: Processes, transport: str, inside: bool) -> None:

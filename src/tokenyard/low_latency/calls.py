@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tokenyard.errors import PeerError
 from tokenyard.events import EventOverlap
 from tokenyard.low_latency.engine import LowLatency, most_bytes
 from tokenyard.low_latency.inputs import Asked, Fp8
@@ -74,8 +73,10 @@ class LowLatencyCalls:
                 Fp8(use_fp8, round_scale, use_ue8m0),
                 asked,
             )
-        except PeerError as error:
-            raise self._broken_by(error) from error.__cause__
+        except BaseException as error:
+            if engine.engaged or engine.failure is not None:
+                self._broken_by(error)
+            raise
         recv_x = got.x if got.scales is None else (got.x, got.scales)
         hook = receipt if return_recv_hook else None
         return LowLatencyDispatched(recv_x, got.counts, handle, event, hook)
@@ -105,8 +106,10 @@ class LowLatencyCalls:
             combined, event, receipt = engine.combine(
                 x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, out, asked
             )
-        except PeerError as error:
-            raise self._broken_by(error) from error.__cause__
+        except BaseException as error:
+            if engine.engaged or engine.failure is not None:
+                self._broken_by(error)
+            raise
         return LowLatencyCombined(combined, event, receipt if return_recv_hook else None)
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, from_numpy
 
 from tokenyard import memory, validate
 from tokenyard.agreement import STAGES, Agreement, Call, Terms, stage_in
-from tokenyard.errors import CallMismatch, PeerError, PeerInputError
+from tokenyard.errors import CallMismatch, PeerError, PeerInputError, PeerLeft
 from tokenyard.events import EventOverlap, Worker
 from tokenyard.kernels import Kernels
 from tokenyard.low_latency.inputs import Asked, Fp8, Inputs, bad_pair, counters, unsent_pair
@@ -55,6 +56,9 @@ class LowLatency:
         if watch is not None:
             watch(self._differs)
         self.failure: BaseException | None = None  # after which nothing may be called again
+        # From where a call has a number until it has ended, or has told all others why it will not.
+        # If an exception leaves it before, this rank is out of step with them.
+        self.engaged = False
         self._numbers = [0, 0]  # calls so far, by kind
         self._unread: dict[tuple[int, int], tuple[int, weakref.ref[Receipt]]] = {}
         self._inputs = Inputs(local, self._rank, self._size, buffer_id)
@@ -87,7 +91,8 @@ class LowLatency:
             bad = self.slots.send_dispatch(number, x, topk_idx, shape, sent, stage)
             if bad != -1:
                 raise bad_pair(topk_idx, bad, shape)
-        except (PeerError, CallMismatch, PeerInputError):  # others know already
+        except (PeerError, CallMismatch, PeerInputError) as error:  # others know already
+            self.engaged = not _together(error)
             raise
         except Exception as error:
             raise self._fail(DISPATCH, number, error) from None
@@ -96,6 +101,7 @@ class LowLatency:
             self.slots.receive_dispatch, number, shape, out, totals, asked.waits, stage
         )
         event, receipt = self._end(DISPATCH, number, receive, asked)
+        self.engaged = False
         handle = LowLatencyHandle(
             src_info=out.src_info,
             layout_range=out.layout_range,
@@ -143,13 +149,15 @@ class LowLatency:
             bad = self.slots.send_combine(number, y, back, stage)
             if bad != -1:
                 raise unsent_pair(topk_idx, bad)
-        except (PeerError, CallMismatch, PeerInputError):
+        except (PeerError, CallMismatch, PeerInputError) as error:
+            self.engaged = not _together(error)
             raise
         except Exception as error:
             raise self._fail(COMBINE, number, error) from None
 
         receive = partial(self.slots.receive_combine, number, back, out, asked.waits, stage)
         event, receipt = self._end(COMBINE, number, receive, asked)
+        self.engaged = False
         return out, event, receipt
 
     def combine_buffer(self, handle: Any) -> Tensor:
@@ -189,6 +197,7 @@ class LowLatency:
     def _begin(self, kind: int) -> int:
         if self.slots.moves_alone:
             self._worker.drain()
+        self.engaged = True
         self._numbers[kind] += 1
         return self._numbers[kind]
 
@@ -219,17 +228,23 @@ class LowLatency:
         elif asked.return_recv_hook and self.slots.moves_alone:
             travel = self._worker.submit(travel).current_stream_wait
 
+        # Results may have been made in inference mode; nothing that is made here is given away.
+        mode = torch.inference_mode if asked.is_later or self.slots.moves_alone else nullcontext
+
         def work() -> None:
             try:
-                travel()
-                receive()
+                with mode():
+                    travel()
+                    receive()
             except BaseException as error:
                 if kind == DISPATCH:
                     self._results.release(number)
                 if isinstance(error, Stray):
                     error = self._stray(error, _STAGES[kind])
-                if isinstance(error, PeerError):
-                    self.failure = error
+                if _together(error):
+                    self.engaged = False
+                else:
+                    self._break(error, _STAGES[kind])
                 raise error
 
         if not asked.is_later:
@@ -241,6 +256,15 @@ class LowLatency:
         if asked.return_recv_hook:
             return EventOverlap(None), receipt
         return EventOverlap(LaterEvent(self._worker.submit(receipt.on_thread), receipt)), receipt
+
+    def _break(self, error: BaseException, stage: str) -> None:
+        """Nothing may be called again. Others may not know yet why this rank does not come."""
+        self.failure = error
+        tell = getattr(self.slots, "tell", None)
+        if tell is not None and not isinstance(error, (PeerError, CallMismatch)):
+            why = ": ".join(filter(None, (type(error).__name__, str(error))))
+            what = f"{stage}: {why}, on rank {self._rank}"
+            tell(PeerLeft(what, ranks=(self._rank,), stage=stage))
 
     def _differs(self, stage: str, rank: int, theirs: int | np.ndarray) -> None:
         """A rank has gone on to another call than this, and neither can be undone: it waits for
@@ -268,8 +292,13 @@ class LowLatency:
         unread = isinstance(error, _Unread)
         named = self._agreement.named(stage, ValueError(*error.args) if unread else error)
         if self.slots.moves_alone and kind not in {agreed for agreed, *_ in self._agreed}:
-            self._agreement.meet(stage, named)  # which is where they are, and raises
+            try:
+                self._agreement.meet(stage, named)  # which is where they are, and raises
+            except BaseException as raised:
+                self.engaged = raised is not named
+                raise
         self.slots.fail(kind, number, str(named), stage, unread)
+        self.engaged = False
         return named
 
     def _agree(self, kind: int, shape: SlotShape, dtype: torch.dtype) -> None:
@@ -287,6 +316,11 @@ class LowLatency:
         )
         self._agreement.meet(_STAGES[kind], Terms(call))
         self._agreed.add((kind, shape.signature, dtype))
+
+
+def _together(error: BaseException) -> bool:
+    """Do all ranks raise, and go on?"""
+    return isinstance(error, (PeerInputError, CallMismatch)) and not getattr(error, "breaks", False)
 
 
 def _finished(travel: Callable[[], None]) -> Callable[[], None]:

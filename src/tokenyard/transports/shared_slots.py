@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.errors import CallMismatch, PeerDied, PeerLeft
+from tokenyard.errors import CallMismatch, PeerDied, PeerError, PeerLeft
 from tokenyard.slots import (
     BAD,
     COMBINE,
@@ -268,6 +268,10 @@ class SharedSlots:
         while code := call():
             self._answer(code, lane, number, stage)
         self._after_reading(lane, number, stage)
+
+    def tell(self, error: PeerError) -> None:
+        """Tell the others why this rank will not come any more."""
+        self._team.tell(error)
 
     def watch(self, differs: Differs) -> None:
         self.lanes.watch(differs)
