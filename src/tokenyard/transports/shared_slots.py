@@ -1,7 +1,7 @@
 """The low-latency mode's exchange between ranks that share memory: one compiled call each way.
 
-Blocks, and the rows of combines, lie in segments of their own, which a post names, and which are
-mapped when a post first names them. See `slot_lanes` for the posts.
+Blocks, and the rows of combines, lie in segments of the team's pool, which a post names, and which
+are mapped when a post first names them. See `slot_lanes` for the posts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ from tokenyard.slots import (
 from tokenyard.transports.slot_lanes import Differs, Lane, LaneKernels, Lanes, words
 from tokenyard.transports.symmetric import Segment
 from tokenyard.transports.team import Mapped, Team
-from tokenyard.types import ROW_DTYPES, round_up
+from tokenyard.types import ROW_DTYPES
+
+_MANY = 16  # segments of a rank
 
 
 class SlotKernels(LaneKernels, Protocol):
@@ -69,6 +71,7 @@ class SharedSlots:
         self._rank, self._size = team.rank, team.size
         self.lanes = Lanes(team, kernels, shrink, stage)
         self._blocks: list[Segment | None] = [None] * 4
+        self._arrays: list[np.ndarray | None] = [None] * 4  # of blocks, which are lent meanwhile
         self._mapped: set[int] = set()  # segments of this rank that all others have mapped
         self._held: dict[tuple[int, int, int], Mapped] = {}  # of others, as `peers` knows them
         self._new = [(0, -1)] * 4  # by lane: the last call that named another, and which
@@ -81,8 +84,8 @@ class SharedSlots:
         """Lay tokens out and say so. -1, or the place of a bad pair, as `stage_slots` gives it."""
         place = number % 2
         self.lanes.begin(DISPATCH, number)
-        lane, block = self.lanes[place], self._block(place, shape.block_bytes)
-        head = lane.head
+        lane = self.lanes[place]
+        block, head = self._block(lane, number, shape.block_bytes, stage), lane.head
         if head[SIGNATURE] != shape.signature or head[IDENTITY] != block.identity:
             head[SIGNATURE], head[FD : IDENTITY + 1] = shape.signature, block.told
             head[TERMS : TERMS + len(shape.terms)] = shape.terms
@@ -171,7 +174,7 @@ class SharedSlots:
         tables = self._size * table_bytes
         given = self._team.pool.find(y.data_ptr(), y.nbytes) if back.zero_copy else None
         while True:
-            block = self._block(place, tables + room * row_bytes)
+            block = self._block(lane, number, tables + room * row_bytes, stage)
             self._head_combine(lane, shape, block, tables, y, given)
             code = self._calls(COMBINE, y.dtype)[0](
                 lane.reads,
@@ -356,13 +359,22 @@ class SharedSlots:
         self.lanes.pay(lane, number)
         named, identity = self._new[lane.place]
         if named == number and self.lanes.wait_until_read(lane, number, stage):
+            if len(self._mapped) >= _MANY:  # most are no more
+                self._mapped &= {segment.identity for segment in self._team.pool}
             self._mapped.add(identity)
 
-    def _block(self, place: int, num_bytes: int) -> Segment:
-        """Who still reads an earlier one keeps it mapped."""
+    def _block(self, lane: Lane, number: int, num_bytes: int, stage: str) -> Segment:
+        """Memory for what this call sends. One that is too small goes back to the pool, which may
+        give it to anybody: so all must have read what it holds.
+        """
+        place = lane.place
         block = self._blocks[place]
         if block is None or block.size < num_bytes:
-            block = self._blocks[place] = self._team.keep(round_up(num_bytes, 4096))
+            if block is not None:
+                self.lanes.wait_to_send(lane, number, stage)
+            block = self._blocks[place] = self._arrays[place] = None
+            block, self._arrays[place] = self._team.pool.take(num_bytes)
+            self._blocks[place] = block
         return block
 
     def _calls(self, kind: int, key: Any) -> tuple[Callable[..., int], Callable[..., int]]:
