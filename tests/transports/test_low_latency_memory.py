@@ -50,3 +50,27 @@ def test_outgrown_memory_comes_back() -> None:
             last = 2 * (2 * block + 2 * 2 * block + 2 * 2 * block)
             assert mapped < 2 * last, f"{mapped} bytes for {last}"
             assert known <= 24
+
+
+def descend(group: Any) -> list[int]:
+    """One call with long rows, there and back, and many with short ones."""
+    told = []
+    with tokenyard.Buffer(group, low_latency_mode=True, timeout=20) as buffer:
+        idx, weights = torch.tensor([[0], [1]] * (NUM_MAX // 2)), torch.ones(NUM_MAX, 1)
+        for hidden, times in ((STEP * STEPS, 2), (STEP, 80)):
+            x = torch.ones(NUM_MAX, hidden)
+            for _ in range(times):
+                got = buffer.low_latency_dispatch(x, idx, NUM_MAX, 2, use_fp8=False)
+                back = buffer.low_latency_combine(got.recv_x, idx, weights, got.handle)
+                assert torch.equal(back.combined_x, x)
+                del got, back
+            told.append(shared_bytes()[1])
+    return told
+
+
+@pytest.mark.processes
+def test_memory_of_a_large_call_comes_back() -> None:
+    with Processes(2, timeout=110) as ranks:
+        for large, small in ranks.run(descend):
+            assert large > 2 * 4 * NUM_MAX * STEP * STEPS * 4 // 2
+            assert small < large // 4, f"{small} of {large} bytes"

@@ -51,6 +51,8 @@ from tokenyard.transports.team import Mapped, Team
 from tokenyard.types import ROW_DTYPES
 
 _MANY = 16  # segments of a rank
+_ALWAYS_KEPT = 1 << 20  # bytes of a block
+_PATIENT = 32  # calls
 
 
 class SlotKernels(LaneKernels, Protocol):
@@ -72,6 +74,7 @@ class SharedSlots:
         self.lanes = Lanes(team, kernels, shrink, stage)
         self._blocks: list[Segment | None] = [None] * 4
         self._arrays: list[np.ndarray | None] = [None] * 4  # of blocks, which are lent meanwhile
+        self._too_large = [0] * 4  # by lane: the calls in a row that needed far less than they had
         self._mapped: set[int] = set()  # segments of this rank that all others have mapped
         self._held: dict[tuple[int, int, int], Mapped] = {}  # of others, as `peers` knows them
         self._new = [(0, -1)] * 4  # by lane: the last call that named another, and which
@@ -85,7 +88,8 @@ class SharedSlots:
         place = number % 2
         self.lanes.begin(DISPATCH, number)
         lane = self.lanes[place]
-        block, head = self._block(lane, number, shape.block_bytes, stage), lane.head
+        most, head = shape.block_bytes, lane.head
+        block = self._block(lane, number, most, most, stage)
         if head[SIGNATURE] != shape.signature or head[IDENTITY] != block.identity:
             head[SIGNATURE], head[FD : IDENTITY + 1] = shape.signature, block.told
             head[TERMS : TERMS + len(shape.terms)] = shape.terms
@@ -172,9 +176,10 @@ class SharedSlots:
         lane, row_bytes = self.lanes[place], shape.hidden * y.element_size()
         table_bytes, room = shape.table_bytes, 0
         tables = self._size * table_bytes
+        most = tables + self._size * shape.most_back * row_bytes
         given = self._team.pool.find(y.data_ptr(), y.nbytes) if back.zero_copy else None
         while True:
-            block = self._block(lane, number, tables + room * row_bytes, stage)
+            block = self._block(lane, number, tables + room * row_bytes, most, stage)
             self._head_combine(lane, shape, block, tables, y, given)
             code = self._calls(COMBINE, y.dtype)[0](
                 lane.reads,
@@ -363,18 +368,30 @@ class SharedSlots:
                 self._mapped &= {segment.identity for segment in self._team.pool}
             self._mapped.add(identity)
 
-    def _block(self, lane: Lane, number: int, num_bytes: int, stage: str) -> Segment:
-        """Memory for what this call sends. One that is too small goes back to the pool, which may
+    def _block(self, lane: Lane, number: int, num_bytes: int, most: int, stage: str) -> Segment:
+        """Memory for what this call sends: so much now, and `most` with calls of its sizes.
+
+        One that is too small, or was far too large for many calls, goes back to the pool, which may
         give it to anybody: so all must have read what it holds.
         """
         place = lane.place
         block = self._blocks[place]
-        if block is None or block.size < num_bytes:
-            if block is not None:
-                self.lanes.wait_to_send(lane, number, stage)
+        if block is not None and num_bytes <= block.size:
+            if block.size <= _ALWAYS_KEPT or block.size <= 4 * most:
+                self._too_large[place] = 0
+                return block
+            self._too_large[place] += 1
+            if self._too_large[place] < _PATIENT:
+                return block
+        self._too_large[place] = 0
+        if block is not None:
+            self.lanes.wait_to_send(lane, number, stage)
+            is_larger = block.size > most
             block = self._blocks[place] = self._arrays[place] = None
-            block, self._arrays[place] = self._team.pool.take(num_bytes)
-            self._blocks[place] = block
+            if is_larger:  # the pool itself looks at what lies idle only when it is asked for more
+                self._team.pool.trim()
+        block, self._arrays[place] = self._team.pool.take(num_bytes)
+        self._blocks[place] = block
         return block
 
     def _calls(self, kind: int, key: Any) -> tuple[Callable[..., int], Callable[..., int]]:
