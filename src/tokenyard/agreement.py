@@ -173,6 +173,12 @@ class Agreement:
                     )
 
 
+def stage_in(message: np.ndarray) -> str:
+    """What the rank calls that sent this message."""
+    stage = int(message[_CALL])
+    return STAGES[stage] if 0 <= stage < len(STAGES) else "another call"
+
+
 _WORDS = {
     "stage": "what they call",
     "buffer": "the Buffer that they call",

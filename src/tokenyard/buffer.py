@@ -412,7 +412,7 @@ class Buffer(LowLatencyCalls):
         engine, low_latency = self._engine, self._low_latency
         if engine is None:
             raise BufferClosed(f"{self._why_closed}, on rank {self.rank}")
-        failure = engine.failure  # of an asynchronous call, or of a hook
+        failure: BaseException | None = engine.failure  # of an asynchronous call, or of a hook
         if failure is None and low_latency is not None:
             failure = low_latency.failure
         if failure is not None:
@@ -434,7 +434,9 @@ class Buffer(LowLatencyCalls):
         engine, low_latency = self._engine, self._low_latency
         if engine is None:
             return
-        engaged = engine.engaged or (low_latency is not None and low_latency.engaged)
+        engaged = engine.engaged
+        if low_latency is not None:
+            engaged |= low_latency.engaged or low_latency.failure is not None
         engine.ended()
         if error is None:
             return

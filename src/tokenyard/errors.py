@@ -103,6 +103,14 @@ class CallMismatch(_Named, ValueError):
     on_all_ranks = True
 
 
+class OutOfStep(CallMismatch):
+    """Ranks are in calls of different modes, and cannot be put in step again: all of them notice,
+    and the Buffer is broken.
+    """
+
+    on_all_ranks = False
+
+
 def name_ranks(ranks: tuple[int, ...] | list[int]) -> str:
     """
     >>> name_ranks([2])

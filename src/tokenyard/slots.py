@@ -59,6 +59,15 @@ MASKED = 5  # a rank has masked this one
 LOST = 6  # a rank is at another call
 DIFFERS = 7  # a rank's sizes are others, or its handle is
 MAP = 8  # a rank's memory is not mapped yet
+STRAY = 9  # a rank wrote what no rank writes
+
+
+class Stray(Exception):
+    """A word that a rank wrote can be no size, place or number: it must not be used as one."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} wrote what no rank writes")
+        self.rank = rank
 
 
 _CASTS = {NO_CAST: "none", PLAIN: "use_fp8", ROUNDED: "round_scale", PACKED: "use_ue8m0"}
@@ -200,16 +209,29 @@ class Back(NamedTuple):
 
 
 def say_difference(stage: str, rank: int, mine: np.ndarray, other: int, theirs: np.ndarray) -> str:
-    """What two posts that cannot meet differ in."""
+    """What two posts that cannot meet differ in. Stray if the other's is no post of any call."""
+    _check_terms(other, theirs)
     what, own, their = "how many low-latency calls they made", mine[NUMBER], theirs[NUMBER]
-    if mine[NUMBER] == theirs[NUMBER]:
+    if own == their:
         what, own, their = "the handle (by its dispatch's number)", mine[HANDLE], theirs[HANDLE]
         for place, name in enumerate(_TERM_NAMES):
             if mine[TERMS + place] != theirs[TERMS + place]:
                 what, own, their = name, mine[TERMS + place], theirs[TERMS + place]
                 break
+    if own == their:
+        raise Stray(other)
     if what == _TERM_NAMES[DTYPE_TERM]:
         own, their = (str(ROW_DTYPES[one]).removeprefix("torch.") for one in (own, their))
     elif what == _TERM_NAMES[-1]:
         own, their = (_CASTS[one] for one in (int(own), int(their)))
     return f"{stage}: ranks differ in {what}: {own} on rank {rank}, {their} on rank {other}"
+
+
+def _check_terms(rank: int, post: np.ndarray) -> None:
+    *sizes, dtype, cast = post[TERMS : TERMS + len(_TERM_NAMES)].tolist()
+    if (
+        not all(0 <= size < 1 << 48 for size in sizes)
+        or not 0 <= dtype < len(ROW_DTYPES)
+        or cast not in _CASTS
+    ):
+        raise Stray(rank)

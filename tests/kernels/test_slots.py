@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tokenyard import kernels
-from tokenyard.slots import NO_CAST, PACKED, PLAIN, ROUNDED, Received, SlotShape
+from tokenyard.slots import NO_CAST, PACKED, PLAIN, ROUNDED, Received, SlotShape, Stray
 from tokenyard.testing import assert_same, numbered_tokens, poisoned, routing
 from tokenyard.topology import Placement
 from tokenyard.types import ROW_DTYPES
@@ -180,3 +180,32 @@ def test_pairs_are_found_again(
     picked = torch.zeros(2, 2, dtype=torch.int64)
     assert kernels.load(name).pick_slots(torch.tensor(idx), sent, picked) == verdict
     assert places is None or picked.tolist() == places
+
+
+@pytest.mark.parametrize("name", kernels.available())
+def test_words_that_no_rank_writes(name: str) -> None:
+    """What came from another rank is compared with what it may be, and named, before it is used."""
+    found, shape = kernels.load(name), shape_of(0, NO_CAST, torch.float32, 16)
+    idx = torch.tensor([[1, 4, -1], [5, -1, 1]])
+    block, sent = room(shape.block_bytes, 0, "cpu"), idx.new_zeros(2, *idx.shape)
+    assert found.stage_slots(torch.ones(2, 16), idx, shape, block, sent) == -1
+    for count in (-1, MOST + 1, 1 << 44):
+        with pytest.raises(Stray) as caught:
+            found.fill_slots([block] * RANKS, [2, count, 2], shape, received(shape))
+        assert caught.value.rank == 1
+    for expert in (-2, EXPERTS, 1 << 44):
+        lying = block.clone()
+        lying[:8].view(torch.int64)[0] = expert
+        with pytest.raises(Stray) as caught:
+            found.fill_slots([block, block, lying], [2] * RANKS, shape, received(shape))
+        assert caught.value.rank == 2
+    rows, tables = [torch.ones(4, 16)] * RANKS, idx.new_zeros(RANKS, 4)
+    picked, weights = torch.zeros_like(idx), torch.ones(2, 3)
+    assert found.pick_slots(idx, sent, picked) == -1
+    out = torch.empty(2, 16)
+    found.sum_slots(rows, tables, idx, picked, weights, shape, out)
+    for first in (-1, 4, 3, 1 << 44):  # the second pair of expert 1 is the row after that
+        tables[0, 0] = first
+        with pytest.raises(Stray) as caught:
+            found.sum_slots(rows, tables, idx, picked, weights, shape, out)
+        assert caught.value.rank == 0

@@ -156,7 +156,9 @@ class Kernels(Protocol):
         shape: SlotShape,
         out: Received,
     ) -> None:
-        """Take this rank's rows out of all ranks' blocks, by (source rank, token)."""
+        """Take this rank's rows out of all ranks' blocks, by (source rank, token). Stray if a block
+        is none that a rank has written.
+        """
 
     def stage_back(
         self, y_LSD: Tensor, layout_range_LR: Tensor, outs: Sequence[Tensor], tables_RL: Tensor
@@ -183,6 +185,7 @@ class Kernels(Protocol):
         """The weighted sum of each token's rows as `spec.low_latency_combine` makes it.
 
         rows[r] came from rank r, and tables[r] says where those of each of its experts begin.
+        Stray if that is past their end.
         """
 
 

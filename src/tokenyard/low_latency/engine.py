@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,14 +21,14 @@ import torch
 from torch import Tensor, from_numpy
 
 from tokenyard import memory, validate
-from tokenyard.agreement import STAGES, Agreement, Call, Terms
-from tokenyard.errors import CallMismatch, PeerError, PeerInputError
+from tokenyard.agreement import STAGES, Agreement, Call, Terms, stage_in
+from tokenyard.errors import CallMismatch, OutOfStep, PeerError, PeerInputError, PeerLeft
 from tokenyard.events import EventOverlap, Worker
 from tokenyard.kernels import Kernels
 from tokenyard.low_latency.inputs import Asked, Fp8, Inputs, bad_pair, counters, unsent_pair
 from tokenyard.low_latency.results import LaterEvent, Receipt, Results
 from tokenyard.prepare import Preparation
-from tokenyard.slots import COMBINE, DISPATCH, Back, LowLatencyHandle, Received, SlotShape
+from tokenyard.slots import COMBINE, DISPATCH, Back, LowLatencyHandle, Received, SlotShape, Stray
 from tokenyard.transports import Communicator, SharedSlots, Transport, open_slots
 from tokenyard.types import ROW_DTYPES
 
@@ -59,7 +60,12 @@ class LowLatency:
         self._buffer_id, self._shrink = buffer_id, enable_shrink
         stage = "Buffer (low latency)"
         self.slots = open_slots(transport, kernels, enable_shrink, stage, connect_all)
-        self.failure: BaseException | None = None
+        watch = getattr(self.slots, "watch", None)
+        if watch is not None:
+            watch(self._differs)
+        self.failure: BaseException | None = None  # after which nothing may be called again
+        # From where a call has a number until it has ended, or has told all others why it will not.
+        # If an exception leaves it before, this rank is out of step with them.
         self.engaged = False
         self._numbers = [0, 0]  # calls so far, by kind
         self._unread: dict[tuple[int, int], tuple[int, weakref.ref[Receipt]]] = {}
@@ -92,8 +98,9 @@ class LowLatency:
             if bad != -1:
                 raise bad_pair(topk_idx, bad, shape)
             self._agree(DISPATCH, number, shape, shape.dtype)
-        except (PeerError, CallMismatch, PeerInputError):  # others know already
+        except (PeerError, CallMismatch, PeerInputError) as error:  # others know already
             self._take_back(DISPATCH, number)
+            self.engaged = not _together(error)
             raise
         except Exception as error:
             raise self._fail(DISPATCH, number, error) from None
@@ -102,6 +109,7 @@ class LowLatency:
             self.slots.receive_dispatch, number, shape, out, totals, asked.waits, stage
         )
         event, receipt = self._end(DISPATCH, number, receive, asked)
+        self.engaged = False
         handle = LowLatencyHandle(
             src_info=out.src_info,
             layout_range=out.layout_range,
@@ -149,14 +157,16 @@ class LowLatency:
             if bad != -1:
                 raise unsent_pair(topk_idx, bad)
             self._agree(COMBINE, number, known.shape, y.dtype, known.number)
-        except (PeerError, CallMismatch, PeerInputError):
+        except (PeerError, CallMismatch, PeerInputError) as error:
             self._take_back(COMBINE, number)
+            self.engaged = not _together(error)
             raise
         except Exception as error:
             raise self._fail(COMBINE, number, error) from None
 
         receive = partial(self.slots.receive_combine, number, back, out, asked.waits, stage)
         event, receipt = self._end(COMBINE, number, receive, asked)
+        self.engaged = False
         return out, event, receipt
 
     def combine_buffer(self, handle: Any) -> Tensor:
@@ -196,6 +206,7 @@ class LowLatency:
     def _begin(self, kind: int) -> int:
         if self.slots.moves_alone:
             self._worker.drain()
+        self.engaged = True
         self._numbers[kind] += 1
         return self._numbers[kind]
 
@@ -224,16 +235,24 @@ class LowLatency:
         if asked.return_recv_hook and self.slots.travels:
             travel = self._worker.submit(travel).current_stream_wait
 
+        # Results may have been made in inference mode; nothing that is made here is given away.
+        mode = torch.inference_mode if asked.is_later or self.slots.travels else nullcontext
+
         def work() -> None:
             try:
-                travel()
-                receive()
+                with mode():
+                    travel()
+                    receive()
             except BaseException as error:
-                if isinstance(error, PeerError):
-                    self.failure = error
                 if kind == DISPATCH:
                     self._results.release(number)
-                raise
+                if isinstance(error, Stray):
+                    error = self._stray(error, _STAGES[kind])
+                if _together(error):
+                    self.engaged = False
+                else:
+                    self._break(error, _STAGES[kind])
+                raise error
 
         if not asked.is_later:
             self._worker.drain()
@@ -245,6 +264,32 @@ class LowLatency:
             return EventOverlap(None), receipt
         return EventOverlap(LaterEvent(self._worker.submit(receipt.on_thread), receipt)), receipt
 
+    def _break(self, error: BaseException, stage: str) -> None:
+        """Nothing may be called again. Others may not know yet why this rank does not come."""
+        self.failure = error
+        tell = getattr(self.slots, "tell", None)
+        if tell is not None and not isinstance(error, (PeerError, CallMismatch)):
+            why = ": ".join(filter(None, (type(error).__name__, str(error))))
+            what = f"{stage}: {why}, on rank {self._rank}"
+            tell(PeerLeft(what, ranks=(self._rank,), stage=stage))
+
+    def _differs(self, stage: str, rank: int, theirs: int | np.ndarray) -> None:
+        """A rank has gone on to another call than this, and neither can be undone: it waits for
+        words of its call, and whoever meets it there would take them for words of this.
+        """
+        mine = stage.split(" (")[0]
+        other = _STAGES[theirs] if isinstance(theirs, int) else stage_in(theirs)
+        error = OutOfStep(
+            f"{mine}: ranks differ in what they call: {mine} on rank {self._rank}, {other} on rank "
+            f"{rank}"
+        )
+        self.failure = error
+        raise error
+
+    def _stray(self, stray: Stray, stage: str) -> PeerError:
+        what = f"{stage}: {stray}, on rank {self._rank}"
+        return PeerError(what, ranks=(stray.rank,), stage=stage)
+
     def _fail(self, kind: int, number: int, error: Exception) -> Exception:
         """Tell the others, and give back what to raise here."""
         stage = _STAGES[kind]
@@ -254,8 +299,10 @@ class LowLatency:
         named = self._agreement.named(stage, ValueError(*error.args) if unread else error)
         if self.slots.travels:
             self._take_back(kind, number)
+            self.engaged = False  # from here on the agreement is
             self._agreement.meet(stage, named)  # which is where they are, and raises
         self.slots.fail(kind, number, str(named), stage, unread)
+        self.engaged = False
         return named
 
     def _take_back(self, kind: int, number: int) -> None:
@@ -288,3 +335,8 @@ class LowLatency:
         begin = time.perf_counter_ns()
         told = self._agreement.meet(_STAGES[kind], terms).payload
         self.slots.expect(kind, number, told, time.perf_counter_ns() - begin)
+
+
+def _together(error: BaseException) -> bool:
+    """Do all ranks raise, and go on?"""
+    return getattr(error, "on_all_ranks", False)

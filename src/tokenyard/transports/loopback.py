@@ -151,7 +151,8 @@ class LoopbackWorld:
     def count(self, stage: str, rank: int, to: list[int], weights: Tensor) -> None:
         with self._meeting:
             if stage not in self.bytes_sent:
-                self.bytes_sent[stage] = torch.zeros(self.size, self.size, dtype=torch.int64)
+                with torch.inference_mode(False):  # whatever the mode of later calls
+                    self.bytes_sent[stage] = torch.zeros(self.size, self.size, dtype=torch.int64)
             self.bytes_sent[stage][rank, to] += weights
 
     def mail(self, rank: int, this_round: int) -> list[np.ndarray]:

@@ -1,7 +1,7 @@
 """The low-latency mode's exchange between ranks that share memory: one compiled call each way.
 
-Blocks, and the rows of combines, lie in segments of their own, which a post names, and which are
-mapped when a post first names them. See `slot_lanes` for the posts.
+Blocks, and the rows of combines, lie in segments of the team's pool, which a post names, and which
+are mapped when a post first names them. See `slot_lanes` for the posts.
 """
 
 from __future__ import annotations
@@ -14,35 +14,45 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.errors import CallMismatch, PeerError
+from tokenyard.errors import CallMismatch, PeerDied, PeerError, PeerLeft
 from tokenyard.slots import (
     BAD,
     COMBINE,
+    DIFFERS,
     DISPATCH,
     DTYPE_TERM,
     FD,
+    HANDLE,
     IDENTITY,
     LATE,
+    LOST,
     LOW,
     MAP,
     MASKED,
+    NUMBER,
     POST_WORDS,
     ROOM,
     ROWS_BEGIN,
     ROWS_FD,
     ROWS_IDENTITY,
     SIGNATURE,
+    STRAY,
     TERMS,
     TWICE,
     Back,
     Received,
     SlotShape,
+    Stray,
     say_difference,
 )
-from tokenyard.transports.slot_lanes import Lane, LaneKernels, Lanes, words
+from tokenyard.transports.slot_lanes import Differs, Lane, LaneKernels, Lanes, words
 from tokenyard.transports.symmetric import Segment
 from tokenyard.transports.team import Mapped, Team
-from tokenyard.types import ROW_DTYPES, round_up
+from tokenyard.types import ROW_DTYPES
+
+_MANY = 16  # segments of a rank
+_ALWAYS_KEPT = 1 << 20  # bytes of a block
+_PATIENT = 32  # calls
 
 
 class SlotKernels(LaneKernels, Protocol):
@@ -63,6 +73,8 @@ class SharedSlots:
         self._rank, self._size = team.rank, team.size
         self.lanes = Lanes(team, kernels, shrink, stage)
         self._blocks: list[Segment | None] = [None] * 4
+        self._arrays: list[np.ndarray | None] = [None] * 4  # of blocks, which are lent meanwhile
+        self._too_large = [0] * 4  # by lane: the calls in a row that needed far less than they had
         self._mapped: set[int] = set()  # segments of this rank that all others have mapped
         self._held: dict[tuple[int, int, int], Mapped] = {}  # of others, as `peers` knows them
         self._new = [(0, -1)] * 4  # by lane: the last call that named another, and which
@@ -74,8 +86,10 @@ class SharedSlots:
     ) -> int:
         """Lay tokens out and say so. -1, or the place of a bad pair, as `stage_slots` gives it."""
         place = number % 2
-        lane, block = self.lanes[place], self._block(place, shape.block_bytes)
-        head = lane.head
+        self.lanes.begin(DISPATCH, number)
+        lane = self.lanes[place]
+        most, head = shape.block_bytes, lane.head
+        block = self._block(lane, number, most, most, stage)
         if head[SIGNATURE] != shape.signature or head[IDENTITY] != block.identity:
             head[SIGNATURE], head[FD : IDENTITY + 1] = shape.signature, block.told
             head[TERMS : TERMS + len(shape.terms)] = shape.terms
@@ -142,6 +156,7 @@ class SharedSlots:
             shape.row_bytes,
             shape.scales_at,
             shape.scale_bytes,
+            shape.block_bytes,
             out.x.data_ptr(),
             0 if out.scales is None else out.scales.data_ptr(),
             out.counts.data_ptr(),
@@ -157,12 +172,14 @@ class SharedSlots:
     def send_combine(self, number: int, y: Tensor, back: Back, stage: str) -> int:
         """Lay rows out and say so. -1, or the place of a pair that dispatch did not send."""
         handle, shape, place = back.handle, back.handle.shape, 2 + number % 2
+        self.lanes.begin(COMBINE, number)
         lane, row_bytes = self.lanes[place], shape.hidden * y.element_size()
         table_bytes, room = shape.table_bytes, 0
         tables = self._size * table_bytes
+        most = tables + self._size * shape.most_back * row_bytes
         given = self._team.pool.find(y.data_ptr(), y.nbytes) if back.zero_copy else None
         while True:
-            block = self._block(place, tables + room * row_bytes)
+            block = self._block(lane, number, tables + room * row_bytes, most, stage)
             self._head_combine(lane, shape, block, tables, y, given)
             code = self._calls(COMBINE, y.dtype)[0](
                 lane.reads,
@@ -260,6 +277,13 @@ class SharedSlots:
             self._answer(code, lane, number, stage)
         self._after_reading(lane, number, stage)
 
+    def tell(self, error: PeerError) -> None:
+        """Tell the others why this rank will not come any more."""
+        self._team.tell(error)
+
+    def watch(self, differs: Differs) -> None:
+        self.lanes.watch(differs)
+
     def travel(self, kind: int, number: int, stage: str) -> None:
         """Nothing does: blocks are read where they are."""
 
@@ -289,35 +313,45 @@ class SharedSlots:
         what, rank = code >> 32, code & LOW
         if what == LATE:
             self.lanes.wait_to_receive(lane, number, stage)
-        elif what == MASKED:
+        elif what == MASKED and self._shrink:
             self.lanes.mask(rank, True)
         elif what == MAP:
             self._map(lane, rank, stage)
-        else:
-            theirs = words(int(lane.peers_R5[rank, 0]), POST_WORDS).copy()
-            self.lanes.done(lane, number)
+        elif what == DIFFERS or (what == LOST and self._shrink):
+            theirs = words(int(lane.peers_R7[rank, 0]), POST_WORDS).copy()
             mine = words(lane.post, POST_WORDS)
-            raise CallMismatch(say_difference(stage, self._rank, mine, rank, theirs))
+            is_combine = lane.place >= 2
+            if is_combine != (theirs[HANDLE] > 0) or (theirs[NUMBER] - number) % 2:
+                raise Stray(rank)
+            differs = say_difference(stage, self._rank, mine, rank, theirs)
+            self.lanes.done(lane, number)
+            raise CallMismatch(differs)
+        else:  # so far ahead, or left out, is nobody unless ranks may leave each other out
+            assert what in (STRAY, LOST, MASKED)
+            raise Stray(rank)
 
     def _map(self, lane: Lane, rank: int, stage: str) -> None:
-        known = lane.peers_R5[rank]
+        known = lane.peers_R7[rank]
         post = words(int(known[0]), POST_WORDS)
-        for fd, at in ((FD, 1), (ROWS_FD, 3)):
+        is_combine = lane.place >= 2
+        for fd, at in ((FD, 1), (ROWS_FD, 4))[: 1 + is_combine]:
             told = post[fd : fd + 3].tolist()
             if rank == self._rank:  # its rows are read where they were given
                 block = self._blocks[lane.place]
                 assert block is not None
-                known[at], known[at + 1] = told[-1], block.address
-            elif told[1]:
+                known[at : at + 3] = told[-1], block.address, block.size
+            else:
                 try:
                     mapped = self._team.memory(rank, told, stage)
-                except PeerError:
+                except (PeerDied, PeerLeft):
                     if not self._shrink:
                         raise
                     self.lanes.mask(rank, True)
                     return
+                if mapped.array.size != told[1]:  # which another call has mapped
+                    raise Stray(rank)
                 self._held[lane.place, rank, at] = mapped
-                known[at], known[at + 1] = told[-1], mapped.address
+                known[at : at + 3] = told[-1], mapped.address, mapped.array.size
 
     def _note_new(self, place: int, number: int, identity: int) -> None:
         if identity not in self._mapped:
@@ -329,15 +363,35 @@ class SharedSlots:
         """
         self.lanes.pay(lane, number)
         named, identity = self._new[lane.place]
-        if named == number:
-            self.lanes.wait_until_read(lane, number, stage)
+        if named == number and self.lanes.wait_until_read(lane, number, stage):
+            if len(self._mapped) >= _MANY:  # most are no more
+                self._mapped &= {segment.identity for segment in self._team.pool}
             self._mapped.add(identity)
 
-    def _block(self, place: int, num_bytes: int) -> Segment:
-        """Who still reads an earlier one keeps it mapped."""
+    def _block(self, lane: Lane, number: int, num_bytes: int, most: int, stage: str) -> Segment:
+        """Memory for what this call sends: so much now, and `most` with calls of its sizes.
+
+        One that is too small, or was far too large for many calls, goes back to the pool, which may
+        give it to anybody: so all must have read what it holds.
+        """
+        place = lane.place
         block = self._blocks[place]
-        if block is None or block.size < num_bytes:
-            block = self._blocks[place] = self._team.keep(round_up(num_bytes, 4096))
+        if block is not None and num_bytes <= block.size:
+            if block.size <= _ALWAYS_KEPT or block.size <= 4 * most:
+                self._too_large[place] = 0
+                return block
+            self._too_large[place] += 1
+            if self._too_large[place] < _PATIENT:
+                return block
+        self._too_large[place] = 0
+        if block is not None:
+            self.lanes.wait_to_send(lane, number, stage)
+            is_larger = block.size > most
+            block = self._blocks[place] = self._arrays[place] = None
+            if is_larger:  # the pool itself looks at what lies idle only when it is asked for more
+                self._team.pool.trim()
+        block, self._arrays[place] = self._team.pool.take(num_bytes)
+        self._blocks[place] = block
         return block
 
     def _calls(self, kind: int, key: Any) -> tuple[Callable[..., int], Callable[..., int]]:

@@ -7,6 +7,23 @@ each rank a word that says whether that is left out here.
 A rank that is left out may fall behind, and find a block written over: so its word is set before
 anything is written without waiting for it, and looked at again after reading. Whoever finds itself
 left out leaves the other out too.
+
+Ranks that make calls of both modes in different orders would wait for each other in vain: one for a
+post, the other for a message of the team. So whoever waits looks whether a rank that it waits for
+has gone on without it. All ranks make the same calls in the same order, and a call's first word to
+the others (its post or the reason why there is none; its message) is written on the user's thread,
+in that order, whenever the call is received. Thus:
+
+- Let this rank have sent M messages, and K posts of the other kind, when it sent a post. A rank
+  that has sent more than M messages, or more than K posts of the other kind, has come past that
+  call: so its own post of it, or its failure, must be there. If it is not, calls differ.
+- Let this rank wait for a message, having made K calls of some low-latency kind. A rank that has
+  made more of them has come past this message: so its own must be there.
+
+The words are read in this order, with acquire, so that the second cannot be older than the first.
+What counts is what this rank had done when it sent, which is kept with the lane: hooks, and calls
+that end on the Buffer's thread, may be as late as they like. After a failure of a third rank some
+have posted and some have not; its words come before theirs, so they are looked at once more.
 """
 
 from __future__ import annotations
@@ -14,7 +31,6 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -31,6 +47,12 @@ _READS = 4 * _POST  # after the posts of both kinds and parities
 _FAILURES = _READS + 4 * LINE
 _FAILURE = LINE + 8 * TEXT_WORDS  # the call's number, and on the next line why
 _MASKS = _FAILURES + 4 * _FAILURE
+_MARKS = 9  # of a rank: its messages, then the posts of the four lanes, then their failures
+_NEVER = 1 << 62
+
+# What a rank is told that has met one in another call: the stage, the other rank, and either the
+# kind of its low-latency call or the message that it has sent.
+Differs = Callable[[str, int, int | np.ndarray], None]
 
 
 class LaneKernels(SignalKernels, Protocol):
@@ -38,6 +60,20 @@ class LaneKernels(SignalKernels, Protocol):
 
     def find_failure(
         self, failures: int, posts: int, masked: int, size: int, number: int
+    ) -> int: ...
+
+    def find_ahead(
+        self,
+        marks: int,
+        limits: int,
+        width: int,
+        awaited: int,
+        number: int,
+        failures: int,
+        failed_number: int,
+        masked: int,
+        rank: int,
+        size: int,
     ) -> int: ...
 
     def await_slots(
@@ -55,8 +91,8 @@ class Lane(NamedTuple):
     posts: int  # [R] all ranks'
     reads: int  # [R]
     failures: int  # [R]
-    peers: int  # [R, 5], as the kernels want it
-    peers_R5: np.ndarray
+    peers: int  # [R, 7], as the kernels want it
+    peers_R7: np.ndarray
     head: np.ndarray  # this rank's next post
     head_at: int
     arrays: tuple[np.ndarray, ...]
@@ -76,6 +112,13 @@ class Lanes:
         self.flags = int(self._flags_R.ctypes.data)  # [R] addresses: has that rank left this out?
         self.masked = int(self._masked_R.ctypes.data)  # [R] the address of: is that left out here?
         self._owed = [0] * 4  # by lane: a call that failed while an earlier one was unread
+        self._made = [0, 0]  # by kind: the last call that was begun here
+        self._before = [(0, 0)] * 4  # by lane: messages, and calls of the other kind, before it
+        words_of = [words(team.mail_lines, self._size), *(lane.arrays[0] for lane in self._lanes)]
+        words_of += [lane.arrays[2] for lane in self._lanes]
+        self._marks_RM = np.ascontiguousarray(np.stack(words_of, axis=1))
+        self._differs: Differs | None = None
+        team.look = self._look_beyond_mail
 
     def __getitem__(self, place: int) -> Lane:
         return self._lanes[place]
@@ -85,7 +128,7 @@ class Lanes:
         reads = np.array([base + _READS + place * LINE for base in controls], np.int64)
         failures = np.array([base + _FAILURES + place * _FAILURE for base in controls], np.int64)
         head = np.zeros(TEXT, np.int64)
-        peers = np.array([(post, -1, 0, -1, 0) for post in posts], np.int64)
+        peers = np.array([(post, -1, 0, 0, -1, 0, 0) for post in posts], np.int64)
         return Lane(
             place,
             int(posts[self._rank]),
@@ -101,6 +144,15 @@ class Lanes:
             (posts, reads, failures),
         )
 
+    def watch(self, differs: Differs) -> None:
+        """Call this, which raises, if ranks make calls in different orders."""
+        self._differs = differs
+
+    def begin(self, kind: int, number: int) -> None:
+        """This rank is about to send, or to say why it cannot."""
+        self._made[kind] = number
+        self._before[2 * kind + number % 2] = self._team.mails, self._made[1 - kind]
+
     def left_out(self) -> list[int]:
         return np.flatnonzero(self._masked_R).tolist()
 
@@ -115,6 +167,7 @@ class Lanes:
         was sent two calls ago has not been read here yet.
         """
         lane = self._lanes[2 * kind + number % 2]
+        self._made[kind] = number
         words(lane.failure + LINE, TEXT_WORDS)[:] = text_to_words(text)
         self._kernels.signal(lane.failure, number)
         if unread:
@@ -132,23 +185,30 @@ class Lanes:
             self.done(lane, number)
 
     def wait_to_send(self, lane: Lane, number: int, stage: str) -> None:
-        self._wait(lane.reads, number - 2, stage, partial(self._look, lane, number, stage))
+        self._wait(lane, lane.reads, number - 2, number, stage)
 
     def wait_to_receive(self, lane: Lane, number: int, stage: str) -> None:
-        self._wait(lane.posts, number, stage, partial(self._look, lane, number, stage))
+        self._wait(lane, lane.posts, number, number, stage)
 
-    def wait_until_read(self, lane: Lane, number: int, stage: str) -> None:
-        """Nobody is left out because of this: who is left out after a call is so in its result."""
-        given_up = set(self.left_out())
+    def wait_until_read(self, lane: Lane, number: int, stage: str) -> bool:
+        """Nobody is left out because of this: who is left out after a call is so in its result.
+
+        False if a rank that has not read is in a later call already, where it may wait for this
+        rank: it will read when its hook is called.
+        """
+        given_up, limits = set(self.left_out()), self._limits(lane, number)
 
         def missing() -> list[int]:
             others = set(self._others()) - given_up
             return [rank for rank in sorted(others) if not self._has(lane.reads, rank, number)]
 
+        def step() -> int:
+            return 0 if self._find_ahead(limits, lane.reads, number) >= 0 else len(missing())
+
         while True:
-            stopped = self._team.who_stops(lambda: len(missing()), missing, stage, given_up)
+            stopped = self._team.who_stops(step, missing, stage, given_up)
             if stopped is None:
-                return
+                return not missing()
             self._blame(stopped, stage)
             given_up.update(stopped.ranks)
 
@@ -162,19 +222,69 @@ class Lanes:
             failure = lane.arrays[2][rank]
             raise rejected(rank, words(int(failure) + LINE, TEXT_WORDS), stage)
 
-    def _wait(self, signals: int, number: int, stage: str, look: Callable[[], None]) -> None:
+    def _look_beyond(
+        self, lane: Lane, limits: np.ndarray, signals: int, reach: int, number: int, stage: str
+    ) -> None:
+        """Has a rank whose word is awaited gone on to another call?"""
+        if self._differs is None:
+            return
+        found = self._find_ahead(limits, signals, reach, lane.failures, number)
+        if found >= 0:
+            self._look(lane, number, stage)
+            rank, mark = divmod(found, _MARKS)
+            mark_of_lane = (mark - 1) % 4
+            theirs = self._team.next_message(rank) if mark == 0 else mark_of_lane // 2
+            self._differs(stage, rank, theirs)
+
+    def _look_beyond_mail(self, stage: str) -> None:
+        if self._differs is None:
+            return
+        dispatches, combines = self._made
+        made = [dispatches, dispatches, combines, combines]
+        limits = np.array([_NEVER, *made, *made], np.int64)
+        found = self._find_ahead(limits, self._team.mail_lines, self._team.mails)
+        if found >= 0:
+            rank, mark = divmod(found, _MARKS)
+            self._differs(stage, rank, (mark - 1) % 4 // 2)
+
+    def _limits(self, lane: Lane, number: int) -> np.ndarray:
+        """How far a rank can be that has not come past this call."""
+        mails, others = self._before[lane.place]
+        own, other = [number] * 2, [others] * 2
+        made = own + other if lane.place < 2 else other + own
+        return np.array([mails, *made, *made], np.int64)
+
+    def _find_ahead(
+        self, limits: np.ndarray, awaited: int, reach: int, failures: int = 0, number: int = 0
+    ) -> int:
+        return self._kernels.find_ahead(
+            int(self._marks_RM.ctypes.data),
+            int(limits.ctypes.data),
+            _MARKS,
+            awaited,
+            reach,
+            failures,
+            number,
+            self.masked,
+            self._rank,
+            self._size,
+        )
+
+    def _wait(self, lane: Lane, signals: int, reach: int, number: int, stage: str) -> None:
         """Until the others' words have come so far; who does not come is left out, or blamed."""
+        limits = self._limits(lane, number)
 
         def step() -> int:
             first = self._kernels.await_slots(
-                signals, self.masked, self._rank, self._size, number, 20
+                signals, self.masked, self._rank, self._size, reach, 20
             )
             if first < self._size:
-                look()
+                self._look(lane, number, stage)
+                self._look_beyond(lane, limits, signals, reach, number, stage)
             return self._size - first
 
         def missing() -> list[int]:
-            return [rank for rank in self._others() if not self._has(signals, rank, number)]
+            return [rank for rank in self._others() if not self._has(signals, rank, reach)]
 
         self._go_on(step, missing, stage)
 
@@ -195,14 +305,17 @@ class Lanes:
     def time_arrivals(self, lane: Lane, number: int, waits: Tensor, stage: str) -> None:
         """Add to each rank's place the nanoseconds until its post was there."""
         begin, pending = time.perf_counter_ns(), set(self._others())
+        limits = self._limits(lane, number)
+        spent = words(waits.data_ptr(), self._size)  # torch asks in which mode a tensor was made
 
         def step() -> int:
             for rank in sorted(pending):
                 if self._masked_R[rank] or self._has(lane.posts, rank, number):
-                    waits[rank] += time.perf_counter_ns() - begin
+                    spent[rank] += time.perf_counter_ns() - begin
                     pending.discard(rank)
             if pending:
                 self._look(lane, number, stage)
+                self._look_beyond(lane, limits, lane.posts, number, number, stage)
             return len(pending)
 
         self._go_on(step, lambda: sorted(pending), stage)

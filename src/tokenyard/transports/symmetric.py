@@ -98,14 +98,19 @@ def attach(pid: int, fd: int, num_bytes: int, identity: int) -> np.ndarray:
     """A peer's segment, as bytes of this process. Gone if it is no longer there, and
     SharedMemoryError if this process cannot map it.
     """
+    label, theirs = f"/memfd:{_label(identity)} (deleted)", f"/proc/{pid}/fd/{fd}"
     try:
-        mine = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        if os.readlink(theirs) != label:  # a socket, say, could not even be opened
+            raise Gone("another file has its descriptor")
+        mine = os.open(theirs, os.O_RDWR | os.O_CLOEXEC)
+    except Gone:
+        raise
     except (FileNotFoundError, ProcessLookupError) as error:
         raise Gone(str(error)) from error
     except OSError as error:
         raise cannot(num_bytes, error) from error
     try:
-        if os.readlink(f"/proc/self/fd/{mine}") != f"/memfd:{_label(identity)} (deleted)":
+        if os.readlink(f"/proc/self/fd/{mine}") != label:
             raise Gone("another file has its descriptor by now")
         if os.fstat(mine).st_size != num_bytes:
             raise Gone("it is not as large as was told")

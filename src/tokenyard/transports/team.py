@@ -100,6 +100,8 @@ class Team:
         self._communicator = communicator
         self.pool = Pool(self._say_dropped)
         self.shrinks = False  # whether the others go on without a rank that fails
+        # Given the stage, raises if a rank whose message is awaited has gone on to something else.
+        self.look: Callable[[str], None] | None = None
         self._kernels = kernels
         self._timeout = timeout
         self._epochs = [0] * _KINDS
@@ -153,8 +155,22 @@ class Team:
             message_RM, outboxes, outgoing, incoming, self.size, epoch, self.patience
         )
         if first < self.size:
-            self._wait_long(incoming, epoch, first, stage)
+            self._wait_long(incoming, epoch, first, stage, self.look)
         return inbox[:, : message_RM.shape[1]].copy()
+
+    @property
+    def mails(self) -> int:
+        """How many messages this rank has sent to each of the others."""
+        return self._epochs[MAIL]
+
+    @property
+    def mail_lines(self) -> int:
+        """The address of [R] addresses: of each rank's word that says how many it has sent here."""
+        return self._lines[MAIL][1]
+
+    def next_message(self, rank: int) -> np.ndarray:
+        """What a rank has sent in an exchange that this one has not begun."""
+        return self._boxes[(self.mails + 1) % 2][1][rank]
 
     def meet(self, kind: int, stage: str) -> None:
         """Signal to all ranks and wait until they have done so as often: spin, then yield, then
@@ -312,24 +328,37 @@ class Team:
                 os.close(fd)
             self._pidfds = {}
 
-    def _wait_long(self, incoming: int, epoch: int, first: int, stage: str) -> None:
+    def _wait_long(
+        self,
+        incoming: int,
+        epoch: int,
+        first: int,
+        stage: str,
+        look: Callable[[str], None] | None = None,
+    ) -> None:
         def step() -> int:
             nonlocal first
             first = self._kernels.await_signals(incoming, self.size, epoch, first, 20)
+            if first < self.size and look is not None:
+                look(stage)
             return self.size - first
 
         self.wait_until(step, lambda: (first,), stage)
 
     def _lost(self, rank: int, stage: str) -> PeerError:
         """A peer's memory is gone between its telling us of it and our asking: it has died, or has
-        closed its Buffer, most likely because another rank died.
+        closed its Buffer, most likely because another rank died. Else there was none.
         """
         # Who dies loses its files a moment before it is seen to be dead.
         dead = self.dead_ranks(wait_ms=1000)
         if dead:
             return self.blame(Stopped(PeerDied, dead), stage)
         self.raise_told(stage)
-        return self.blame(Stopped(PeerLeft, self._names([rank])), stage)
+        if rank in self._have_left():
+            return self.blame(Stopped(PeerLeft, self._names([rank])), stage)
+        (them,) = self._names([rank])
+        what = f"{stage}: rank {them} wrote what no rank writes, on rank {self._me}"
+        return PeerError(what, ranks=(them,), stage=stage)
 
     def blame(self, stopped: Stopped, stage: str) -> PeerError:
         """The error that names them; every rank of the team, and beyond, hears of it."""

@@ -31,6 +31,7 @@ from tokenyard.kernels.numba.slot_calls import (
     await_slots,
     combine_calls,
     dispatch_calls,
+    find_ahead,
     find_failure,
     signal,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "combine_calls",
     "dispatch_calls",
     "fill_slots",
+    "find_ahead",
     "find_failure",
     "layout",
     "localise",

@@ -5,13 +5,14 @@ is to write a block and then, with release, the number in its post. To receive i
 post's number, with acquire, copy rows straight from there into slots, and leave word that they were
 read: only when all ranks have done so is a block written again, two calls later.
 
-    peers   [R, 5] for each rank: its post, and the identity and address of its block as they are
-            known here; of a combine also those of its rows
+    peers   [R, 7] for each rank: its post, and the identity, address and size of its block as they
+            are known here; of a combine also those of its rows
     masked  [R] who is left out
     flags   [R] addresses of a word each, which says whether that rank has left this one out
 
 Nothing waits for ever, and nothing is decided here: what did not work is returned (see
-`tokenyard.slots`), and the call may be made again.
+`tokenyard.slots`), and the call may be made again. What another rank wrote is compared with what it
+may be before it becomes an address, a place or a count.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ from tokenyard.slots import (
     ROWS_BEGIN,
     ROWS_IDENTITY,
     SIGNATURE,
+    STRAY,
     TEXT,
     TOKENS,
     TWICE,
@@ -62,7 +64,8 @@ from tokenyard.slots import (
 
 _INT32 = np.empty(0, np.int32)
 _INT64 = np.empty(0, np.int64)
-_PEER = 5  # words of a peer
+_PEER = 7  # words of a peer
+_ANY = np.int64(1) << 62  # more rows than there are
 _HEAD_BYTES = 8 * TEXT
 
 
@@ -93,8 +96,30 @@ def _publish(post, head, number, num_tokens, handle):
 
 
 @njit(nogil=True, cache=True)
-def _check_posts(peers, masked, flags, rank, size, number, patience, signature, handle, rows_of):
-    """`rows_of` is whose rows must be mapped too: 0 nobody's, 1 the others', 2 all."""
+def _find_flag(masked, flags, size):
+    """A rank that has left this one out meanwhile, and may have written over what was read."""
+    skip, flag = pointer(masked, _INT64), pointer(flags, _INT64)
+    fence_stores()  # of loads too, where the machine needs that
+    for r in range(size):
+        if skip[r] == 0 and load_acquire(flag[r]) != 0:
+            return r
+    return -1
+
+
+@njit(nogil=True, cache=True)
+def _stray(masked, flags, size, rank):
+    """A rank wrote what cannot be, unless it has left this one out, and writes something else."""
+    torn = _find_flag(masked, flags, size)
+    return _verdict(MASKED, torn) if torn >= 0 else _verdict(STRAY, rank)
+
+
+@njit(nogil=True, cache=True)
+def _check_posts(
+    peers, masked, flags, rank, size, number, patience, signature, handle, block_bytes, rows_of
+):
+    """A block has so many bytes at least. `rows_of` is whose rows must be mapped too: 0 nobody's, 1
+    the others', 2 all.
+    """
     known, skip, flag = pointer(peers, _INT64), pointer(masked, _INT64), pointer(flags, _INT64)
     for r in range(size):
         if skip[r] != 0:
@@ -116,20 +141,11 @@ def _check_posts(peers, masked, flags, rank, size, number, patience, signature, 
         with_rows = rows_of == 2 or (rows_of == 1 and r != rank)
         if words[IDENTITY] != known[r * _PEER + 1]:
             return _verdict(MAP, r)
-        if with_rows and words[ROWS_IDENTITY] != known[r * _PEER + 3]:
+        if with_rows and words[ROWS_IDENTITY] != known[r * _PEER + 4]:
             return _verdict(MAP, r)
+        if known[r * _PEER + 3] < block_bytes:
+            return _stray(masked, flags, size, r)
     return np.int64(OK)
-
-
-@njit(nogil=True, cache=True)
-def _find_flag(masked, flags, size):
-    """A rank that has left this one out meanwhile, and may have written over what was read."""
-    skip, flag = pointer(masked, _INT64), pointer(flags, _INT64)
-    fence_stores()  # of loads too, where the machine needs that
-    for r in range(size):
-        if skip[r] == 0 and load_acquire(flag[r]) != 0:
-            return r
-    return -1
 
 
 @njit(nogil=True, cache=True)
@@ -187,6 +203,7 @@ def _dispatch_receive_kernel(
     row_bytes,
     scales_at,
     scale_bytes,
+    block_bytes,
     x,
     scales,
     counts,
@@ -195,8 +212,19 @@ def _dispatch_receive_kernel(
     stats,
     read,
 ):
+    handle = rows_of = np.int64(0)
     found = _check_posts(
-        peers, masked, flags, rank, size, number, patience, signature, np.int64(0), np.int64(0)
+        peers,
+        masked,
+        flags,
+        rank,
+        size,
+        number,
+        patience,
+        signature,
+        handle,
+        block_bytes,
+        rows_of,
     )
     if found != OK:
         return found
@@ -207,8 +235,10 @@ def _dispatch_receive_kernel(
         begin_ranges(r, num_local, size, counts, layout_range)
         if skip[r] != 0:
             continue
-        tokens = min(pointer(known[r * _PEER], _INT64)[TOKENS], num_max)
-        fill_from(
+        tokens = pointer(known[r * _PEER], _INT64)[TOKENS]
+        if tokens < 0 or tokens > num_max:
+            return _stray(masked, flags, size, r)
+        may_be = fill_from(
             r,
             known[r * _PEER + 2],
             tokens,
@@ -227,6 +257,8 @@ def _dispatch_receive_kernel(
             src_info,
             layout_range,
         )
+        if not may_be:
+            return _stray(masked, flags, size, r)
     torn = _find_flag(masked, flags, size)
     if torn >= 0:
         return _verdict(MASKED, torn)
@@ -316,20 +348,37 @@ def _combine_receive_kernel(
 ):
     rows_of = np.int64(1 if y != 0 else 2)
     found = _check_posts(
-        peers, masked, flags, rank, size, number, patience, signature, handle, rows_of
+        peers,
+        masked,
+        flags,
+        rank,
+        size,
+        number,
+        patience,
+        signature,
+        handle,
+        size * table_bytes,
+        rows_of,
     )
     if found != OK:
         return found
     known = pointer(peers, _INT64)
-    rows, tables = np.empty(size, np.int64), np.empty(size, np.int64)
-    left_out, skip = np.empty(size, np.int64), pointer(masked, _INT64)
+    rows, limits = np.empty(size, np.int64), np.empty(size, np.int64)
+    tables, left_out = np.empty(size, np.int64), np.empty(size, np.int64)
+    skip = pointer(masked, _INT64)
     for r in range(size):
         left_out[r] = skip[r]
         tables[r] = known[r * _PEER + 2] + rank * table_bytes
-        begin = pointer(known[r * _PEER], _INT64)[ROWS_BEGIN]
-        rows[r] = y if r == rank and y != 0 else known[r * _PEER + 4] + begin
-    sum_tokens(
+        if r == rank and y != 0:
+            rows[r], limits[r] = y, _ANY
+        elif skip[r] == 0:
+            begin, room = pointer(known[r * _PEER], _INT64)[ROWS_BEGIN], known[r * _PEER + 6]
+            if begin < 0 or begin > room:
+                return _stray(masked, flags, size, r)
+            rows[r], limits[r] = known[r * _PEER + 5] + begin, (room - begin) // row_bytes
+    stray = sum_tokens(
         rows,
+        limits,
         tables,
         left_out,
         rank_of_expert,
@@ -345,6 +394,8 @@ def _combine_receive_kernel(
         like,
         factors,
     )
+    if stray >= 0:
+        return _stray(masked, flags, size, stray)
     torn = _find_flag(masked, flags, size)
     if torn >= 0:
         return _verdict(MASKED, torn)
@@ -380,6 +431,48 @@ def find_failure(failures: int, posts: int, masked: int, size: int, number: int)
     return _find_failure_kernel(failures, posts, masked, size, number)
 
 
+@njit(nogil=True, cache=True)
+def _find_ahead_kernel(
+    marks, limits, width, awaited, number, failures, failed_number, masked, rank, size
+):
+    mark, limit = pointer(marks, _INT64), pointer(limits, _INT64)
+    wanted, failed = pointer(awaited, _INT64), pointer(failures, _INT64)
+    skip = pointer(masked, _INT64)
+    for r in range(size):
+        if r == rank or skip[r] != 0:
+            continue
+        for i in range(width):
+            # In this order: what a rank did before that mark can be seen once the mark is.
+            if load_acquire(mark[r * width + i]) > limit[i]:
+                late = load_acquire(wanted[r]) < number
+                if late and (failures == 0 or load_acquire(failed[r]) < failed_number):
+                    return r * width + i
+                break
+    return -1
+
+
+def find_ahead(
+    marks: int,
+    limits: int,
+    width: int,
+    awaited: int,
+    number: int,
+    failures: int,
+    failed_number: int,
+    masked: int,
+    rank: int,
+    size: int,
+) -> int:
+    """A rank one of whose marks is past its limit, though its awaited word is below the number, and
+    that of its failures, if that is asked for, too: rank * width + mark, or -1.
+
+    `marks` is [R, width] addresses and `limits` [width] numbers.
+    """
+    return _find_ahead_kernel(
+        marks, limits, width, awaited, number, failures, failed_number, masked, rank, size
+    )
+
+
 def await_slots(signals: int, masked: int, rank: int, size: int, number: int, patience: int) -> int:
     """The first of the others whose signal has not reached the number, or `size`."""
     return _await(signals, masked, rank, size, number, patience)
@@ -389,7 +482,7 @@ def await_slots(signals: int, masked: int, rank: int, size: int, number: int, pa
 def dispatch_calls(shape: SlotShape) -> tuple[Callable[..., int], Callable[..., int]]:
     like = cast_like(shape)
     send = _dispatch_send_kernel.compile((typeof(like),) + (int64,) * 19)
-    return partial(send, like), _dispatch_receive_kernel.compile((int64,) * 24)
+    return partial(send, like), _dispatch_receive_kernel.compile((int64,) * 25)
 
 
 def combine_calls(dtype: torch.dtype) -> tuple[Callable[..., int], Callable[..., int]]:

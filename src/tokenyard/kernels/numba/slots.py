@@ -18,7 +18,7 @@ from tokenyard.kernels.numba.intrinsics import LIKE, copy_bytes, pointer
 from tokenyard.kernels.numba.quantize import to_fp8_groups
 from tokenyard.kernels.numba.rows import copy_row, streams
 from tokenyard.kernels.numba.sums import sum_scaled
-from tokenyard.slots import GROUP, LOW, NO_CAST, Received, SlotShape
+from tokenyard.slots import GROUP, LOW, NO_CAST, Received, SlotShape, Stray
 
 _INT32 = np.empty(0, np.int32)
 _INT64 = np.empty(0, np.int64)
@@ -80,7 +80,10 @@ def fill_from(
     src_info,
     layout_range,
 ):
-    """One source's rows after those of the sources before it. `counts` is where experts stand."""
+    """One source's rows after those of the sources before it. `counts` is where experts stand.
+
+    Whether the block is one that a rank may have written: its experts' numbers become addresses.
+    """
     table, ends = pointer(local_of_expert, _INT64), pointer(counts, _INT32)
     experts, tokens = pointer(block, _INT64), pointer(src_info, _INT32)
     ranges = pointer(layout_range, _INT64)
@@ -89,12 +92,15 @@ def fill_from(
         row, scale = block + rows_at + t * row_bytes, block + scales_at + t * scale_bytes
         for i in range(t * num_topk, (t + 1) * num_topk):
             expert = experts[i]
-            # Another rank wrote this, and has checked it: but it is about to become an address.
+            if expert == -1:
+                continue
             if expert < 0 or expert >= num_experts:
-                continue
+                return False
             local = table[expert]
-            if local < 0 or ends[local] >= num_slots:
+            if local < 0:
                 continue
+            if ends[local] >= num_slots:
+                return False
             slot = local * num_slots + ends[local]
             copy_row(x + slot * row_bytes, row, row_bytes, streaming)
             if scale_bytes > 0:
@@ -103,6 +109,7 @@ def fill_from(
             ranges[local * num_ranks + source] += 1
             ends[local] += 1
     fence_stores()
+    return True
 
 
 @njit(nogil=True, cache=True)
@@ -170,6 +177,7 @@ def pick_pairs(topk_idx, sent, picked, num_tokens, num_topk):
 @njit(nogil=True, cache=True)
 def sum_tokens(
     rows,
+    limits,
     tables,
     masked,
     rank_of_expert,
@@ -185,7 +193,12 @@ def sum_tokens(
     like,
     factors,
 ):
-    """rows, tables and masked are arrays, a word for each rank; factors has room for K weights."""
+    """rows, limits, tables and masked are arrays, a word for each rank: where its rows begin, how
+    many may be read there, where it says which are whose, and whether it is left out. factors has
+    room for K weights.
+
+    A rank whose table leads past its rows, or -1.
+    """
     owner_of, local_of = pointer(rank_of_expert, _INT32), pointer(local_of_expert, _INT32)
     experts, picks = pointer(topk_idx, _INT64), pointer(picked, _INT64)
     given, sources = pointer(weights, _FLOAT32), np.empty(num_topk, np.int64)
@@ -198,11 +211,14 @@ def sum_tokens(
             if masked[owner] != 0:
                 continue
             first = pointer(tables[owner], _INT64)[local_of[experts[i]]]
+            if first < 0 or first >= limits[owner] - picks[i]:
+                return owner
             sources[count] = rows[owner] + (first + picks[i]) * row_bytes
             factors[count] = given[i]
             count += 1
         place = out + t * row_bytes
         sum_scaled(place, sources.ctypes.data, factors.ctypes.data, count, hidden, 0, like)
+    return -1
 
 
 def wide_scratch(num_topk: int, size: int) -> np.ndarray:
@@ -245,7 +261,7 @@ def fill_slots(
     table = shape.placement.local_table(shape.rank).data_ptr()
     for source, block in enumerate(blocks):
         begin_ranges(source, shape.num_local, shape.num_ranks, counts, ranges)
-        fill_from(
+        may_be = 0 <= tokens[source] <= shape.num_max and fill_from(
             source,
             block.data_ptr(),
             tokens[source],
@@ -264,6 +280,8 @@ def fill_slots(
             out.src_info.data_ptr(),
             ranges,
         )
+        if not may_be:
+            raise Stray(source)
 
 
 def stage_back(
@@ -301,12 +319,14 @@ def sum_slots(
     out_TD: Tensor,
 ) -> Tensor:
     bases = np.array([one.data_ptr() for one in rows], np.int64)
+    limits = np.array([len(one) for one in rows], np.int64)
     tables = np.array([table.data_ptr() for table in tables_RL], np.int64)
     nobody = np.zeros(len(rows), np.int64)
     num_tokens, num_topk = topk_idx_TK.shape
     size = out_TD.element_size()
-    sum_tokens(
+    stray = sum_tokens(
         bases,
+        limits,
         tables,
         nobody,
         shape.placement.rank_of_expert.data_ptr(),
@@ -322,4 +342,6 @@ def sum_slots(
         LIKE[out_TD.dtype],
         wide_scratch(num_topk, size),
     )
+    if stray >= 0:
+        raise Stray(int(stray))
     return out_TD

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from tokenyard.kernels.base import wide_dtype
 from tokenyard.kernels.reference.quantize import plan_to_fp8
-from tokenyard.slots import NO_CAST, PACKED, PLAIN, Received, SlotShape
+from tokenyard.slots import NO_CAST, PACKED, PLAIN, Received, SlotShape, Stray
 
 
 def stage_slots(
@@ -80,7 +80,11 @@ def stage_slots(
 def fill_slots(
     blocks: Sequence[Tensor], tokens: Sequence[int], shape: SlotShape, out: Received
 ) -> None:
-    own = shape.placement.experts_of_rank[shape.rank]
+    own, num_experts = shape.placement.experts_of_rank[shape.rank], shape.placement.num_experts
+    for source, block in enumerate(blocks):
+        topk = _parts(block, shape)[0][: max(0, tokens[source])]
+        if not 0 <= tokens[source] <= shape.num_max or ((topk < -1) | (topk >= num_experts)).any():
+            raise Stray(source)
     for local, expert in enumerate(own):
         slot = 0
         for source, block in enumerate(blocks):
@@ -140,7 +144,10 @@ def sum_slots(
             if expert < 0:
                 continue
             owner = int(ranks[expert])
-            row = int(tables_RL[owner, int(locals_[expert])]) + pick
+            first = int(tables_RL[owner, int(locals_[expert])])
+            if not 0 <= first < len(rows[owner]) - pick:
+                raise Stray(owner)
+            row = first + pick
             total = total + topk_weights_TK[token, k].to(wide) * rows[owner][row].to(wide)
         out_TD[token] = total.to(out_TD.dtype)
     return out_TD

@@ -31,7 +31,7 @@ from tokenyard.kernels.triton.numbers import FLOAT64, as_element, as_passed, kin
 from tokenyard.kernels.triton.quantize import cast_into
 from tokenyard.kernels.triton.rows import pack
 from tokenyard.kernels.triton.sums import column_block
-from tokenyard.slots import NO_CAST, PACKED, Received, SlotShape
+from tokenyard.slots import NO_CAST, PACKED, Received, SlotShape, Stray
 
 _PAIRS = 32  # of a program, each compared with as many others at once
 _PICKED = 256
@@ -154,16 +154,18 @@ def _find_kernel(
     experts,
     chosen,
     found,
+    stray,
     num_ranks,
     num_max,
     num_topk,
+    num_experts,
     TOKENS: tl.constexpr,
     TOPK: tl.constexpr,
 ):
     """The tokens of a source that chose an expert, in their order, and how many they are.
 
-    `sources` has the address of each rank's block, then how many tokens are in it. Whatever ids
-    others wrote there, they are compared, and never become addresses.
+    `sources` has the address of each rank's block, then how many tokens are in it. `stray` is the
+    first source that wrote an id which no expert has.
     """
     both = tl.program_id(0).to(tl.int64)
     source = both % num_ranks
@@ -177,6 +179,8 @@ def _find_kernel(
         mask = (tokens < num_tokens)[:, None] & (k < num_topk)[None, :]
         pairs = tokens.to(tl.int64)[:, None] * num_topk + k[None, :]
         ids = tl.load(topk + pairs, mask=mask, other=-1)
+        unknown = tl.max(((ids < -1) | (ids >= num_experts)).to(tl.int32), 1)
+        tl.atomic_min(stray + tokens * 0, source + tokens * 0, mask=unknown != 0, sem="relaxed")
         hit = tl.max((ids == expert).to(tl.int32), 1)
         place = count + tl.cumsum(hit, 0) - hit
         tl.store(chosen + both * num_max + place, tokens, mask=hit != 0)
@@ -243,8 +247,12 @@ def fill_slots(
 ) -> None:
     device, num_ranks, num_max = out.x.device, shape.num_ranks, shape.num_max
     both = shape.num_local * num_ranks
+    for source, count in enumerate(tokens):
+        if not 0 <= count <= num_max:
+            raise Stray(source)
     addresses = [block.data_ptr() for block in blocks]
-    sources = numbers([*addresses, *(min(count, num_max) for count in tokens)], device)
+    sources = numbers([*addresses, *tokens], device)
+    stray = first_bad(device)
     own = kept_numbers(tuple(shape.placement.experts_of_rank[shape.rank]), device)
     chosen = memory.empty(both, num_max, dtype=torch.int32, device=device)
     found = memory.empty(both, dtype=torch.int32, device=device)
@@ -256,9 +264,11 @@ def fill_slots(
         own,
         chosen,
         found,
+        stray,
         num_ranks,
         num_max,
         shape.num_topk,
+        shape.placement.num_experts,
         TOKENS=min(power_of_two(num_max), max(1, _CHOICES // topk)),
         TOPK=topk,
     )
@@ -292,6 +302,7 @@ def fill_slots(
         RANKS=power_of_two(num_ranks),
         LANES=_LANES,
     )
+    _check(stray)
 
 
 @triton.jit
@@ -392,6 +403,7 @@ def pick_slots(topk_idx_TK: Tensor, sent_2TK: Tensor, picked_TK: Tensor) -> int:
 @triton.jit
 def _sum_kernel(
     sources,
+    stray,
     tables,
     rank_of_expert,
     local_of_expert,
@@ -400,6 +412,7 @@ def _sum_kernel(
     weights,
     out,
     num_topk,
+    num_ranks,
     hidden,
     table_stride,
     KIND: tl.constexpr,
@@ -407,7 +420,11 @@ def _sum_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """As `sums`: one token, a block of its columns, term by term."""
+    """As `sums`: one token, a block of its columns, term by term.
+
+    `sources` has the address of each rank's rows, then how many they are. `stray` is the first rank
+    whose table leads past its rows, which are not read then.
+    """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < hidden
@@ -420,8 +437,10 @@ def _sum_kernel(
             owner = tl.load(rank_of_expert + expert).to(tl.int64)
             first = tl.load(tables + owner * table_stride + tl.load(local_of_expert + expert))
             rows = tl.load(sources + owner).to(tl.pointer_type(ELEMENT))
+            there = (first >= 0) & (first < tl.load(sources + num_ranks + owner) - place)
+            tl.atomic_min(stray, owner, mask=there == 0, sem="relaxed")
             row = tl.multiple_of(rows, ALIGNED) + (first + place) * hidden
-            term = widen(tl.load(row + columns, mask=inside), KIND)
+            term = widen(tl.load(row + columns, mask=inside & there), KIND)
             total = total + tl.load(weights + pair).to(total.dtype) * term
     tl.store(out + token * hidden + columns, narrow(total, KIND), mask=inside)
 
@@ -435,14 +454,15 @@ def sum_slots(
     shape: SlotShape,
     out_TD: Tensor,
 ) -> Tensor:
-    addresses = [one.data_ptr() for one in rows]
+    addresses, stray = [one.data_ptr() for one in rows], first_bad(out_TD.device)
     num_tokens, hidden = out_TD.shape
     kind = kind_of(out_TD.dtype)
     block = column_block(hidden, out_TD.element_size())
     launch(
         _sum_kernel,
         (num_tokens, blocks(hidden, block)),
-        numbers(addresses, out_TD.device),
+        numbers([*addresses, *map(len, rows)], out_TD.device),
+        stray,
         tables_RL,
         shape.placement.rank_of_expert,
         shape.placement.local_of_expert,
@@ -451,6 +471,7 @@ def sum_slots(
         topk_weights_TK.detach(),
         as_passed(out_TD),
         topk_idx_TK.shape[1],
+        len(rows),
         hidden,
         tables_RL.stride(0),
         KIND=kind,
@@ -458,4 +479,12 @@ def sum_slots(
         ALIGNED=math.gcd(16, *addresses),
         BLOCK=block,
     )
+    _check(stray)
     return out_TD
+
+
+def _check(stray: Tensor) -> None:
+    """Raise if a kernel met a word that no rank writes."""
+    rank = read_first_bad(stray)
+    if rank >= 0:
+        raise Stray(rank)
