@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import tokenyard
-from tests.fuzz.oracle import (
+from tests.fuzz.expected import (
     Expected,
     Named,
     combine_biases,

@@ -156,15 +156,6 @@ def strike(trouble: Trouble) -> None:
 
 
 @contextmanager
-def armed(trouble: Trouble) -> Iterator[Arm]:
-    arm = Arm(trouble)
-    try:
-        yield arm
-    finally:
-        arm.disarm()
-
-
-@contextmanager
 def intruding(
     point: str, call: Callable[[], Any], said: list[BaseException | None]
 ) -> Iterator[None]:

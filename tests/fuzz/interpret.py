@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import os
 import signal
@@ -19,8 +18,10 @@ import torch
 import torch.distributed as dist
 
 import tokenyard
-from tests.fuzz import calls, faults
-from tests.fuzz.oracle import Expected, Outcome, Report
+from tests.fuzz import calls, collectives, faults
+from tests.fuzz.expected import Expected
+from tests.fuzz.leaks import Holdings
+from tests.fuzz.oracle import Outcome, Report
 from tests.fuzz.steps import (
     BREAKING,
     Call,
@@ -78,45 +79,6 @@ def interpret(world: Any, program: Program, expected: bytes) -> Report:
     return report
 
 
-@dataclass(frozen=True, kw_only=True)
-class Holdings:
-    """What a process has of what a Buffer takes."""
-
-    descriptors: int
-    segments: int  # that are mapped
-    segment_bytes: int
-    threads: tuple[str, ...]
-
-    @classmethod
-    def now(cls) -> Holdings:
-        with open("/proc/self/maps") as file:
-            maps = [line.split()[0].split("-") for line in file if "/memfd:tokenyard" in line]
-        names = sorted(one.name for one in threading.enumerate())
-        return cls(
-            descriptors=len(os.listdir("/proc/self/fd")),
-            segments=len(maps),
-            segment_bytes=sum(int(end, 16) - int(begin, 16) for begin, end in maps),
-            threads=tuple(name for name in names if name.startswith("tokenyard")),
-        )
-
-    def grown(self, seconds: float = 4.0) -> list[str]:
-        """What there is more of than before, and stays. Gloo takes a while to let go."""
-        deadline = time.monotonic() + seconds
-        while True:
-            gc.collect()
-            now = Holdings.now()
-            more = [
-                f"{name}: {getattr(now, name)}, before {getattr(self, name)}"
-                for name in ("descriptors", "segments", "segment_bytes")
-                if getattr(now, name) > getattr(self, name)
-            ]
-            if len(now.threads) > len(self.threads):
-                more.append(f"threads: {now.threads}")
-            if not more or time.monotonic() > deadline:
-                return more
-            time.sleep(0.02)
-
-
 @dataclass
 class Rank:
     rank: int  # of the world
@@ -125,7 +87,7 @@ class Rank:
     report: Report = field(default_factory=Report)
     buffers: dict[int, tokenyard.Buffer] = field(default_factory=dict)
     results: dict[int, calls.Result] = field(default_factory=dict)
-    works: dict[int, tuple[Any, Any, Any]] = field(default_factory=dict)
+    works: dict[int, collectives.Begun] = field(default_factory=dict)
     arms: list[faults.Arm] = field(default_factory=list)
 
     def do(self, number: int, step: Step) -> None:
@@ -283,25 +245,7 @@ class Rank:
         raise AssertionError("a closed Buffer was used")
 
     def _collective(self, number: int, step: Collective, place: int) -> None:
-        group, size = _GROUPS[step.members], len(step.members)
-        mine = torch.arange(100.0 * number, 100.0 * number + size) + 10 * place
-        out = torch.zeros(size)
-        if step.kind == "all_reduce":
-            out = mine.clone()
-            work = dist.all_reduce(out, group=group, async_op=True)
-            want = sum(
-                torch.arange(100.0 * number, 100.0 * number + size) + 10 * r for r in range(size)
-            )
-        elif step.kind == "all_to_all":
-            work = dist.all_to_all_single(out, mine, group=group, async_op=True)
-            want = 100.0 * number + place + 10 * torch.arange(size)
-        elif step.kind == "broadcast":
-            out = mine.clone()
-            work = dist.broadcast(out, step.members[0], group=group, async_op=True)
-            want = torch.arange(100.0 * number, 100.0 * number + size)
-        else:
-            work, want = dist.barrier(group=group, async_op=True), out
-        self.works[number] = work, out, want
+        self.works[number] = collectives.begin(_GROUPS[step.members], step, number, place)
         if not step.is_async:
             self._end_collective(number)
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import errno
 import random
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import combinations
 
-import torch
-
 from tests.fuzz import faults
+from tests.fuzz.drawn_calls import CallDrawer, DrawnBuffer, Given
 from tests.fuzz.steps import (
     BREAKING,
     Cached,
@@ -29,9 +28,6 @@ from tests.fuzz.steps import (
     Step,
     Trouble,
 )
-from tests.transports import exchange_case, low_latency_case
-from tests.transports.exchange_case import FP8
-from tokenyard.testing import ROUTINGS
 
 # What may be left out of programs, by name. Troubles have the names of their kinds.
 TROUBLES = {  # how often, of a hundred calls
@@ -64,7 +60,6 @@ FEATURES = (
 )
 TRANSPORTS = ("direct", "ring", "collective", "hierarchical")
 COLLECTIVES = ("all_reduce", "all_to_all", "broadcast", "barrier")
-SUMMABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 BAD_INPUT = {
     Open: ("timeout", "kernels", "placement", "transport"),
     Dispatch: ("none", "dtype", "shape", "topk", "expert", "worst"),
@@ -85,44 +80,18 @@ def draw(seed: int, num_ranks: int, without: Collection[str] = ()) -> Program:
     )
 
 
-@dataclass
-class _Given:
-    """What a call gave, as far as the program still has it."""
-
-    step: Call
-    number: int
-    over: bool
-    rows: bool = True
-    handle: bool = True
-
-
-@dataclass
-class _Buffer:
-    opened: Open
-    given: list[_Given] = field(default_factory=list)
-
-    def having(self, *kinds: type, over: bool = False) -> list[_Given]:
-        return [
-            one
-            for one in self.given
-            if isinstance(one.step, kinds) and one.handle and (one.over or not over)
-        ]
-
-
-class _Drawer:
+class _Drawer(CallDrawer):
     def __init__(self, rng: random.Random, num_ranks: int, without: Collection[str]) -> None:
-        self.rng, self.without = rng, without
-        self.steps: list[Step] = []
-        self.buffers: dict[int, _Buffer] = {}
-        self.given: list[_Given] = []
+        super().__init__(rng, without)
+        self.buffers: dict[int, DrawnBuffer] = {}
         self.collectives: list[int] = []
         self.num_opened = 0
-        self.most_open = self._may("several") * rng.randint(0, 3) + 1
+        self.most_open = self.may("several") * rng.randint(0, 3) + 1
         self.groups = [
             group
             for size in range(2, num_ranks + 1)
             for group in combinations(range(num_ranks), size)
-            if size == num_ranks or self._may("groups")
+            if size == num_ranks or self.may("groups")
         ]
 
     def draw(self) -> list[Step]:
@@ -131,26 +100,26 @@ class _Drawer:
             flying = [one for one in self.given if not one.over]
             kept = [one for one in self.given if one.rows or one.handle]
             acts = {
-                self.open: 3.0 * (len(self.buffers) < self.most_open),
-                self.call: 12.0 * bool(self.buffers),
-                self.finish: 4.0 * bool(flying),
-                self.drop: 3.0 * bool(kept),
-                self.collective: 2.0 * self._may("collectives"),
-                self.end_collective: 2.0 * bool(self.collectives),
-                self.close: 1.0 * bool(self.buffers),
+                self.act_open: 3.0 * (len(self.buffers) < self.most_open),
+                self.act_call: 12.0 * bool(self.buffers),
+                self.act_finish: 4.0 * bool(flying),
+                self.act_drop: 3.0 * bool(kept),
+                self.act_collective: 2.0 * self.may("collectives"),
+                self.act_end_collective: 2.0 * bool(self.collectives),
+                self.act_close: 1.0 * bool(self.buffers),
             }
             (act,) = rng.choices(list(acts), list(acts.values()))
             act()
         while self.collectives:
-            self.end_collective()
+            self.act_end_collective()
         for one in list(self.given):
             if not one.over and rng.random() < 0.8:
-                self._finish(one)
+                self.finish(one)
         for buffer in list(self.buffers):
             self._close(buffer)
         return self.steps
 
-    def open(self) -> None:
+    def act_open(self) -> None:
         rng, number = self.rng, self.num_opened
         self.num_opened += 1
         members = rng.choice(self.groups)
@@ -161,7 +130,7 @@ class _Drawer:
             members=members,
             transport=rng.choice(TRANSPORTS),
             nodes=rng.choice([None, None, *_splits(size)]),
-            low_latency=self._may("low-latency") and rng.random() < 0.5,
+            low_latency=self.may("low-latency") and rng.random() < 0.5,
             num_experts=num_experts,
             placement=placement if rng.random() < 0.3 else None,
         )
@@ -173,67 +142,64 @@ class _Drawer:
         elif kind:
             step = replace(step, trouble=self._trouble(kind, step, Open))
         at = self._add(step)
-        self.buffers[number] = _Buffer(step)
+        self.buffers[number] = DrawnBuffer(step)
         if kind == "bad":
             del self.buffers[number]
         elif kind == "errno":
             self._last_look(number, at)
-        elif not self._may("idle") or rng.random() < 0.8:
-            self._add_call(self.buffers[number], self._dispatch(self.buffers[number]))
+        elif not self.may("idle") or rng.random() < 0.8:
+            self._add_call(self.buffers[number], self.dispatch(self.buffers[number]))
         elif rng.random() < 0.5:
             self._close(number)
 
-    def call(self) -> None:
+    def act_call(self) -> None:
         buffer = self.rng.choice(list(self.buffers.values()))
         makers = {
-            self._dispatch: 4.0,
-            self._cached: 2.0 * bool(buffer.having(Dispatch)),
-            self._combine: 3.0 * bool(buffer.having(Dispatch)),
-            self._low_dispatch: 4.0 * buffer.opened.low_latency,
-            self._low_combine: 3.0 * bool(buffer.having(LowDispatch, over=True)),
+            self.dispatch: 4.0,
+            self.cached: 2.0 * bool(buffer.having(Dispatch)),
+            self.combine: 3.0 * bool(buffer.having(Dispatch)),
+            self.low_dispatch: 4.0 * buffer.opened.low_latency,
+            self.low_combine: 3.0 * bool(buffer.having(LowDispatch, over=True)),
         }
         (make,) = self.rng.choices(list(makers), list(makers.values()))
         self._add_call(buffer, make(buffer))
 
-    def finish(self) -> None:
-        self._finish(self.rng.choice([one for one in self.given if not one.over]))
+    def act_finish(self) -> None:
+        self.finish(self.rng.choice([one for one in self.given if not one.over]))
 
-    def drop(self) -> None:
+    def act_drop(self) -> None:
         one = self.rng.choice([one for one in self.given if one.rows or one.handle])
-        if not one.over and not self._may("drops"):
-            self._finish(one)
+        if not one.over and not self.may("drops"):
+            self.finish(one)
         but_handle = one.rows and isinstance(one.step, Dispatch) and self.rng.random() < 0.6
-        self._drop(one, but_handle)
+        self.drop(one, but_handle)
 
-    def collective(self) -> None:
+    def act_collective(self) -> None:
         step = Collective(
             members=self.rng.choice(self.groups),
             kind=self.rng.choice(COLLECTIVES),
-            is_async=self._may("overlap") and self.rng.random() < 0.5,
+            is_async=self.may("overlap") and self.rng.random() < 0.5,
         )
         at = self._add(step)
         if step.is_async:
             self.collectives.append(at)
 
-    def end_collective(self) -> None:
+    def act_end_collective(self) -> None:
         self._add(EndCollective(of=self.collectives.pop(0)))
 
-    def close(self) -> None:
+    def act_close(self) -> None:
         self._close(self.rng.choice(list(self.buffers)))
-
-    def _may(self, feature: str) -> bool:
-        return feature not in self.without
 
     def _add(self, step: Step) -> int:
         self.steps.append(step)
         return len(self.steps) - 1
 
-    def _add_call(self, buffer: _Buffer, step: Call) -> None:
+    def _add_call(self, buffer: DrawnBuffer, step: Call) -> None:
         rng, opened = self.rng, buffer.opened
         step = replace(
             step,
-            inference=self._may("inference") and rng.random() < 0.15,
-            thread=self._may("threads") and rng.random() < 0.1,
+            inference=self.may("inference") and rng.random() < 0.15,
+            thread=self.may("threads") and rng.random() < 0.1,
         )
         possible = [kind for kind in TROUBLES if kind not in ("late", "thread")]
         if opened.timeout == LATE_TIMEOUT and rng.random() < 0.3:
@@ -255,7 +221,7 @@ class _Drawer:
             and opened.transport in ("collective", "hierarchical")
         ):
             # Some ranks agree on a new size first, and others do not.
-            kind = kind if self._may("order") else None
+            kind = kind if self.may("order") else None
         if kind:
             step = replace(step, trouble=self._trouble(kind, opened, type(step)))
         if kind == "errno" and isinstance(step, Dispatch) and step.x_of is None:
@@ -264,13 +230,13 @@ class _Drawer:
             step = replace(step, case=case)
         if kind == "kill":
             while self.collectives:
-                self.end_collective()
+                self.act_end_collective()
         at, fails = self._add(step), kind in BREAKING | {"bad", "mismatch"}
         if kind in BREAKING:
             self._last_look(opened.buffer, at)
         elif not fails:
             over = (not step.is_async and not getattr(step, "hook", False)) or kind == "thread"
-            one = _Given(step, at, over, handle=isinstance(step, (Dispatch, LowDispatch)))
+            one = Given(step, at, over, handle=isinstance(step, (Dispatch, LowDispatch)))
             buffer.given.append(one)
             self.given.append(one)
         if kind == "kill":
@@ -281,8 +247,8 @@ class _Drawer:
         buffer = self.buffers[number]
         for one in buffer.given:
             if not one.over:
-                self._drop(one)
-        probe = replace(self._dispatch(buffer), is_async=False, after=None, x_of=None, probes=at)
+                self.drop(one)
+        probe = replace(self.dispatch(buffer), is_async=False, after=None, x_of=None, probes=at)
         self._add(replace(probe, case=replace(probe.case, tokens=(2, 3, 1, 0), hidden=9)))
         self._close(number)
 
@@ -298,14 +264,14 @@ class _Drawer:
         buffer = self.buffers.pop(number)
         for one in buffer.given:
             if not one.over and getattr(one.step, "hook", False):
-                self._drop(one)  # a hook is of no use after this
-        self._add(Close(buffer=number, forget=self._may("unclosed") and self.rng.random() < 0.25))
+                self.drop(one)  # a hook is of no use after this
+        self._add(Close(buffer=number, forget=self.may("unclosed") and self.rng.random() < 0.25))
 
-    def _finish(self, one: _Given) -> None:
+    def finish(self, one: Given) -> None:
         self._add(Finish(of=one.number))
         one.over = True
 
-    def _drop(self, one: _Given, but_handle: bool = False) -> None:
+    def drop(self, one: Given, but_handle: bool = False) -> None:
         self._add(Drop(of=one.number, but_handle=but_handle))
         one.rows, one.handle, one.over = False, one.handle and but_handle, True
         if not one.handle:
@@ -316,7 +282,7 @@ class _Drawer:
     def _trouble_kind(self, possible: list[str]) -> str | None:
         """At most one kill a program: it costs a start of all processes."""
         for kind in possible:
-            if self._may(kind) and self.rng.random() < TROUBLES[kind] / 100:
+            if self.may(kind) and self.rng.random() < TROUBLES[kind] / 100:
                 return kind
         return None
 
@@ -337,128 +303,6 @@ class _Drawer:
             what, nth = rng.choice(points), rng.choice([0, 0, 0, 1, 2])
             return replace(trouble, what=what, nth=nth, number=seconds)
         return trouble
-
-    def _how(self, buffer: _Buffer, of: _Given | None = None) -> dict[str, object]:
-        """Whether a call is asynchronous, and what it comes after: what it needs, or anything."""
-        is_async = self._may("async") and self.rng.random() < 0.5
-        if of is not None and not of.over:
-            return {"is_async": is_async, "buffer": buffer.opened.buffer, "after": of.number}
-        events = [one.number for one in self.given if one.step.is_async and not one.over]
-        chained = bool(events) and self._may("chains") and self.rng.random() < 0.3
-        after = self.rng.choice(events) if chained else None
-        return {"is_async": is_async, "buffer": buffer.opened.buffer, "after": after}
-
-    def _usable(self, found: list[_Given]) -> list[_Given]:
-        """Whose rows can be given to a call, on their way too if calls may be chained."""
-        return [one for one in found if one.rows and (one.over or self._may("chains"))]
-
-    def _dispatch(self, buffer: _Buffer) -> Dispatch:
-        rng, opened = self.rng, buffer.opened
-        sums = [one for one in buffer.given if isinstance(one.step, Combine)]
-        source = rng.choice([None, *self._usable(sums)])
-        num_experts = opened.num_experts
-        most = 2000 if rng.random() < 0.002 else rng.choice([3, 12, 12, 40])
-        tokens = [rng.choice([0, rng.randint(0, most), most]) for _ in opened.members]
-        if most == 2000:  # the specification takes a second for each thousand
-            tokens = [2000] + [3] * (len(tokens) - 1)
-        case = exchange_case.Case(
-            num_ranks=len(opened.members),
-            tokens=tuple(tokens),
-            hidden=rng.choice([1, 7, 16, 40, 64, 130, 512, 4000]),
-            num_topk=rng.randint(1, min(4, num_experts)),
-            num_experts=num_experts,
-            dtype=rng.choice([*SUMMABLE, FP8]),
-            kind=rng.choice(ROUTINGS),
-            placement=opened.placement,
-            ranks_per_node=opened.nodes,
-            expert_alignment=rng.choice([1, 1, 16]),
-            worst=rng.random() < 0.2,
-            strided=rng.random() < 0.2,
-            num_sms=rng.choice([20, 20, 4]),
-        )
-        if source is not None:
-            was = self._case_of(buffer, source.step.handle)
-            case = replace(case, tokens=was.tokens, hidden=was.hidden, dtype=was.sum_dtype)
-            case = replace(case, strided=False)
-        return Dispatch(
-            **self._how(buffer, source),
-            case=case,
-            x_of=None if source is None else source.number,
-            peek=rng.random() < 0.2,
-        )
-
-    def _case_of(self, buffer: _Buffer, handle: int) -> exchange_case.Case:
-        step = self.steps[handle]
-        assert isinstance(step, Dispatch)
-        return step.case
-
-    def _cached(self, buffer: _Buffer) -> Cached:
-        of = self.rng.choice(buffer.having(Dispatch))
-        return Cached(**self._how(buffer), handle=of.number)
-
-    def _combine(self, buffer: _Buffer) -> Combine:
-        rng, of = self.rng, self.rng.choice(buffer.having(Dispatch))
-        same = [
-            one
-            for one in buffer.given
-            if one is of or (isinstance(one.step, Cached) and one.step.handle == of.number)
-        ]
-        received = self._usable(same) if of.step.case.dtype != FP8 else []
-        rows = rng.choice(["own", "buffer", *received])
-        source = rows if isinstance(rows, _Given) else None
-        return Combine(
-            **self._how(buffer, source),
-            handle=of.number,
-            rows=rows if source is None else source.number,
-            weights=rng.random() < 0.4,
-            num_biases=rng.choice([0, 0, 1, 2]),
-        )
-
-    def _low_how(self, buffer: _Buffer, kind: type) -> dict[str, object]:
-        """There are two places for each kind of call: what was sent but one before is received."""
-        earlier = [one for one in buffer.given if isinstance(one.step, kind) and not one.over]
-        for one in earlier[:-1] if earlier else []:
-            self._finish(one)
-        ways = ["now", *(["hook", "async"] if self._may("async") else [])]
-        how = self.rng.choice(ways)
-        return {
-            "buffer": buffer.opened.buffer,
-            "is_async": how == "async",
-            "hook": how == "hook",
-        }
-
-    def _low_dispatch(self, buffer: _Buffer) -> LowDispatch:
-        rng, opened = self.rng, buffer.opened
-        alive = [one for one in buffer.given if isinstance(one.step, LowDispatch) and one.rows]
-        for one in alive[:-1]:
-            if not one.over and not self._may("drops"):
-                self._finish(one)
-            self._drop(one)
-        how = self._low_how(buffer, LowDispatch)
-        fp8 = rng.choice([(False,) * 3, (False,) * 3, (True, False, False), (True, True, True)])
-        plain = rng.choice([1, 7, 40, 130, 512])
-        most, dtypes = rng.choice([1, 4, 8, 20]), SUMMABLE[1:] if fp8[0] else SUMMABLE
-        case = low_latency_case.Case(
-            num_ranks=len(opened.members),
-            tokens=tuple(rng.randint(0, most) for _ in opened.members),
-            num_max=most,
-            hidden=512 if fp8[0] else plain,
-            num_topk=rng.randint(1, min(4, opened.num_experts)),
-            num_experts=opened.num_experts,
-            dtype=rng.choice(dtypes),
-            kind=rng.choice(ROUTINGS),
-            placement=opened.placement,
-            fp8=fp8,
-        )
-        return LowDispatch(**how, case=case)
-
-    def _low_combine(self, buffer: _Buffer) -> LowCombine:
-        of = self.rng.choice(buffer.having(LowDispatch, over=True))
-        how = self._low_how(buffer, LowCombine)
-        chance = self.rng.random
-        return LowCombine(
-            **how, handle=of.number, zero_copy=chance() < 0.3, given_out=chance() < 0.3
-        )
 
 
 def _splits(size: int) -> list[int | tuple[int, ...]]:

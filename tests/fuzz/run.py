@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+from tests.fuzz.expected import expect
 from tests.fuzz.interpret import get_ready, interpret
-from tests.fuzz.oracle import expect, judge
+from tests.fuzz.oracle import judge
 from tests.fuzz.programs import draw
 from tests.fuzz.steps import Program
 from tokenyard.testing import Processes, RankFailed
