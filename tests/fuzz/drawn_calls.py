@@ -108,11 +108,12 @@ class CallDrawer:
             was = self._case_of(buffer, source.step.handle)
             case = replace(case, tokens=was.tokens, hidden=was.hidden, dtype=was.sum_dtype)
             case = replace(case, strided=False)
+        how = self._how(buffer, source)
         return Dispatch(
-            **self._how(buffer, source),
+            **how,
             case=case,
             x_of=None if source is None else source.number,
-            peek=rng.random() < 0.2,
+            peek=rng.random() < 0.2 and (self.may("peek") or not how["is_async"]),
         )
 
     def _case_of(self, buffer: DrawnBuffer, handle: int) -> exchange_case.Case:

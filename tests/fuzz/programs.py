@@ -33,14 +33,14 @@ from tests.fuzz.steps import (
 TROUBLES = {  # how often, of a hundred calls
     "bad": 4.0,
     "mismatch": 1.5,
-    "order": 0.3,
-    "event": 0.4,
+    "order": 0.5,
+    "event": 0.6,
     "thread": 1.5,
     "stall": 10.0,
     "errno": 3.0,
-    "raise": 0.8,
+    "raise": 1.0,
     "leave": 0.8,
-    "late": 0.06,
+    "late": 1.0,
     "kill": 0.3,
 }
 FEATURES = (
@@ -50,6 +50,7 @@ FEATURES = (
     "async",
     "drops",  # results that are dropped while they are on their way
     "chains",  # previous_event
+    "peek",  # handles that are read while their rows are on their way
     "inference",
     "threads",  # calls on other threads, one after the other
     "collectives",  # of the user's, between calls
@@ -68,7 +69,7 @@ BAD_INPUT = {
     LowDispatch: ("none", "dtype", "shape", "topk", "expert"),
     LowCombine: ("none", "dtype", "shape", "handle"),
 }
-LATE_TIMEOUT, LATE_STALL = 1.5, 4.0  # seconds
+LATE_TIMEOUT, LATE_STALL = 3.0, 7.0  # seconds
 
 
 def draw(seed: int, num_ranks: int, without: Collection[str] = ()) -> Program:
@@ -137,6 +138,9 @@ class _Drawer(CallDrawer):
         if step.transport == "hierarchical" and step.nodes is None:
             step = replace(step, nodes=rng.choice(_splits(size)))
         kind = self._trouble_kind(["bad", "stall", "errno", "late"])
+        idle = self.may("idle") and rng.random() < 0.15
+        if idle and kind is None and self.may("stall") and rng.random() < 0.5:
+            kind = "stall"  # somebody opens it later than others close it
         if kind == "late":  # befalls a later call
             step = replace(step, timeout=LATE_TIMEOUT)
         elif kind:
@@ -147,10 +151,10 @@ class _Drawer(CallDrawer):
             del self.buffers[number]
         elif kind == "errno":
             self._last_look(number, at)
-        elif not self.may("idle") or rng.random() < 0.8:
-            self._add_call(self.buffers[number], self.dispatch(self.buffers[number]))
-        elif rng.random() < 0.5:
+        elif idle:
             self._close(number)
+        else:
+            self._add_call(self.buffers[number], self.dispatch(self.buffers[number]))
 
     def act_call(self) -> None:
         buffer = self.rng.choice(list(self.buffers.values()))

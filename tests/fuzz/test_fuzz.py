@@ -15,6 +15,7 @@ UNFINISHED: tuple[str, ...] = (
     "async",
     "drops",
     "chains",
+    "peek",
     "inference",
     "overlap",
     "unclosed",
