@@ -1,0 +1,306 @@
+"""The calls of a program as a user makes them, with what is wrong on one rank if it is to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tokenyard
+from tests.fuzz.expected import (
+    Expected,
+    Named,
+    combine_biases,
+    combine_rows,
+    combine_weights,
+)
+from tests.fuzz.steps import (
+    Cached,
+    Call,
+    Combine,
+    Dispatch,
+    LowCombine,
+    LowDispatch,
+    Open,
+    Program,
+    Trouble,
+)
+from tests.transports import exchange_case, low_latency_case
+from tokenyard.events import EventOverlap
+from tokenyard.spec import LowLatencyReceived
+from tokenyard.testing import assert_same
+
+SENDS = {LowDispatch: "send_dispatch", LowCombine: "send_combine"}  # points of `faults`
+
+
+@dataclass
+class Result:
+    """What a call gave: tensors and lists by name, or how to get them once they are there."""
+
+    named: dict[str, Any] = field(default_factory=dict)
+    handle: Any = None
+    event: EventOverlap | None = None
+    hook: Callable[[], None] | None = None
+    is_over: bool = False
+
+    @property
+    def is_later(self) -> bool:
+        return self.event is not None or self.hook is not None
+
+    def finish(self) -> None:
+        if self.hook is not None:
+            self.hook()
+        if self.event is not None:
+            self.event.current_stream_wait()
+        self.is_over = True
+
+    def problem(self, want: Named) -> str | None:
+        """What differs from what `spec` says."""
+        try:
+            for name, value in want.items():
+                got = self.named[name]
+                if isinstance(value, LowLatencyReceived):
+                    _check_slots(got, value)
+                else:
+                    assert_same(got() if callable(got) else got, value, name)
+        except AssertionError as error:
+            return str(error)
+        return None
+
+
+def _check_slots(got: Any, want: LowLatencyReceived) -> None:
+    x, scales, count, src_info, layout_range = got
+    assert_same(count, want.count, "count")
+    assert_same(layout_range, want.layout_range, "layout_range")
+    for local, rows in enumerate(count.tolist()):
+        assert_same(x[local, :rows], want.x[local, :rows], f"x of local expert {local}")
+        assert_same(src_info[local, :rows], want.src_info[local, :rows], "src_info")
+        if want.scales is not None:
+            assert_same(scales[local, :rows], want.scales[local, :rows], "scales")
+
+
+@dataclass
+class Scene:
+    """Where a rank is in a program."""
+
+    program: Program
+    expected: Expected
+    results: dict[int, Result]
+    number: int  # of the step
+    place: int  # the rank in its group
+
+
+def buffer_options(step: Open, mine: Trouble | None) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "transport": step.transport,
+        "ranks_per_node": list(step.nodes) if isinstance(step.nodes, tuple) else step.nodes,
+        "low_latency_mode": step.low_latency,
+        "timeout": step.timeout,
+        "placement": None if step.placement is None else torch.tensor(step.placement),
+    }
+    if mine is not None and mine.kind == "bad":
+        bad = {"timeout": -1, "kernels": "nimble", "placement": torch.tensor([9]), "transport": "x"}
+        options[mine.what] = bad[mine.what]
+    return options
+
+
+def call(
+    buffer: tokenyard.Buffer,
+    scene: Scene,
+    step: Call,
+    event: EventOverlap | None,
+    mine: Trouble | None,
+) -> Result:
+    if mine is not None and mine.kind == "order":
+        return _out_of_order(buffer, scene, step)
+    if isinstance(step, LowDispatch):
+        return _low_dispatch(buffer, scene, step, mine)
+    if isinstance(step, LowCombine):
+        return _low_combine(buffer, scene, step, mine)
+    options = {"previous_event": event, "async_finish": step.is_async}
+    if isinstance(step, Combine):
+        return _combine(buffer, scene, step, mine, options)
+    if isinstance(step, Cached):
+        return _cached(buffer, scene, step, mine, options)
+    return _dispatch(buffer, scene, step, mine, options)
+
+
+def _later(event: EventOverlap) -> EventOverlap | None:
+    return None if event.event is None else event
+
+
+def _spoil(mine: Trouble | None, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What the culprit gives instead. Every kind of bad input is bad for the calls that draw it."""
+    if mine is None or mine.kind not in ("bad", "mismatch"):
+        return arguments
+    given = arguments["x"]
+    x = given[0] if isinstance(given, tuple) else given
+    wider = torch.zeros(*x.shape[:-1], x.shape[-1] + 512, dtype=x.dtype)
+    plain = {"bias": None} if "bias" in arguments else {}
+    changes: dict[str, Any] = {
+        "": {"x": (wider, given[1]) if isinstance(given, tuple) else wider, **plain},
+        "none": {"x": None},
+        "dtype": {"x": torch.zeros(x.shape, dtype=torch.int64)},
+        "shape": {"x": x[None]},
+        "tokens": {"x": torch.zeros(x.shape[0] + 1, x.shape[1], dtype=x.dtype)},
+        "handle": {"handle": 7},
+        "worst": {"num_worst_tokens": -1},
+        "topk": {"topk_idx": "topk_idx" in arguments and arguments["topk_idx"].int()},
+    }
+    if mine.what == "expert":
+        topk_idx = arguments["topk_idx"].clone()
+        changes["expert"] = changes["topk"]
+        if len(topk_idx):
+            topk_idx[-1, -1] = arguments["num_experts"]
+            changes["expert"] = {"topk_idx": topk_idx}
+    return {**arguments, **changes[mine.what]}
+
+
+def _dispatch(
+    buffer: tokenyard.Buffer,
+    scene: Scene,
+    step: Dispatch,
+    mine: Trouble | None,
+    options: dict[str, Any],
+) -> Result:
+    case = step.case
+    given = exchange_case.inputs(case, scene.place, scene.number)
+    x: Any = given.x if given.scales is None else (given.x, given.scales)
+    if step.x_of is not None:
+        x = scene.results[step.x_of].named["x"]
+    arguments = {
+        "x": x,
+        "topk_idx": given.topk_idx,
+        "topk_weights": given.topk_weights,
+        "num_experts": case.num_experts,
+        "expert_alignment": case.expert_alignment,
+        "num_worst_tokens": case.worst_tokens(),
+        "config": tokenyard.Config(case.num_sms),
+        **options,
+    }
+    got = buffer.dispatch(**_spoil(mine, arguments))
+    handle = got.handle
+    named = {
+        "topk_idx": got.recv_topk_idx,
+        "topk_weights": got.recv_topk_weights,
+        "per_expert": got.num_recv_tokens_per_expert_list,
+        "src_idx": handle.recv_src_idx,
+    }
+    named["x"], named["scales"] = (
+        got.recv_x if isinstance(got.recv_x, tuple) else (got.recv_x, None)
+    )
+    if step.peek:
+        named["rank_prefix_matrix"], _, named["recv_channel_prefix_matrix"], *_ = handle
+        named["send_head"] = handle[5]
+    return Result(named, handle, _later(got.event))
+
+
+def _cached(
+    buffer: tokenyard.Buffer,
+    scene: Scene,
+    step: Cached,
+    mine: Trouble | None,
+    options: dict[str, Any],
+) -> Result:
+    case = scene.program.steps[step.handle].case
+    given = exchange_case.inputs(case, scene.place, scene.number)
+    x: Any = given.x if given.scales is None else (given.x, given.scales)
+    arguments = {"x": x, "handle": scene.results[step.handle].handle, **options}
+    got = buffer.dispatch(**_spoil(mine, arguments))
+    recv_x, scales = got.recv_x if isinstance(got.recv_x, tuple) else (got.recv_x, None)
+    return Result({"x": recv_x, "scales": scales}, None, _later(got.event))
+
+
+def _combine(
+    buffer: tokenyard.Buffer,
+    scene: Scene,
+    step: Combine,
+    mine: Trouble | None,
+    options: dict[str, Any],
+) -> Result:
+    case, number, place = scene.program.steps[step.handle].case, scene.number, scene.place
+    handle = scene.results[step.handle].handle
+    num_rows = scene.expected[step.handle][place]["x"].shape[0]
+    if isinstance(step.rows, int):
+        x = scene.results[step.rows].named["x"]
+    else:
+        x = combine_rows(case, number, place, num_rows)
+        if step.rows == "buffer":
+            x = buffer.get_next_combine_buffer(handle).copy_(x)
+    biases = combine_biases(case, number, place, step.num_biases)
+    arguments = {
+        "x": x,
+        "handle": handle,
+        "topk_weights": combine_weights(case, number, place, num_rows) if step.weights else None,
+        "bias": tuple(biases) if len(biases) > 1 else next(iter(biases), None),
+        **options,
+    }
+    got = buffer.combine(**_spoil(mine, arguments))
+    return Result({"x": got.x, "weights": got.topk_weights}, None, _later(got.event))
+
+
+def _low_dispatch(
+    buffer: tokenyard.Buffer, scene: Scene, step: LowDispatch, mine: Trouble | None
+) -> Result:
+    case = step.case
+    x, topk_idx, _ = low_latency_case.inputs(case, scene.place, scene.number)
+    arguments = {
+        "x": x,
+        "topk_idx": topk_idx,
+        "num_max_dispatch_tokens_per_rank": case.num_max,
+        "num_experts": case.num_experts,
+        **case.options,
+        "async_finish": step.is_async,
+        "return_recv_hook": step.hook,
+    }
+    got = buffer.low_latency_dispatch(**_spoil(mine, arguments))
+    x.fill_(77)  # it is the user's again
+    recv_x, scales = got.recv_x if case.fp8[0] else (got.recv_x, None)
+    slots = recv_x, scales, got.recv_count, got.handle[0], got.handle[1]
+    return Result({"received": slots}, got.handle, _later(got.event), got.hook)
+
+
+def _low_combine(
+    buffer: tokenyard.Buffer, scene: Scene, step: LowCombine, mine: Trouble | None
+) -> Result:
+    case, place = scene.program.steps[step.handle].case, scene.place
+    _, topk_idx, weights = low_latency_case.inputs(case, place, step.handle)
+    handle, sent = scene.results[step.handle].handle, scene.expected[step.handle][place]["received"]
+    y = low_latency_case.experts(case, place, sent.x, sent.scales, sent.count)
+    if step.zero_copy:
+        y = _as_shared(buffer, handle, y)
+    out = torch.full((len(topk_idx), case.hidden), 5.0, dtype=y.dtype) if step.given_out else None
+    arguments = {
+        "x": y,
+        "topk_idx": topk_idx,
+        "topk_weights": weights,
+        "handle": handle,
+        "zero_copy": step.zero_copy,
+        "out": out,
+        "async_finish": step.is_async,
+        "return_recv_hook": step.hook,
+    }
+    got = buffer.low_latency_combine(**_spoil(mine, arguments))
+    if not step.zero_copy:
+        y.fill_(55)
+    topk_idx.fill_(0)
+    return Result({"x": got.combined_x}, None, _later(got.event), got.hook)
+
+
+def _as_shared(buffer: tokenyard.Buffer, handle: Any, y: Tensor) -> Tensor:
+    return buffer.get_next_low_latency_combine_buffer(handle).copy_(y)
+
+
+def _out_of_order(buffer: tokenyard.Buffer, scene: Scene, step: Call) -> Result:
+    """A call of the other mode, or, in the low-latency mode, of another size."""
+    x, topk_idx = torch.ones(2, 128), torch.zeros(2, 1, dtype=torch.int64)
+    num_experts = scene.program.opened(step.buffer).num_experts
+    if isinstance(step, (LowDispatch, LowCombine)) and scene.number % 2:
+        weights = torch.ones(2, 1)
+        buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights, num_experts=num_experts)
+    else:
+        buffer.low_latency_dispatch(x, topk_idx, 50, num_experts)
+    return Result(is_over=True)

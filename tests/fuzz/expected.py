@@ -1,0 +1,170 @@
+"""What every call of a program gives on every rank, from `spec`, which sees all ranks at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.fuzz.steps import Cached, Combine, Dispatch, LowCombine, LowDispatch, Program
+from tests.transports import exchange_case, low_latency_case
+from tokenyard import spec
+from tokenyard.testing import numbered_tokens
+
+Named = dict[str, Any]
+Expected = dict[int, list[Named]]  # by step and rank of the group
+
+
+def combine_rows(case: exchange_case.Case, step: int, rank: int, num_rows: int) -> Tensor:
+    """What the experts of a rank made, if not of what it received."""
+    first = 5_000_000 + 40_000 * step + 10_000 * rank
+    return numbered_tokens(num_rows, case.hidden, first=first, dtype=case.sum_dtype)
+
+
+def combine_weights(case: exchange_case.Case, step: int, rank: int, num_rows: int) -> Tensor:
+    first = 9_000_000 + 40_000 * step + 10_000 * rank
+    return numbered_tokens(num_rows, case.num_topk, first=first, dtype=torch.float32)
+
+
+def combine_biases(case: exchange_case.Case, step: int, rank: int, num_biases: int) -> list[Tensor]:
+    return [
+        numbered_tokens(
+            case.num_tokens(rank), case.hidden, first=10_000 * (rank + 4 * n), dtype=case.sum_dtype
+        )
+        for n in range(step, step + num_biases)
+    ]
+
+
+def expect(program: Program) -> Expected:
+    makers = {
+        Dispatch: _dispatch,
+        Cached: _cached,
+        Combine: _combine,
+        LowDispatch: _low_dispatch,
+        LowCombine: _low_combine,
+    }
+    expected: Expected = {}
+    for number, step in enumerate(program.steps):
+        if type(step) in makers:
+            expected[number] = makers[type(step)](program, expected, number, step)
+    return expected
+
+
+def _dispatch(program: Program, known: Expected, number: int, step: Dispatch) -> list[Named]:
+    case, ranks = step.case, range(step.case.num_ranks)
+    given = [exchange_case.inputs(case, rank, number) for rank in ranks]
+    xs = [one.x for one in given]
+    if step.x_of is not None:
+        xs = [one["x"] for one in known[step.x_of]]
+    layouts = [spec.layout(one.topk_idx, case.world) for one in given]
+    received = spec.dispatch(
+        xs,
+        layouts,
+        case.world,
+        topk_idxs=[one.topk_idx for one in given],
+        topk_weights=[one.topk_weights for one in given],
+        scales=[one.scales for one in given] if case.dtype == exchange_case.FP8 else None,
+        expert_alignment=case.expert_alignment,
+    )
+    notices = spec.notify(layouts, max(1, case.num_sms // 2)) if step.peek else None
+    answers = []
+    for rank, got in enumerate(received):
+        named: Named = {
+            "x": _padded(case, got.x, 0),
+            "topk_idx": _padded(case, got.topk_idx, -1),
+            "topk_weights": _padded(case, got.topk_weights, 0),
+            "src_idx": _padded(case, got.src_idx, -1),
+            "per_expert": [] if case.worst else got.num_tokens_per_expert,
+        }
+        if got.scales is not None:
+            named["scales"] = _padded(case, got.scales, 0)
+        if notices is not None:
+            named["send_head"] = notices[rank].send_head
+            for name in ("rank_prefix_matrix", "recv_channel_prefix_matrix"):
+                one_node = case.world.num_nodes == 1
+                named[name] = getattr(notices[rank], name) if one_node else None
+        answers.append(named)
+    return answers
+
+
+def _padded(case: exchange_case.Case, rows: Tensor, mark: int) -> Tensor:
+    """With num_worst_tokens rows of zeros, or ids of -1, follow those that were sent."""
+    if not case.worst:
+        return rows
+    shape = case.worst_tokens() - rows.shape[0], *rows.shape[1:]
+    return torch.cat([rows, torch.full(shape, mark).to(rows.dtype)])
+
+
+def _case(program: Program, step: Cached | Combine) -> exchange_case.Case:
+    made = program.steps[step.handle]
+    assert isinstance(made, Dispatch)
+    return made.case
+
+
+def _layouts(case: exchange_case.Case, number: int) -> list[Any]:
+    return [
+        spec.layout(exchange_case.inputs(case, rank, number).topk_idx, case.world)
+        for rank in range(case.num_ranks)
+    ]
+
+
+def _cached(program: Program, known: Expected, number: int, step: Cached) -> list[Named]:
+    case = _case(program, step)
+    given = [exchange_case.inputs(case, rank, number) for rank in range(case.num_ranks)]
+    fp8 = case.dtype == exchange_case.FP8
+    received = spec.dispatch(
+        [one.x for one in given],
+        _layouts(case, step.handle),
+        case.world,
+        scales=[one.scales for one in given] if fp8 else None,
+    )
+    return [
+        {"x": _padded(case, one.x, 0), **({"scales": _padded(case, one.scales, 0)} if fp8 else {})}
+        for one in received
+    ]
+
+
+def _combine(program: Program, known: Expected, number: int, step: Combine) -> list[Named]:
+    case, ranks = _case(program, step), range(_case(program, step).num_ranks)
+    rows = [one["x"].shape[0] for one in known[step.handle]]
+    layouts = _layouts(case, step.handle)
+    ys = [combine_rows(case, number, rank, rows[rank]) for rank in ranks]
+    if isinstance(step.rows, int):
+        ys = [one["x"] for one in known[step.rows]]
+    biases = [combine_biases(case, number, rank, step.num_biases) for rank in ranks]
+    sums = spec.combine(ys, layouts, case.world, biases=biases)
+    answers: list[Named] = [{"x": one} for one in sums]
+    if step.weights:
+        given = [combine_weights(case, number, rank, rows[rank]) for rank in ranks]
+        for answer, weights in zip(answers, spec.combine(given, layouts, case.world)):
+            answer["weights"] = weights
+    return answers
+
+
+def _low_dispatch(program: Program, known: Expected, number: int, step: LowDispatch) -> list[Named]:
+    case = step.case
+    given = [low_latency_case.inputs(case, rank, number) for rank in range(case.num_ranks)]
+    got = spec.low_latency_dispatch(
+        [one[0] for one in given],
+        [one[1] for one in given],
+        case.world,
+        case.num_max,
+        **case.options,
+    )
+    return [{"received": one} for one in got]
+
+
+def _low_combine(program: Program, known: Expected, number: int, step: LowCombine) -> list[Named]:
+    made = program.steps[step.handle]
+    assert isinstance(made, LowDispatch)
+    case, received = made.case, [one["received"] for one in known[step.handle]]
+    given = [low_latency_case.inputs(case, rank, step.handle) for rank in range(case.num_ranks)]
+    ys = [
+        low_latency_case.experts(case, rank, one.x, one.scales, one.count)
+        for rank, one in enumerate(received)
+    ]
+    sums = spec.low_latency_combine(
+        ys, [one[1] for one in given], [one[2] for one in given], received, case.world
+    )
+    return [{"x": one} for one in sums]

@@ -1,0 +1,180 @@
+"""What goes wrong on purpose, in the process of one rank: stalls, exceptions, errors, death.
+
+The two tables are all that this fuzzer knows of the library's inside. A name that is no longer
+there raises when it is looked up.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from tests.fuzz.steps import Trouble
+
+_SHARED = ("direct", "ring", "hierarchical")  # transports on which ranks have a Team
+_GLOO = ("collective", "hierarchical")
+_ALL = ("direct", "ring", "collective", "hierarchical")
+
+# Where a stall, an exception or a death may come: the module, the name in it, and the transports
+# whose calls pass there; "low" for those of the low-latency mode alone.
+POINTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "Agreement.meet": ("tokenyard.agreement", "Agreement.meet", _ALL),
+    "Team.exchange": ("tokenyard.transports.team", "Team.exchange", _SHARED),
+    "Team.meet": ("tokenyard.transports.team", "Team.meet", ("direct", "hierarchical")),
+    "Team.memory": ("tokenyard.transports.team", "Team.memory", (*_SHARED, "low")),
+    "attach": ("tokenyard.transports.team", "attach", (*_SHARED, "low")),
+    "Pool.take": ("tokenyard.transports.symmetric", "Pool.take", ("direct", "hierarchical")),
+    "Worker._do": ("tokenyard.events", "Worker._do", _ALL),
+    "scatter": ("tokenyard.kernels.numba", "scatter", ("direct",)),
+    "reduce_at": ("tokenyard.kernels.numba", "reduce_at", ("direct",)),
+    "ring_dispatch": ("tokenyard.kernels.numba", "ring_dispatch", ("ring",)),
+    "ring_combine": ("tokenyard.kernels.numba", "ring_combine", ("ring",)),
+    "pack": ("tokenyard.kernels.numba", "pack", _GLOO),
+    "Rails.stream": ("tokenyard.transports.rails", "Rails.stream", ("hierarchical",)),
+    "gloo": ("tokenyard.transports.torch_group", "_TorchExchange.start", _GLOO),
+    "send_dispatch": ("tokenyard.transports.shared_slots", "SharedSlots.send_dispatch", ("low",)),
+    "receive_dispatch": (
+        "tokenyard.transports.shared_slots",
+        "SharedSlots.receive_dispatch",
+        ("low",),
+    ),
+    "send_combine": ("tokenyard.transports.shared_slots", "SharedSlots.send_combine", ("low",)),
+    "receive_combine": (
+        "tokenyard.transports.shared_slots",
+        "SharedSlots.receive_combine",
+        ("low",),
+    ),
+    "travel": ("tokenyard.transports.exchanged_slots", "ExchangedSlots.travel", _GLOO),
+}
+
+# System calls as the library makes them, and the module it makes them through.
+_SYSTEM: dict[str, str] = {
+    "memfd_create": "os",
+    "posix_fallocate": "os",
+    "open": "os",
+    "pidfd_open": "os",
+    "mmap": "mmap",
+    "fcntl": "fcntl",
+}
+SYSTEM_CALLS = tuple(_SYSTEM)
+
+
+class Interrupted(BaseException):
+    """Out of a signal handler, as KeyboardInterrupt is."""
+
+
+class Injected(RuntimeError):
+    """On a thread that takes no signals."""
+
+
+def points_of(transport: str, low_latency: bool) -> list[str]:
+    shared = transport in ("direct", "ring")
+    if low_latency:
+        return [
+            name
+            for name, (*_, where) in POINTS.items()
+            if ("low" in where if shared else name in ("gloo", "travel", "Agreement.meet"))
+        ]
+    return [name for name, (*_, where) in POINTS.items() if transport in where]
+
+
+class Arm:
+    """A trouble that waits to be met."""
+
+    _armed: ClassVar[dict[str, list[Arm]]] = {}  # by point
+    _honest: ClassVar[dict[str, Any]] = {}  # what was there before
+
+    def __init__(self, trouble: Trouble, act: Callable[[], None] | None = None) -> None:
+        self.trouble, self.fired = trouble, False
+        self._act = act or functools.partial(strike, trouble)
+        self._passed, self._lock = 0, threading.Lock()
+        others = Arm._armed.setdefault(trouble.what, [])
+        if not others:
+            _replace(trouble.what)
+        others.append(self)
+
+    def disarm(self) -> None:
+        others = Arm._armed[self.trouble.what]
+        if self in others:
+            others.remove(self)
+            if not others:
+                holder, name = _find(self.trouble.what)
+                setattr(holder, name, Arm._honest.pop(self.trouble.what))
+
+    def meet(self) -> None:
+        with self._lock:
+            self._passed += 1
+            if self.fired or self._passed <= self.trouble.nth:
+                return
+            self.fired = True
+        self._act()
+
+
+def _find(point: str) -> tuple[Any, str]:
+    """What holds the function of a point, and its name there."""
+    module, path = (_SYSTEM[point], point) if point in _SYSTEM else POINTS[point][:2]
+    *parents, name = path.split(".")
+    holder = functools.reduce(getattr, parents, importlib.import_module(module))
+    return holder, name
+
+
+def _replace(point: str) -> None:
+    """By a function that meets what is armed. Of system calls only the library's count."""
+    holder, name = _find(point)
+    real = Arm._honest[point] = getattr(holder, name)
+
+    @functools.wraps(real, updated=())
+    def instead(*args: Any, **options: Any) -> Any:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if point not in _SYSTEM or caller.startswith("tokenyard."):
+            for arm in list(Arm._armed[point]):
+                arm.meet()
+        return real(*args, **options)
+
+    setattr(holder, name, instead)
+
+
+def strike(trouble: Trouble) -> None:
+    if trouble.kind in ("stall", "late"):
+        time.sleep(trouble.number)
+    elif trouble.kind == "errno":
+        raise OSError(int(trouble.number), os.strerror(int(trouble.number)))
+    elif trouble.kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif threading.current_thread() is threading.main_thread():
+        raise Interrupted("a signal handler raises")
+    else:
+        raise Injected("a thread raises")
+
+
+@contextmanager
+def intruding(
+    point: str, call: Callable[[], Any], said: list[BaseException | None]
+) -> Iterator[None]:
+    """When this thread passes the point, another one makes a call of its own, and is waited for."""
+
+    def intrude() -> None:
+        try:
+            call()
+            said.append(None)
+        except BaseException as error:
+            said.append(error)
+
+    def act() -> None:
+        thread = threading.Thread(target=intrude, name="fuzz-intruder")
+        thread.start()
+        thread.join(3)
+
+    arm = Arm(Trouble(kind="thread", rank=0, what=point), act)
+    try:
+        yield
+    finally:
+        arm.disarm()

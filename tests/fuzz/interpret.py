@@ -1,0 +1,284 @@
+"""One rank's way through a program: it makes the calls, and notes what came of them."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import tokenyard
+from tests.fuzz import calls, collectives, faults
+from tests.fuzz.expected import Expected
+from tests.fuzz.leaks import Holdings
+from tests.fuzz.oracle import Outcome, Report
+from tests.fuzz.steps import (
+    BREAKING,
+    Call,
+    Close,
+    Collective,
+    Drop,
+    EndCollective,
+    Finish,
+    LowCombine,
+    LowDispatch,
+    Open,
+    Program,
+    Step,
+    Trouble,
+)
+from tests.transports import exchange_case, low_latency_case
+from tests.transports.exchange_case import FP8
+from tokenyard.events import EventHandle, EventOverlap
+from tokenyard.transports import available
+
+# Made once a process, since all processes must make them together.
+_GROUPS: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+def get_ready(world: Any) -> None:
+    """Make every group that programs may use, connect its ranks, and load kernels."""
+    for size in range(2, world.size() + 1):
+        for members in combinations(range(world.size()), size):
+            group = dist.new_group(list(members))
+            if world.rank() in members:
+                _GROUPS[members] = group
+                mine = torch.zeros(size)
+                dist.all_to_all_single(torch.zeros(size), mine, group=group)
+                dist.all_reduce(mine, group=group)
+    for transport in available():  # kernels are compiled, or loaded, for every dtype
+        some = {"num_ranks": world.size(), "transport": transport, "ranks_per_node": 1}
+        for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, FP8):
+            exchange_case.job(world, exchange_case.Case(dtype=dtype, num_biases=1, **some))
+            if dtype != FP8:
+                low_latency_case.job(world, low_latency_case.Case(dtype=dtype, rounds=1, **some))
+        for fp8 in ((True, False, False), (True, True, True)):
+            more = {"hidden": 512, "sum_dtype": torch.bfloat16, "rounds": 1, **some}
+            low_latency_case.job(world, low_latency_case.Case(fp8=fp8, **more))
+
+
+def interpret(world: Any, program: Program, expected: bytes) -> Report:
+    before = Holdings.now()
+    rank = Rank(world.rank(), program, torch.load(io.BytesIO(expected), weights_only=False))
+    for number, step in enumerate(program.steps):
+        rank.do(number, step)
+    report = rank.report
+    rank.leave()
+    del rank
+    report.leaks = before.grown()
+    return report
+
+
+@dataclass
+class Rank:
+    rank: int  # of the world
+    program: Program
+    expected: Expected
+    report: Report = field(default_factory=Report)
+    buffers: dict[int, tokenyard.Buffer] = field(default_factory=dict)
+    results: dict[int, calls.Result] = field(default_factory=dict)
+    works: dict[int, collectives.Begun] = field(default_factory=dict)
+    arms: list[faults.Arm] = field(default_factory=list)
+
+    def do(self, number: int, step: Step) -> None:
+        """What goes wrong is noted, and the rank goes on: the others do."""
+        if isinstance(step, (Open, Collective)):
+            members = step.members
+        elif isinstance(step, (Finish, Drop, EndCollective)):
+            members = self._members(self.program.steps[step.of])
+        else:
+            members = self._members(step)
+        if self.rank not in members:
+            return
+        place = members.index(self.rank)
+        trouble: Trouble | None = getattr(step, "trouble", None)
+        mine = trouble if trouble is not None and trouble.rank == place else None
+        begin, arm, kind, text, names = time.monotonic(), None, "ok", "", ()
+        try:
+            with ExitStack() as stack:
+                if mine is not None and mine.what and mine.kind != "bad":
+                    arm = faults.Arm(mine)
+                    if mine.kind == "stall":  # for as long as the program runs
+                        self.arms.append(arm)
+                    else:
+                        stack.callback(arm.disarm)
+                kind = self._step(number, step, place, mine)
+                if mine is not None and mine.kind == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+        except BaseException as error:
+            kind, text = type(error).__name__, str(error)
+            names = getattr(error, "ranks", None)
+            if names is None:
+                names = (error.rank,) if hasattr(error, "rank") else ()
+            error.__traceback__ = None
+        seconds = time.monotonic() - begin
+        self.report.outcomes[number] = Outcome(
+            kind=kind, text=text, names=names, seconds=seconds, fired=arm is not None and arm.fired
+        )
+
+    def leave(self) -> None:
+        for arm in self.arms:
+            arm.disarm()
+        self.results.clear()
+        for buffer in self.buffers.values():  # left over by a program that failed
+            buffer.close()
+        self.buffers.clear()
+
+    def _members(self, step: Any) -> tuple[int, ...]:
+        return step.members if hasattr(step, "members") else self._opened(step).members
+
+    def _opened(self, step: Any) -> Open:
+        return self.program.opened(step.buffer)
+
+    def _step(self, number: int, step: Step, place: int, mine: Trouble | None) -> str:
+        if isinstance(step, Open):
+            options = calls.buffer_options(step, mine)
+            self.buffers[step.buffer] = tokenyard.Buffer(_GROUPS[step.members], **options)
+        elif isinstance(step, Close):
+            buffer = self.buffers.pop(step.buffer, None)
+            if buffer is not None and not step.forget:
+                buffer.close()
+                self._check_closed(buffer)
+        elif isinstance(step, Finish):
+            self._finish(step.of, place)
+        elif isinstance(step, Drop):
+            self._drop(step, place)
+        elif isinstance(step, Collective):
+            self._collective(number, step, place)
+        elif isinstance(step, EndCollective):
+            self._end_collective(step.of)
+        else:
+            return self._call(number, step, place, mine)
+        return "ok"
+
+    def _call(self, number: int, step: Call, place: int, mine: Trouble | None) -> str:
+        buffer = self.buffers.get(step.buffer)
+        if buffer is None:  # its opening failed, as it may have been meant to
+            return "BufferClosed"
+        if mine is not None and mine.kind == "leave":
+            buffer.close()
+            return "left"
+        event = None
+        if step.after is not None and step.after in self.results:
+            event = self.results[step.after].event
+        if mine is not None and mine.kind == "event":
+            event = _failing_event()
+        scene = calls.Scene(self.program, self.expected, self.results, number, place)
+
+        def call() -> calls.Result:
+            with torch.inference_mode() if step.inference else nullcontext():
+                return calls.call(buffer, scene, step, event, mine)
+
+        if mine is not None and mine.kind == "thread":
+            result = self._intruded(buffer, step, call)
+        else:
+            result = _on_thread(call) if step.thread else call()
+        self.results[number] = result
+        trouble = step.trouble
+        if not result.is_later or (trouble is not None and trouble.kind in _ENDS):
+            del result
+            self._finish(number, place)
+        if trouble is not None and trouble.kind in BREAKING:
+            self.results.pop(number)
+        return "ok"
+
+    def _intruded(
+        self, buffer: tokenyard.Buffer, step: Call, call: Callable[[], calls.Result]
+    ) -> calls.Result:
+        """The second thread must be refused, and must not be noticed otherwise."""
+        said: list[BaseException | None] = []
+        point = "Agreement.meet"
+        if isinstance(step, (LowDispatch, LowCombine)):
+            shared = self._opened(step).transport in ("direct", "ring")
+            point = calls.SENDS[type(step)] if shared else "gloo"
+        x, idx = torch.ones(2, 4), torch.zeros(2, 1, dtype=torch.int64)
+        weights, num_experts = torch.ones(2, 1), self._opened(step).num_experts
+
+        def intrude() -> None:
+            buffer.dispatch(x, topk_idx=idx, topk_weights=weights, num_experts=num_experts)
+
+        with faults.intruding(point, intrude, said):
+            result = call()
+        for error in said:
+            refused = isinstance(error, tokenyard.TokenyardError) and "thread" in str(error)
+            assert refused, f"a second thread was not refused: {error!r}"
+        return result
+
+    def _finish(self, of: int, place: int) -> None:
+        result = self.results[of]
+        result.finish()
+        self._check(of, place)
+
+    def _check(self, of: int, place: int) -> None:
+        problem = self.results[of].problem(self.expected[of][place])
+        if problem:
+            self.report.wrong.setdefault(of, problem)
+
+    def _drop(self, step: Drop, place: int) -> None:
+        """What was there once must still be the same."""
+        result = self.results.get(step.of)
+        if result is None:
+            return
+        if result.is_over:
+            self._check(step.of, place)
+        if step.but_handle:
+            self.results[step.of] = calls.Result(handle=result.handle)
+        else:
+            del self.results[step.of]
+
+    def _check_closed(self, buffer: tokenyard.Buffer) -> None:
+        buffer.close()  # twice is fine
+        try:
+            buffer.get_local_experts(8)
+        except tokenyard.BufferClosed:
+            return
+        raise AssertionError("a closed Buffer was used")
+
+    def _collective(self, number: int, step: Collective, place: int) -> None:
+        self.works[number] = collectives.begin(_GROUPS[step.members], step, number, place)
+        if not step.is_async:
+            self._end_collective(number)
+
+    def _end_collective(self, of: int) -> None:
+        work, out, want = self.works.pop(of)
+        work.wait()
+        if not torch.equal(out, want):
+            self.report.wrong[of] = f"the user's collective gave {out}, want {want}"
+
+
+# After these no call may be on its way, so that its end is part of the step.
+_ENDS = BREAKING | {"bad", "mismatch", "thread"}
+
+
+def _failing_event() -> EventOverlap:
+    future: Future[None] = Future()
+    event = EventOverlap(EventHandle(future))
+    threading.Timer(0.05, future.set_exception, [faults.Injected("an earlier call failed")]).start()
+    return event
+
+
+def _on_thread(call: Callable[[], calls.Result]) -> calls.Result:
+    got: list[calls.Result | BaseException] = []
+
+    def run() -> None:
+        try:
+            got.append(call())
+        except BaseException as error:
+            got.append(error)
+
+    thread = threading.Thread(target=run, name="fuzz-caller")
+    thread.start()
+    thread.join()
+    if isinstance(got[0], BaseException):
+        raise got.pop()  # type: ignore[misc]
+    return got.pop()  # type: ignore[return-value]

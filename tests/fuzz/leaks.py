@@ -1,0 +1,48 @@
+"""What a process holds of what Buffers take, before a program and after it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holdings:
+    """What a process has of what a Buffer takes."""
+
+    descriptors: int
+    segments: int  # that are mapped
+    segment_bytes: int
+    threads: tuple[str, ...]
+
+    @classmethod
+    def now(cls) -> Holdings:
+        with open("/proc/self/maps") as file:
+            maps = [line.split()[0].split("-") for line in file if "/memfd:tokenyard" in line]
+        names = sorted(one.name for one in threading.enumerate())
+        return cls(
+            descriptors=len(os.listdir("/proc/self/fd")),
+            segments=len(maps),
+            segment_bytes=sum(int(end, 16) - int(begin, 16) for begin, end in maps),
+            threads=tuple(name for name in names if name.startswith("tokenyard")),
+        )
+
+    def grown(self, seconds: float = 4.0) -> list[str]:
+        """What there is more of than before, and stays. Gloo takes a while to let go."""
+        deadline = time.monotonic() + seconds
+        while True:
+            gc.collect()
+            now = Holdings.now()
+            more = [
+                f"{name}: {getattr(now, name)}, before {getattr(self, name)}"
+                for name in ("descriptors", "segments", "segment_bytes")
+                if getattr(now, name) > getattr(self, name)
+            ]
+            if len(now.threads) > len(self.threads):
+                more.append(f"threads: {now.threads}")
+            if not more or time.monotonic() > deadline:
+                return more
+            time.sleep(0.02)

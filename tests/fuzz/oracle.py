@@ -1,0 +1,152 @@
+"""Which errors a program may meet on which ranks: `judge` is given what each of them met."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tests.fuzz.steps import (
+    Call,
+    LowCombine,
+    LowDispatch,
+    Open,
+    Program,
+    Trouble,
+    show,
+)
+from tokenyard.testing import Exited
+
+# Seconds for a step on a busy machine, well below the Buffers' time limit: nobody waits for that.
+SOON = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a step ended on one rank."""
+
+    kind: str = "ok"  # or the error's class
+    text: str = ""
+    names: tuple[int, ...] = ()  # the ranks that the error names
+    seconds: float = 0.0
+    fired: bool = False  # whether the trouble, if it was this rank's, was met
+
+    def __str__(self) -> str:
+        return self.kind if not self.text else f"{self.kind}: {self.text}"
+
+
+@dataclass(kw_only=True)
+class Report:
+    """What one rank met."""
+
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    wrong: dict[int, str] = field(default_factory=dict)  # by step: bytes that are not spec's
+    leaks: list[str] = field(default_factory=list)
+
+
+def judge(program: Program, reports: list[Report | Exited]) -> list[str]:
+    """What is wrong, the first step first; nothing, if nothing is."""
+    problems = []
+    for rank, report in enumerate(reports):
+        if isinstance(report, Exited):
+            if rank != program.victim or report.exitcode != -9:
+                problems.append(f"rank {rank}'s process ended with exit code {report.exitcode}")
+        elif rank == program.victim:
+            problems.append(f"rank {rank} was to be killed, and lives")
+    for number, step in enumerate(program.steps):
+        reported = {
+            rank: report for rank, report in enumerate(reports) if isinstance(report, Report)
+        }
+        outs = {
+            rank: one.outcomes[number] for rank, one in reported.items() if number in one.outcomes
+        }
+        said = [
+            f"rank {rank}: {one.wrong[number]}"
+            for rank, one in reported.items()
+            if number in one.wrong
+        ]
+        said += _judge_step(program, number, outs)
+        problems += [f"step {number}, {show(step)}: {one}" for one in said]
+    for rank, report in enumerate(reports):
+        if isinstance(report, Report):
+            problems += [f"leak on rank {rank}: {one}" for one in report.leaks]
+    return problems
+
+
+def _judge_step(program: Program, number: int, outs: dict[int, Outcome]) -> list[str]:
+    step = program.steps[number]
+    trouble: Trouble | None = getattr(step, "trouble", None)
+    probes = getattr(step, "probes", None)
+    said = [
+        f"rank {rank} took {one.seconds:.1f} s: {one}"
+        for rank, one in outs.items()
+        if one.seconds > SOON
+    ]
+    if probes is not None:
+        return said + _judge_probe(program, number, outs)
+    if trouble is None:
+        return said + [f"rank {rank}: {one}" for rank, one in outs.items() if one.kind != "ok"]
+    members = program.opened(step.buffer).members
+    culprit = members[trouble.rank]
+    fired = outs[culprit].fired if culprit in outs else True
+    for rank, one in outs.items():
+        own = rank == culprit
+        allowed = _allowed(step, trouble, own, fired)
+        named = not one.names or one.kind == "ok" or one.names == (trouble.rank,) or own
+        if one.kind not in allowed or not named:
+            whose = "the culprit" if own else f"culprit {trouble.rank} of {members}"
+            said.append(f"rank {rank} ({whose}): {one}; want {' or '.join(sorted(allowed))}")
+    return said
+
+
+def _allowed(step: Open | Call, trouble: Trouble, own: bool, fired: bool) -> set[str]:
+    """Kinds of outcome. Where an error names ranks, they must be the culprit alone."""
+    kind = trouble.kind
+    if kind in ("stall", "thread"):
+        return {"ok"}
+    if kind == "bad":
+        return {"ValueError"} if own else {"PeerInputError"}
+    if kind in ("mismatch", "order"):
+        return {"CallMismatch"}
+    if kind == "event":
+        return {"Injected"} if own else {"PeerInputError", "PeerLeft"}
+    if kind == "leave":
+        return {"left"} if own else {"PeerLeft"}
+    if kind == "kill":
+        return {"ok", "PeerDied"}
+    if not fired:
+        return {"ok"}
+    if kind == "raise":
+        return {"Interrupted", "Injected"} if own else {"ok", "PeerLeft", "PeerInputError"}
+    if kind == "late":  # whoever wakes up late finds the others gone
+        return {"ok", "PeerLeft", "PeerTimeout"} if own else {"ok", "PeerTimeout"}
+    assert kind == "errno"
+    if isinstance(step, Open):
+        errors = {"ok", "SharedMemoryError", "ValueError"}
+        return errors if own else errors | {"PeerInputError", "PeerLeft"}
+    low = isinstance(step, (LowDispatch, LowCombine))
+    return (
+        {"ok", "SharedMemoryError"}
+        | (set() if own else {"PeerLeft"})
+        | ({"PeerInputError"} if low and not own else set())
+    )
+
+
+def _judge_probe(program: Program, number: int, outs: dict[int, Outcome]) -> list[str]:
+    """After a trouble all ranks go on, or none: those that were told before say so again, and the
+    others are told of the culprit, or, after a death, of the dead.
+    """
+    step = program.steps[number]
+    cause = program.steps[step.probes]
+    members, trouble = program.opened(step.buffer).members, cause.trouble
+    culprit = program.opened(cause.buffer).members[trouble.rank]
+    named = (members.index(culprit),)
+    kinds = {one.kind for one in outs.values()}
+    if kinds <= {"ok"} and trouble.kind not in ("kill", "leave"):
+        return []
+    said = []
+    for rank, one in outs.items():
+        allowed = {"BufferClosed", "PeerDied" if trouble.kind == "kill" else "PeerLeft"}
+        # Who has seen that a rank is late, or gave up, has given up as well.
+        right = one.names in ((), named) or trouble.kind == "late" or rank == culprit
+        if one.kind not in allowed or not right:
+            said.append(f"rank {rank}: {one}; want {' or '.join(sorted(allowed))} of {named}")
+    return said

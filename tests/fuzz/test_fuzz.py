@@ -1,0 +1,53 @@
+"""Random programs on real processes: 100 in CI, 5,000 by hand (pytest -m slow, or
+`python -m tests.fuzz`, which shows each step of a program that fails).
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz.run import run
+
+pytestmark = [pytest.mark.processes, pytest.mark.faults]
+
+# Features that programs do without in CI until the library can do them.
+UNFINISHED: tuple[str, ...] = (
+    "async",
+    "drops",
+    "chains",
+    "peek",
+    "inference",
+    "overlap",
+    "unclosed",
+    "idle",
+    "order",
+    "event",
+    "thread",
+    "errno",
+    "raise",
+    "leave",
+    "late",
+    "kill",
+)
+
+
+def check(seeds: range, num_ranks: int, without: tuple[str, ...]) -> None:
+    failures = [failure for *_, failure in run(seeds, num_ranks, without) if failure is not None]
+    assert not failures, "\n\n".join(map(str, failures[:3]))
+
+
+@pytest.mark.timeout(600)  # kernels are compiled, where nobody has done so yet
+@pytest.mark.parametrize(
+    "num_ranks, seeds",
+    [(2, range(0, 34)), (3, range(34, 67)), (4, range(67, 100))],
+    ids=["2-processes", "3-processes", "4-processes"],
+)
+def test_programs(num_ranks: int, seeds: range) -> None:
+    check(seeds, num_ranks, UNFINISHED)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(14_400)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_very_many_programs(num_ranks: int) -> None:
+    check(range(100 + num_ranks, 5100 + num_ranks, 3), num_ranks, ())
