@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tokenyard import memory, notify, validate
 from tokenyard.agreement import STAGES, Agreed, Agreement, Call, Terms
-from tokenyard.errors import OutOfStep, PeerError, PeerLeft, SharedMemoryError
+from tokenyard.errors import CallMismatch, PeerError, PeerLeft, SharedMemoryError
 from tokenyard.events import EventHandle, EventOverlap, Worker
 from tokenyard.kernels import Kernels
 from tokenyard.prepare import DispatchRequest, Outgoing, Preparation, wait
@@ -84,7 +84,7 @@ class Engine:
 
     def give_up(self, error: BaseException) -> None:
         """This rank cannot end a call that others are in: tell them, so that they need not wait."""
-        if isinstance(error, OutOfStep):  # they see it as this rank does
+        if isinstance(error, CallMismatch):  # they see it as this rank does
             return
         if not isinstance(error, PeerError):
             what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

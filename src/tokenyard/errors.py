@@ -96,19 +96,11 @@ class CallMismatch(_Named, ValueError):
     `what` names the first word of their calls that differs (see `agreement.Call`), if it is known.
     """
 
-    def __init__(self, message: str, *, what: str = "") -> None:
+    def __init__(self, message: str, *, what: str = "", on_all_ranks: bool = True) -> None:
         super().__init__(message)
         self.what = what
-
-    on_all_ranks = True
-
-
-class OutOfStep(CallMismatch):
-    """Ranks are in calls of different modes, and cannot be put in step again: all of them notice,
-    and the Buffer is broken.
-    """
-
-    on_all_ranks = False
+        # False of calls of different modes: ranks cannot be put in step again.
+        self.on_all_ranks = on_all_ranks
 
 
 def name_ranks(ranks: tuple[int, ...] | list[int]) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor, from_numpy
 
 from tokenyard import memory, validate
 from tokenyard.agreement import STAGES, Agreement, Call, Terms, stage_in
-from tokenyard.errors import CallMismatch, OutOfStep, PeerError, PeerInputError, PeerLeft
+from tokenyard.errors import CallMismatch, PeerError, PeerInputError, PeerLeft
 from tokenyard.events import EventOverlap, Worker
 from tokenyard.kernels import Kernels
 from tokenyard.low_latency.inputs import Asked, Fp8, Inputs, bad_pair, counters, unsent_pair
@@ -279,9 +279,10 @@ class LowLatency:
         """
         mine = stage.split(" (")[0]
         other = _STAGES[theirs] if isinstance(theirs, int) else stage_in(theirs)
-        error = OutOfStep(
+        error = CallMismatch(
             f"{mine}: ranks differ in what they call: {mine} on rank {self._rank}, {other} on rank "
-            f"{rank}"
+            f"{rank}",
+            on_all_ranks=False,
         )
         self.failure = error
         raise error
