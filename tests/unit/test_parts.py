@@ -203,7 +203,6 @@ def test_layout_of_needs_no_group() -> None:
         layout_of(torch.tensor([[0, 3]]), num_experts=4, num_ranks=0)
 
 
-@pytest.mark.xfail(strict=True, reason="the second thread's table takes the place of the first's")
 def test_a_table_has_one_address_whichever_thread_asks_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
