@@ -176,5 +176,7 @@ class Placement:
         """[E] int64: an expert's id on `rank`, -1 where it lives elsewhere."""
         if rank not in self._local_tables:
             here = self.rank_of_expert == rank
-            self._local_tables[rank] = torch.where(here, self.local_of_expert, -1).to(torch.int64)
+            made = torch.where(here, self.local_of_expert, -1).to(torch.int64)
+            # Kernels know its address: if two threads make it at once, the first is for both.
+            self._local_tables.setdefault(rank, made)
         return self._local_tables[rank]

@@ -145,6 +145,7 @@ def tell_lies(group: Any, kind: int) -> dict[str, list[str]]:
                 call()
             except Exception as error:
                 said[turn] = f"{type(error).__name__}: {error}"
+            dist.barrier(group)  # the liar may be the first to see it, and must not be gone then
         heard[name] = said
         buffer.close()
         dist.barrier(group)

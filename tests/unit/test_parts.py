@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import tokenyard
 from tokenyard import Config, EventHandle, EventOverlap
@@ -197,3 +201,23 @@ def test_layout_of_needs_no_group() -> None:
         layout_of(torch.tensor([[0, 4]]), num_experts=4, num_ranks=2)
     with pytest.raises(ValueError, match="num_ranks is 0, want at least 1"):
         layout_of(torch.tensor([[0, 3]]), num_experts=4, num_ranks=0)
+
+
+def test_a_table_has_one_address_whichever_thread_asks_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A call on the user's thread and one on the Buffer's may both be the first to need it."""
+    placement, where = Placement.even(4, 2), torch.where
+    meeting = threading.Barrier(2, timeout=20)
+
+    def slow(*args: Any) -> Tensor:
+        made = where(*args)
+        meeting.wait()
+        return made
+
+    monkeypatch.setattr(torch, "where", slow)
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(placement.local_table, [0, 0])
+    monkeypatch.undo()
+    assert one is other
+    assert one is placement.local_table(0)

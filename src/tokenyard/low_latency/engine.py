@@ -268,7 +268,9 @@ class LowLatency:
         """Nothing may be called again. Others may not know yet why this rank does not come."""
         self.failure = error
         tell = getattr(self.slots, "tell", None)
-        if tell is not None and not isinstance(error, (PeerError, CallMismatch)):
+        if tell is not None and type(error) is PeerError:
+            tell(error)
+        elif tell is not None and not isinstance(error, (PeerError, CallMismatch)):
             why = ": ".join(filter(None, (type(error).__name__, str(error))))
             what = f"{stage}: {why}, on rank {self._rank}"
             tell(PeerLeft(what, ranks=(self._rank,), stage=stage))

@@ -77,7 +77,7 @@ class SharedSlots:
         self._too_large = [0] * 4  # by lane: the calls in a row that needed far less than they had
         self._mapped: set[int] = set()  # segments of this rank that all others have mapped
         self._held: dict[tuple[int, int, int], Mapped] = {}  # of others, as `peers` knows them
-        self._new = [(0, -1)] * 4  # by lane: the last call that named another, and which
+        self._new: dict[int, tuple[int, int]] = {}  # by lane: a call that named another, and which
         self._lent: list[Tensor | None] = [None] * 2  # rows that others read where they are
         self._planned: dict[tuple[int, Any], tuple[Callable[..., int], Callable[..., int]]] = {}
 
@@ -359,11 +359,14 @@ class SharedSlots:
 
     def _after_reading(self, lane: Lane, number: int, stage: str) -> None:
         """A call that was the first to name some memory ends when all have mapped it, lest this
-        rank should close its Buffer, or end, before a slow one has done so.
+        rank should close its Buffer, or end, before a slow one has done so. If others wait for this
+        rank by then, a later call does that.
         """
         self.lanes.pay(lane, number)
-        named, identity = self._new[lane.place]
-        if named == number and self.lanes.wait_until_read(lane, number, stage):
+        for place, (named, identity) in list(self._new.items()):
+            if not self.lanes.wait_until_read(place, named, lane, number, stage):
+                return
+            self._new.pop(place, None)
             if len(self._mapped) >= _MANY:  # most are no more
                 self._mapped &= {segment.identity for segment in self._team.pool}
             self._mapped.add(identity)

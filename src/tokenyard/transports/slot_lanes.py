@@ -48,7 +48,6 @@ _FAILURES = _READS + 4 * LINE
 _FAILURE = LINE + 8 * TEXT_WORDS  # the call's number, and on the next line why
 _MASKS = _FAILURES + 4 * _FAILURE
 _MARKS = 9  # of a rank: its messages, then the posts of the four lanes, then their failures
-_NEVER = 1 << 62
 
 # What a rank is told that has met one in another call: the stage, the other rank, and either the
 # kind of its low-latency call or the message that it has sent.
@@ -117,6 +116,9 @@ class Lanes:
         words_of = [words(team.mail_lines, self._size), *(lane.arrays[0] for lane in self._lanes)]
         words_of += [lane.arrays[2] for lane in self._lanes]
         self._marks_RM = np.ascontiguousarray(np.stack(words_of, axis=1))
+        self._nothing = np.zeros(1, np.int64)
+        self._nothing_R = np.full(self._size, self._nothing.ctypes.data, np.int64)
+        self._never = int(self._nothing_R.ctypes.data)  # [R] words that nobody ever raises
         self._differs: Differs | None = None
         team.look = self._look_beyond_mail
 
@@ -190,20 +192,25 @@ class Lanes:
     def wait_to_receive(self, lane: Lane, number: int, stage: str) -> None:
         self._wait(lane, lane.posts, number, number, stage)
 
-    def wait_until_read(self, lane: Lane, number: int, stage: str) -> bool:
-        """Nobody is left out because of this: who is left out after a call is so in its result.
+    def wait_until_read(self, place: int, named: int, lane: Lane, number: int, stage: str) -> bool:
+        """Until all have read what call `named` sent in a lane: at the end of another, of `number`.
 
-        False if a rank that has not read is in a later call already, where it may wait for this
-        rank: it will read when its hook is called.
+        Nobody is left out because of this: who is left out after a call is so in its result. False
+        if somebody may wait for this rank meanwhile: because a hook is still to be called here, or
+        because a rank has come past the call that ends here.
         """
         given_up, limits = set(self.left_out()), self._limits(lane, number)
+        reads = self._lanes[place].reads
 
         def missing() -> list[int]:
             others = set(self._others()) - given_up
-            return [rank for rank in sorted(others) if not self._has(lane.reads, rank, number)]
+            return [rank for rank in sorted(others) if not self._has(reads, rank, named)]
 
         def step() -> int:
-            return 0 if self._find_ahead(limits, lane.reads, number) >= 0 else len(missing())
+            left = len(missing())
+            if left and (self._is_owing() or self._find_ahead(limits, self._never, 1) >= 0):
+                return 0
+            return left
 
         while True:
             stopped = self._team.who_stops(step, missing, stage, given_up)
@@ -221,6 +228,10 @@ class Lanes:
             self.done(lane, number)
             failure = lane.arrays[2][rank]
             raise rejected(rank, words(int(failure) + LINE, TEXT_WORDS), stage)
+
+    def _is_owing(self) -> bool:
+        """Has this rank sent something whose other half it has not received?"""
+        return any(words(lane.post, 1)[0] > words(lane.read, 1)[0] for lane in self._lanes)
 
     def _look_beyond(
         self, lane: Lane, limits: np.ndarray, signals: int, reach: int, number: int, stage: str
@@ -241,7 +252,7 @@ class Lanes:
             return
         dispatches, combines = self._made
         made = [dispatches, dispatches, combines, combines]
-        limits = np.array([_NEVER, *made, *made], np.int64)
+        limits = np.array([self._team.mails, *made, *made], np.int64)
         found = self._find_ahead(limits, self._team.mail_lines, self._team.mails)
         if found >= 0:
             rank, mark = divmod(found, _MARKS)
