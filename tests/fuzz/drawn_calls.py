@@ -184,7 +184,13 @@ class CallDrawer:
     def low_combine(self, buffer: DrawnBuffer) -> LowCombine:
         of = self.rng.choice(buffer.having(LowDispatch, over=True))
         how = self._low_how(buffer, LowCombine)
-        chance = self.rng.random
+        chance, opened = self.rng.random, buffer.opened
+        bare = opened.num_experts < len(opened.members) or (
+            opened.placement is not None and len(set(opened.placement)) < len(opened.members)
+        )
         return LowCombine(
-            **how, handle=of.number, zero_copy=chance() < 0.3, given_out=chance() < 0.3
+            **how,
+            handle=of.number,
+            zero_copy=chance() < 0.3 and (self.may("bare") or not bare),
+            given_out=chance() < 0.3,
         )

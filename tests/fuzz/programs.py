@@ -52,6 +52,7 @@ FEATURES = (
     "chains",  # previous_event
     "peek",  # handles that are read while their rows are on their way
     "inference",
+    "bare",  # zero_copy on a rank that has no experts
     "threads",  # calls on other threads, one after the other
     "collectives",  # of the user's, between calls
     "overlap",  # ... which go on during calls

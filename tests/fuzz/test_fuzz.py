@@ -17,6 +17,7 @@ UNFINISHED: tuple[str, ...] = (
     "chains",
     "peek",
     "inference",
+    "bare",
     "overlap",
     "unclosed",
     "idle",
