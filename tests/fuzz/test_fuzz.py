@@ -10,30 +10,9 @@ from tests.fuzz.run import run
 
 pytestmark = [pytest.mark.processes, pytest.mark.faults]
 
-# Features that programs do without in CI until the library can do them.
-UNFINISHED: tuple[str, ...] = (
-    "async",
-    "drops",
-    "chains",
-    "peek",
-    "inference",
-    "bare",
-    "overlap",
-    "unclosed",
-    "idle",
-    "order",
-    "event",
-    "thread",
-    "errno",
-    "raise",
-    "leave",
-    "late",
-    "kill",
-)
 
-
-def check(seeds: range, num_ranks: int, without: tuple[str, ...]) -> None:
-    failures = [failure for *_, failure in run(seeds, num_ranks, without) if failure is not None]
+def check(seeds: range, num_ranks: int) -> None:
+    failures = [failure for *_, failure in run(seeds, num_ranks, ()) if failure is not None]
     assert not failures, "\n\n".join(map(str, failures[:3]))
 
 
@@ -44,7 +23,7 @@ def check(seeds: range, num_ranks: int, without: tuple[str, ...]) -> None:
     ids=["2-processes", "3-processes", "4-processes"],
 )
 def test_programs(num_ranks: int, seeds: range) -> None:
-    check(seeds, num_ranks, UNFINISHED)
+    check(seeds, num_ranks)
 
 
 @pytest.mark.slow

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import threading
+from collections import deque
 from typing import Any
 
 import pytest
@@ -198,3 +200,39 @@ def infer(group: Any, transport: str, worst: int) -> tuple[bool, bool]:
 def test_asynchronous_calls_in_inference_mode(transport: str, worst: int) -> None:
     with Processes(2, timeout=60) as ranks:
         assert ranks.run(infer, transport, worst) == [(True, True)] * 2
+
+
+def many_sizes(group: Any, rounds: int, large: int) -> dict[str, int]:
+    """Random sizes of up to 4 MB, with one dispatch of `large` tokens of 8 KiB among them."""
+    chance, most = random.Random(7), 0
+    with tokenyard.Buffer(group, transport="direct") as buffer:
+        kept: deque[Any] = deque(maxlen=4)  # handles, which must not keep rows
+        for turn in range(rounds):
+            num_tokens = large if turn == rounds // 2 else chance.randrange(500)
+            got = dispatch(buffer, num_tokens)
+            if turn % 3 == 0:
+                buffer.combine(got.recv_x, got.handle)
+            if turn == rounds // 2:
+                most = shared_bytes()[1]
+            kept.append(got.handle)
+            del got
+        gc.collect()
+        return {"most": most, "end": shared_bytes()[1]}
+
+
+@pytest.mark.parametrize(
+    "rounds, large",
+    [
+        (900, 16_000),
+        pytest.param(
+            20_000, 122_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)], id="1-GB"
+        ),
+    ],
+)
+def test_one_large_result_among_many_leaves_nothing_behind(rounds: int, large: int) -> None:
+    with Processes(2, timeout=1700) as ranks:
+        answers = ranks.run(many_sizes, rounds, large)
+    need = 2 * 2 * 500 * 8192  # of both ranks: a result of 4 MB, and the sums of a combine
+    for answer in answers:
+        assert answer["most"] > large * 8192
+        assert answer["end"] < 2 * need, answer
