@@ -244,6 +244,10 @@ class _Drawer(CallDrawer):
             one = Given(step, at, over, handle=isinstance(step, (Dispatch, LowDispatch)))
             buffer.given.append(one)
             self.given.append(one)
+            if not over and self.may("drops") and rng.random() < 0.25:
+                self.drop(one)
+                if buffer.having(Dispatch):  # which may be given the same memory
+                    self._add_call(buffer, replace(self.combine(buffer), rows="buffer", after=None))
         if kind == "kill":
             self._bury(opened.members[step.trouble.rank])
 
