@@ -61,7 +61,8 @@ _SYSTEM: dict[str, str] = {
     "posix_fallocate": "os",
     "open": "os",
     "pidfd_open": "os",
-    "mmap": "mmap",
+    "_map": "tokenyard.transports.symmetric",
+    "readlink": "os",
     "fcntl": "fcntl",
 }
 SYSTEM_CALLS = tuple(_SYSTEM)
