@@ -99,3 +99,50 @@ def test_memory_of_a_dropped_result_is_not_given_out_before_its_rows_are_there(
 ) -> None:
     with Processes(2, timeout=40) as ranks:
         assert ranks.run(dropped_results, transport) == [0, 0]
+
+
+def lie(group: Any) -> list[str]:
+    """Rank 1's offers name places outside its memory."""
+    said = []
+    for turn in range(2):
+        with tokenyard.Buffer(group, transport="direct", timeout=20) as buffer:
+            transport: Any = buffer._engine.transport
+            offer_back, exchange = transport.offer_back, transport._team.exchange
+
+            def back(*args: Any, real: Any = offer_back) -> Any:
+                words = real(*args)
+                words[:, 4] = 1 << 44
+                return words
+
+            def start(message: Any, stage: str, real: Any = exchange) -> Any:
+                if message.shape[1] == 5:  # the second round of a dispatch
+                    message[:, 3] = 1 << 44
+                return real(message, stage)
+
+            if group.rank() == 1:
+                if turn == 0:
+                    transport.offer_back = back
+                else:
+                    transport._team.exchange = start
+            try:
+                got = buffer.dispatch(
+                    torch.ones(5000, 8),  # more than is offered first
+                    topk_idx=torch.tensor([[0, 1]] * 5000),
+                    topk_weights=torch.ones(5000, 2),
+                    num_experts=2,
+                )
+                buffer.combine(got.recv_x, got.handle)
+                said.append("nothing")
+            except tokenyard.PeerError as error:
+                said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_offers_outside_their_memory_are_refused() -> None:
+    with Processes(2, timeout=40) as ranks:
+        honest, liar = ranks.run(lie, may_die=True)
+    assert honest == [
+        "PeerError: combine: rank 1 wrote what no rank writes, on rank 0",
+        "PeerError: dispatch: rank 1 wrote what no rank writes, on rank 0",
+    ]
+    assert all("rank 1 wrote what no rank writes" in text for text in liar), liar

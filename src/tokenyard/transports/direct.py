@@ -106,6 +106,15 @@ class DirectTransport:
             told_RW = self._team.exchange(message, stage)
             blocks.check(told_RW[:, :1], [block.error], stage, self.rank)
             starts_R, rows_R = told_RW[:, 3].copy(), told_RW[:, 4].copy()
+            for rank, count in enumerate(flow.route.send_counts):
+                start, num_rows, size = (
+                    int(starts_R[rank]),
+                    int(rows_R[rank]),
+                    int(told_RW[rank, 1]),
+                )
+                fits = blocks.offsets(num_rows, widths)[-1] <= size
+                if count and not (0 <= start <= num_rows - count and fits):
+                    raise self._team.stray(rank, stage)
         counts = flow.route.send_counts
         # Nothing is mapped of ranks to which no rows go.
         mapped = [
@@ -152,13 +161,14 @@ class DirectTransport:
         addresses, held = [], []
         for place, one in enumerate(sums):
             told_R4 = told_RW[:, 1 + 4 * place : 5 + 4 * place].tolist()
-            here = one.rows_ND.data_ptr() + own * one.rows_ND.shape[1] * one.rows_ND.element_size()
-            bases = [here] * self.size
+            width = one.rows_ND.shape[1] * one.rows_ND.element_size()
+            bases = [one.rows_ND.data_ptr() + own * width] * self.size
             for rank, (*told, begin) in enumerate(told_R4):
-                if flow.route.send_counts[rank] and rank != self.rank:
-                    mapped = self._team.memory(rank, told, stage)
+                count = flow.route.send_counts[rank]
+                if count and rank != self.rank:
+                    mapped = self._team.memory_at(rank, told, begin, count * width, stage)
                     held.append(mapped)
-                    bases[rank] = mapped.address + begin
+                    bases[rank] = mapped.address
             addresses.append(np.array(bases, np.int64))
         all_ready = all(told_RW[:, 0].tolist())
 

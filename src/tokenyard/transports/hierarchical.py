@@ -200,9 +200,9 @@ class HierarchicalTransport:
                 told_LW[:, 1 + 4 * place : 5 + 4 * place].tolist()
             ):
                 if local != self._team.rank:
-                    mapped = self._team.memory(local, told, stage)
+                    mapped = self._team.memory_at(local, told, begin, 0, stage)
                     held.append(mapped)
-                    addresses[local] = mapped.address + begin
+                    addresses[local] = mapped.address
             bases.append(np.array(addresses, np.int64))
         all_ready = all(told_LW[:, 0].tolist())
 

@@ -235,11 +235,7 @@ class RingTransport:
             def step() -> int:
                 left = kernel(begin, end)
                 if left < 0:
-                    raise PeerError(
-                        f"{stage}: rank {-1 - left} wrote what no rank writes, on rank {self.rank}",
-                        ranks=(-1 - left,),
-                        stage=stage,
-                    )
+                    raise self._team.stray(-1 - left, stage)
                 return left
 
             self._team.wait_until(step, awaits, stage)

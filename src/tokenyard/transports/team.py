@@ -273,6 +273,15 @@ class Team:
             mapped = self._attached[rank][identity] = Mapped(array, int(array.ctypes.data))
         return mapped
 
+    def memory_at(
+        self, rank: int, told: Sequence[int], begin: int, num_bytes: int, stage: str
+    ) -> Mapped:
+        """So many bytes of a peer's segment, from where it says that they begin."""
+        array, address = self.memory(rank, told, stage)
+        if not 0 <= begin <= array.size - num_bytes:
+            raise self.stray(rank, stage)
+        return Mapped(array, address + begin)
+
     def share(self, num_bytes: int, stage: str) -> np.ndarray:
         """[R] the addresses of a segment of this size of every rank, for the life of the team."""
         error, told = None, NOTHING
@@ -356,6 +365,10 @@ class Team:
         self.raise_told(stage)
         if rank in self._have_left():
             return self.blame(Stopped(PeerLeft, self._names([rank])), stage)
+        return self.stray(rank, stage)
+
+    def stray(self, rank: int, stage: str) -> PeerError:
+        """A peer's words would become an address outside its memory."""
         (them,) = self._names([rank])
         what = f"{stage}: rank {them} wrote what no rank writes, on rank {self._me}"
         return PeerError(what, ranks=(them,), stage=stage)
