@@ -145,6 +145,8 @@ def _judge_probe(program: Program, number: int, outs: dict[int, Outcome]) -> lis
     said = []
     for rank, one in outs.items():
         allowed = {"BufferClosed", "PeerDied" if trouble.kind == "kill" else "PeerLeft"}
+        if trouble.kind == "late":  # on whom the others have given up
+            allowed.add("PeerTimeout")
         # Who has seen that a rank is late, or gave up, has given up as well.
         right = one.names in ((), named) or trouble.kind == "late" or rank == culprit
         if one.kind not in allowed or not right:
