@@ -98,7 +98,7 @@ def held(what: str, value: Tensor, after: EventHandle | None = None) -> Tensor:
             return value
     except RuntimeError:  # of torch.func's wrappers
         address(what, value)
-    if not value.numel():
+    if not value.numel() or value.is_meta:  # which no kernel reads
         return value
     if not value.is_neg() and not value._is_zerotensor():
         address(what, value)

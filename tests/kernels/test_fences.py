@@ -50,12 +50,12 @@ STREAM = {
     "rows._scatter_kernel": (TABLE, I64, I64, I64, WORDS, WORDS, WORDS, I64, I64, FLAG),
     "slot_calls._combine_receive_kernel": (BFLOAT16, *(I64,) * 22, WIDE),
     "slot_calls._combine_send_kernel": (I64,) * 24,
-    "slot_calls._dispatch_receive_kernel": (I64,) * 24,
+    "slot_calls._dispatch_receive_kernel": (I64,) * 25,
     "slot_calls._dispatch_send_kernel": (BFLOAT16, *(I64,) * 19),
     "slots.fill_from": (I64,) * 17,
     "slots.give_back": (I64,) * 10,
     "slots.stage_rows": (I64,) * 9 + (BFLOAT16,),
-    "slots.sum_tokens": (WORDS, WORDS, WORDS, *(I64,) * 10, BFLOAT16, WIDE),
+    "slots.sum_tokens": (WORDS, WORDS, WORDS, WORDS, *(I64,) * 10, BFLOAT16, WIDE),
 }
 
 # Functions that raise signals for what this thread wrote, whatever it did before.

@@ -112,9 +112,8 @@ def test_sums_are_ieee_on_amd(target: str) -> None:
 @by_target
 def test_atomics_that_only_count_are_relaxed_and_nothing_else_is_atomic(target: str) -> None:
     """Counters are read by later kernels: no order is wanted, and none is paid for."""
-    counting = of(
-        target, "layout", "align", "place", "unpermute", "gradients", "stage_slots", "pick_slots"
-    )
+    slots = ("stage_slots", "pick_slots", "fill_slots", "sum_slots")
+    counting = of(target, "layout", "align", "place", "unpermute", "gradients", *slots)
     moving = [one for one in made(target) if one not in counting]
     word = r"\batom\.|\bred\." if target in NVIDIA else r"_atomic_"
     assert not [one.case for one in moving if re.search(word, one.text)]

@@ -95,11 +95,13 @@ def fill_from(
             if expert == -1:
                 continue
             if expert < 0 or expert >= num_experts:
+                fence_stores()
                 return False
             local = table[expert]
             if local < 0:
                 continue
             if ends[local] >= num_slots:
+                fence_stores()
                 return False
             slot = local * num_slots + ends[local]
             copy_row(x + slot * row_bytes, row, row_bytes, streaming)
