@@ -6,6 +6,7 @@ import logging
 import secrets
 import socket
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -151,35 +152,40 @@ def open_engine(
     finally:
         if probe is not None:
             probe.close()
-    opened = open_transport(
-        transport,
-        communicator,
-        kernel_set,
-        topology,
-        several_machines=len(set(machines)) > 1,
-        alone=alone,
-        timeout=timeout,
-        num_bytes=num_nvl_bytes,
-        num_channels=num_channels,
-        label=str(shared_id),
-    )
-    agreement, streams = Agreement(opened, shared_id), streams_for(device)
-    engine = Engine(
-        opened, communicator, kernel_set, agreement, topology, placed, own_id, device, streams
-    )
-    if not low_latency_mode:
-        return engine, None
-    return engine, LowLatency(
-        opened,
-        kernel_set,
-        agreement,
-        engine.local,
-        engine.worker,
-        own_id,
-        enable_shrink,
-        num_rdma_bytes,
-        partial(communicator.own, f"{shared_id}/slots"),
-    )
+    with ExitStack() as undo:
+        undo.callback(communicator.close)
+        opened = open_transport(
+            transport,
+            communicator,
+            kernel_set,
+            topology,
+            several_machines=len(set(machines)) > 1,
+            alone=alone,
+            timeout=timeout,
+            num_bytes=num_nvl_bytes,
+            num_channels=num_channels,
+            label=str(shared_id),
+        )
+        undo.callback(opened.close)
+        agreement, streams = Agreement(opened, shared_id), streams_for(device)
+        engine = Engine(
+            opened, communicator, kernel_set, agreement, topology, placed, own_id, device, streams
+        )
+        low_latency = None
+        if low_latency_mode:
+            low_latency = LowLatency(
+                opened,
+                kernel_set,
+                agreement,
+                engine.local,
+                engine.worker,
+                own_id,
+                enable_shrink,
+                num_rdma_bytes,
+                partial(communicator.own, f"{shared_id}/slots"),
+            )
+        undo.pop_all()
+    return engine, low_latency
 
 
 def _given(ranks_per_node: int | Sequence[int], num_ranks: int) -> Topology:

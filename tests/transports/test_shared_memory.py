@@ -236,3 +236,33 @@ def test_one_large_result_among_many_leaves_nothing_behind(rounds: int, large: i
     for answer in answers:
         assert answer["most"] > large * 8192
         assert answer["end"] < 2 * need, answer
+
+
+def cannot_open(group: Any, options: dict[str, Any]) -> tuple[set[str], int]:
+    said: set[str] = set()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        try:
+            tokenyard.Buffer(group, timeout=20, **options)
+        except (tokenyard.TokenyardError, ValueError) as error:
+            said.add(type(error).__name__)
+    gc.collect()
+    return said, len(os.listdir("/proc/self/fd")) - before
+
+
+@pytest.mark.parametrize(
+    "options, kind",
+    [
+        ({"transport": "ring", "num_nvl_bytes": 1 << 45}, "SharedMemoryError"),
+        (
+            {"transport": "collective", "low_latency_mode": True, "enable_shrink": True},
+            "ValueError",
+        ),
+    ],
+    ids=["ring", "low-latency"],
+)
+def test_an_opening_that_fails_leaves_nothing_behind(options: dict[str, Any], kind: str) -> None:
+    with Processes(2, timeout=60) as ranks:
+        for said, descriptors in ranks.run(cannot_open, options):
+            assert said == {kind}
+            assert descriptors <= 2  # gloo lets go of connections a moment later

@@ -85,9 +85,13 @@ def open_transport(
         if chosen == "hierarchical":
             return HierarchicalTransport(communicator, sharing, topology, timeout, label)
         team, nodes = Team(communicator, sharing, timeout), topology.node_of_rank
-        if chosen == "ring":
+        if chosen == "direct":
+            return DirectTransport(team, sharing, nodes)
+        try:
             return RingTransport(team, sharing, nodes, num_bytes, num_channels)
-        return DirectTransport(team, sharing, nodes)
+        except BaseException:
+            team.close()
+            raise
 
     chosen, why, cause = name, alone, None
     if name == "auto":
