@@ -440,7 +440,8 @@ def _sum_kernel(
             there = (first >= 0) & (first < tl.load(sources + num_ranks + owner) - place)
             tl.atomic_min(stray, owner, mask=there == 0, sem="relaxed")
             row = tl.multiple_of(rows, ALIGNED) + (first + place) * hidden
-            term = widen(tl.load(row + columns, mask=inside & there), KIND)
+            readable = columns < tl.where(there, hidden, 0)
+            term = widen(tl.load(row + columns, mask=readable), KIND)
             total = total + tl.load(weights + pair).to(total.dtype) * term
     tl.store(out + token * hidden + columns, narrow(total, KIND), mask=inside)
 
