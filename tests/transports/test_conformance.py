@@ -59,7 +59,10 @@ SAMPLED = [
 
 
 def case_of(name: str, num_ranks: int) -> Case:
-    return replace(BASE, num_ranks=num_ranks, **CASES[name])
+    case = replace(BASE, num_ranks=num_ranks, **CASES[name])
+    if isinstance(case.ranks_per_node, int):  # a node has no more ranks than there are
+        case = replace(case, ranks_per_node=min(case.ranks_per_node, num_ranks))
+    return case
 
 
 def check(case: Case, outs: list[dict]) -> None:
