@@ -17,7 +17,7 @@ from tokenyard import kernels as kernel_sets
 from tokenyard import validate
 from tokenyard.agreement import STAGES, Agreement, Call, Terms
 from tokenyard.engine import Engine
-from tokenyard.errors import SharedMemoryError
+from tokenyard.errors import PeerError, SharedMemoryError
 from tokenyard.low_latency.engine import LowLatency
 from tokenyard.streams import streams_for
 from tokenyard.topology import Placement, Topology
@@ -152,8 +152,8 @@ def open_engine(
     finally:
         if probe is not None:
             probe.close()
-    with ExitStack() as undo:
-        undo.callback(communicator.close)
+
+    def build(undo: ExitStack) -> tuple[Engine, LowLatency | None]:
         opened = open_transport(
             transport,
             communicator,
@@ -171,21 +171,34 @@ def open_engine(
         engine = Engine(
             opened, communicator, kernel_set, agreement, topology, placed, own_id, device, streams
         )
-        low_latency = None
-        if low_latency_mode:
-            low_latency = LowLatency(
-                opened,
-                kernel_set,
-                agreement,
-                engine.local,
-                engine.worker,
-                own_id,
-                enable_shrink,
-                num_rdma_bytes,
-                partial(communicator.own, f"{shared_id}/slots"),
-            )
+        if not low_latency_mode:
+            return engine, None
+        return engine, LowLatency(
+            opened,
+            kernel_set,
+            agreement,
+            engine.local,
+            engine.worker,
+            own_id,
+            enable_shrink,
+            num_rdma_bytes,
+            partial(communicator.own, f"{shared_id}/slots"),
+        )
+
+    with ExitStack() as undo:
+        undo.callback(communicator.close)
+        built, failure = None, None
+        try:
+            built = build(undo)
+        except PeerError:
+            raise
+        except Exception as error:
+            failure = error
+        # A rank may close its Buffer at once, but not before all are connected to it.
+        first.confirm("Buffer", failure)
+        assert built is not None
         undo.pop_all()
-    return engine, low_latency
+    return built
 
 
 def _given(ranks_per_node: int | Sequence[int], num_ranks: int) -> Topology:

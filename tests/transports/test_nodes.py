@@ -180,7 +180,10 @@ def test_too_little_memory_on_one_rank_is_an_error_on_all_nodes(
         if rank == culprit:
             assert "bytes of shared memory are needed" in text
         else:
-            assert text == f"dispatch: rank {culprit} could not get shared memory, on rank {rank}"
+            assert (
+                text
+                == f"dispatch: rank {culprit} could not get memory for its rows, on rank {rank}"
+            )
         assert rows == 24  # and the Buffer goes on working
 
 

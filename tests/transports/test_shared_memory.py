@@ -171,7 +171,8 @@ def test_a_dropped_buffer_frees_itself(
 ) -> None:
     for descriptors, own, mapped, threads in pair.run(drop, options, asynchronous):
         assert descriptors <= 2  # gloo lets go of connections a moment later
-        assert (own, mapped) == (0, 0)
+        assert own <= 0  # the first may have been on its way yet when it was counted
+        assert mapped <= 0
         assert len(threads) <= 1
 
 
