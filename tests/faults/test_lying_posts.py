@@ -163,8 +163,10 @@ def test_a_wrong_word_names_its_rank_and_harms_nobody(kind: int) -> None:
     assert isinstance(liar, dict), liar
     stage = ("low-latency dispatch", "low-latency combine")[kind]
     for name, (first, second) in reader.items():
-        want = f"PeerError: {stage}: rank 1 wrote what no rank writes, on rank 0"
-        assert first == want, f"{name}: {first}"
+        # The liar reads its own words too, and may be the first to say so.
+        want = f"{stage}: rank 1 wrote what no rank writes, on rank"
+        assert want in first, f"{name}: {first}"
+        assert first.startswith(("PeerError: ", "PeerLeft: ")), f"{name}: {first}"
         assert second.startswith("BufferClosed: "), f"{name}: {second}"
     for name, (first, second) in liar.items():
         for said in (first, second):

@@ -24,6 +24,7 @@ from tokenyard.errors import PeerDied, PeerError, PeerLeft, PeerTimeout
 _T = TypeVar("_T")
 
 _FRESH = 5.0  # seconds for which a word says that its rank lives, and that a rank is late
+_OPENING = "opening"  # the label of all Buffers that have none yet
 _PATIENCE = 0.5  # seconds for an operation on the store
 KINDS: tuple[type[PeerError], ...] = (PeerDied, PeerLeft, PeerTimeout)  # the gravest first
 
@@ -55,7 +56,7 @@ class Words:
         self._rank = rank
         self._lost = False
         self._last: Word | None = None
-        self.label = "opening"  # of the Buffer whose words they are, once it has one
+        self.label = _OPENING  # of the Buffer whose words they are, once it has one
 
     def leave(
         self, kind: type[PeerError], culprits: Sequence[int], done: Mapping[str, int]
@@ -66,12 +67,15 @@ class Words:
         last, word = self._last, Word(kind, tuple(culprits), time.time(), dict(done))
         if last is not None and last.culprits and last.still_holds:
             return
-        self._last, key = word, self._key()
+        self._last, keys = word, {self._key()}
+        if kind is PeerDied and culprits:  # for whoever opens another Buffer, too
+            keys.add(_key(_OPENING))
         text = json.dumps([KINDS.index(kind), word.culprits, word.when, word.done])
 
         def write() -> None:
-            self._store.set(f"{key}/{self._rank}", text)
-            self._store.set(key, "there are words")
+            for key in keys:
+                self._store.set(f"{key}/{self._rank}", text)
+                self._store.set(key, "there are words")
 
         self._ask(write)
 
@@ -94,7 +98,7 @@ class Words:
         return words
 
     def _key(self) -> str:
-        return f"tokenyard/words/{self.label}"
+        return _key(self.label)
 
     def _ask(self, operation: Callable[[], _T]) -> _T:
         answers: list[_T] = []
@@ -120,3 +124,7 @@ class Words:
             self._lost = True
             raise StoreLost("the group's store does not answer") from next(iter(errors), None)
         return answers[0]
+
+
+def _key(label: str) -> str:
+    return f"tokenyard/words/{label}"
