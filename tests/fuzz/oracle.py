@@ -104,8 +104,10 @@ def _allowed(step: Open | Call, trouble: Trouble, own: bool, fired: bool) -> set
         return {"ok"}
     if kind == "bad":
         return {"ValueError"} if own else {"PeerInputError"}
-    if kind in ("mismatch", "order"):
+    if kind == "mismatch":
         return {"CallMismatch"}
+    if kind == "order":  # unless the other call could not be made at all
+        return {"CallMismatch", "ValueError" if own else "PeerInputError"}
     if kind == "event":
         return {"Injected"} if own else {"PeerInputError", "PeerLeft"}
     if kind == "leave":
@@ -115,7 +117,11 @@ def _allowed(step: Open | Call, trouble: Trouble, own: bool, fired: bool) -> set
     if not fired:
         return {"ok"}
     if kind == "raise":
-        return {"Interrupted", "Injected"} if own else {"ok", "PeerLeft", "PeerInputError"}
+        if own:
+            return {"Interrupted", "Injected"}
+        # Before it has told anybody of a call, a rank has only left that call out.
+        skipped = {"CallMismatch"} if trouble.what == "Agreement.meet" else set()
+        return {"ok", "PeerLeft", "PeerInputError"} | skipped
     if kind == "late":  # whoever wakes up late finds the others gone
         return {"ok", "PeerLeft", "PeerTimeout"} if own else {"ok", "PeerTimeout"}
     assert kind == "errno"
@@ -147,6 +153,8 @@ def _judge_probe(program: Program, number: int, outs: dict[int, Outcome]) -> lis
         allowed = {"BufferClosed", "PeerDied" if trouble.kind == "kill" else "PeerLeft"}
         if trouble.kind == "late":  # on whom the others have given up
             allowed.add("PeerTimeout")
+        if trouble.kind == "raise" and trouble.what == "Agreement.meet":
+            allowed.add("CallMismatch")
         # Who has seen that a rank is late, or gave up, has given up as well.
         right = one.names in ((), named) or trouble.kind == "late" or rank == culprit
         if one.kind not in allowed or not right:

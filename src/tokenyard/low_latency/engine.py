@@ -33,6 +33,7 @@ from tokenyard.transports import Communicator, SharedSlots, Transport, open_slot
 from tokenyard.types import ROW_DTYPES
 
 _STAGES = ("low-latency dispatch", "low-latency combine")
+_LET_GO = 0.005  # seconds in which the Buffer's thread lets go of a call that has ended
 
 
 class _Unread(ValueError):
@@ -92,7 +93,7 @@ class LowLatency:
                 totals = counters(
                     "cumulative_local_expert_recv_stats", totals, shape.num_local, torch.int32
                 )
-            out = self._results.take(shape, number)
+            out = self._take(shape, number)
             sent = from_numpy(memory.empty_array((2, *topk_idx.shape), np.int64))
             bad = self.slots.send_dispatch(number, x, topk_idx, shape, sent, stage)
             if bad != -1:
@@ -209,6 +210,17 @@ class LowLatency:
         self.engaged = True
         self._numbers[kind] += 1
         return self._numbers[kind]
+
+    def _take(self, shape: SlotShape, number: int) -> Received:
+        """Memory for what arrives. A result that nobody wants any more may still be held by a call
+        that ends on the Buffer's thread: that is waited for.
+        """
+        try:
+            return self._results.take(shape, number)
+        except ValueError:
+            self._worker.drain()
+            time.sleep(_LET_GO)
+            return self._results.take(shape, number)
 
     def _settle(self, kind: int, number: int) -> None:
         """What was sent two calls ago must have been received here too: its place is used again."""
