@@ -249,7 +249,7 @@ class _Drawer(CallDrawer):
                 if buffer.having(Dispatch):  # which may be given the same memory
                     self._add_call(buffer, replace(self.combine(buffer), rows="buffer", after=None))
         if kind == "kill":
-            self._bury(opened.members[step.trouble.rank])
+            self._bury(opened.members[step.trouble.rank], at)
 
     def _last_look(self, number: int, at: int) -> None:
         """After a trouble that may have broken the Buffer."""
@@ -261,9 +261,8 @@ class _Drawer(CallDrawer):
         self._add(replace(probe, case=replace(probe.case, tokens=(2, 3, 1, 0), hidden=9)))
         self._close(number)
 
-    def _bury(self, victim: int) -> None:
+    def _bury(self, victim: int, at: int) -> None:
         """Every other Buffer of the rank that was killed finds out, and the rest goes on."""
-        at = len(self.steps) - 1
         for number, buffer in list(self.buffers.items()):
             if victim in buffer.opened.members:
                 self._last_look(number, at)
