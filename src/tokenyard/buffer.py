@@ -73,7 +73,7 @@ class _Use:
         buffer._check_process()  # before the lock, which a forked child may have inherited taken
         self.take()
         try:
-            return buffer._open_engine()
+            return buffer._usable_engine()
         except BaseException:
             self._lock.release()
             raise
@@ -409,6 +409,9 @@ class Buffer(LowLatencyCalls):
 
     def _open_engine(self) -> Engine:
         self._check_process()
+        return self._usable_engine()
+
+    def _usable_engine(self) -> Engine:
         engine, low_latency = self._engine, self._low_latency
         if engine is None:
             raise BufferClosed(f"{self._why_closed}, on rank {self.rank}")
@@ -420,8 +423,9 @@ class Buffer(LowLatencyCalls):
             raise BufferClosed(f"{self._why_closed}, on rank {self.rank}") from failure
         return engine
 
-    def _open_low_latency(self) -> LowLatency:
-        self._open_engine()
+    def _open_low_latency(self, is_open: bool = False) -> LowLatency:
+        if not is_open:
+            self._open_engine()
         if self._low_latency is None:
             raise ValueError(
                 f"low_latency_mode is False, want Buffer(low_latency_mode=True), "

@@ -67,7 +67,7 @@ class LowLatencyCalls:
         """
         asked = Asked(async_finish, return_recv_hook, dispatch_wait_recv_cost_stats)
         with self._use:
-            engine = self._open_low_latency()
+            engine = self._open_low_latency(is_open=True)
             got, handle, event, receipt = engine.dispatch(
                 x,
                 topk_idx,
@@ -102,7 +102,7 @@ class LowLatencyCalls:
         """
         asked = Asked(async_finish, return_recv_hook, combine_wait_recv_cost_stats)
         with self._use:
-            engine = self._open_low_latency()
+            engine = self._open_low_latency(is_open=True)
             combined, event, receipt = engine.combine(
                 x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, out, asked
             )
@@ -152,5 +152,6 @@ class LowLatencyCalls:
             with self._use:
                 receipt()
 
-    def _open_low_latency(self) -> LowLatency:
+    def _open_low_latency(self, is_open: bool = False) -> LowLatency:
+        """`is_open` inside a call, which has looked already."""
         raise NotImplementedError
