@@ -103,7 +103,7 @@ def test_500_ranks_take_seconds() -> None:
     assert run_virtual(sum_of_experts, 500, timeout=100).results == [
         32.0 * rank for rank in range(500)
     ]
-    assert time.process_time() - begin < 35.0
+    assert time.process_time() - begin < 55.0
 
 
 STUCK = """
