@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from tokenyard import PeerDied, PeerLeft, PeerTimeout
+from tokenyard.transports import watch as watch_module
 from tokenyard.transports.torch_group import GlooPart
 from tokenyard.transports.watch import Watch, Who, who_am_i
 from tokenyard.transports.words import StoreLost, Word, Words
@@ -76,12 +77,11 @@ def test_processes_are_seen_to_die() -> None:
     with open(f"/proc/{child.pid}/stat") as file:
         begun = int(file.read().rsplit(")", 1)[1].split()[19])
     theirs = me._replace(pid=child.pid, begun=begun)
-    used_again = theirs._replace(begun=begun - 1)  # the number of another, earlier process
     elsewhere, hidden = Who(me.processes + 1, 1, 1), Who(me.processes, 1, -1)
-    watch = Watch(0, [5, 5, 5, 5, 5], [me, theirs, used_again, elsewhere, hidden])
-    assert [watch.sees(rank) for rank in range(5)] == [True, True, False, False, False]
+    watch = Watch(0, [5, 5, 5, 5], [me, theirs, elsewhere, hidden])
+    assert [watch.sees(rank) for rank in range(4)] == [True, True, False, False]
     assert watch.dead_ranks() == ()
-    assert watch.neighbours(1) == [0, 1, 2, 4]
+    assert watch.neighbours(1) == [0, 1, 3]
     child.kill()
     deadline = time.monotonic() + 5
     while not watch.dead_ranks() and time.monotonic() < deadline:
@@ -89,3 +89,28 @@ def test_processes_are_seen_to_die() -> None:
     assert watch.dead_ranks() == (1,)  # nobody has buried it yet
     child.communicate()
     assert watch.dead_ranks() == (1,)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="there is no table of processes")
+def test_who_died_before_the_others_looked_is_dead() -> None:
+    """A rank may die between telling its number, and the others' first look at it."""
+    me = who_am_i()
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    buried = me._replace(pid=child.pid)
+    used_again = me._replace(begun=me.begun - 1)  # the number of another, earlier process
+    watch = Watch(0, [5, 5, 5], [me, buried, used_again])
+    assert watch.dead_ranks() == (1, 2)
+
+
+def test_hidden_processes_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mock of hidepid, which hides the processes of other users: a signal still finds them."""
+    me = who_am_i()
+    monkeypatch.setattr(watch_module, "open", no_such_file, raising=False)
+    watch = Watch(0, [5, 5], [me, me._replace(begun=7)])
+    assert not watch.sees(1)
+    assert watch.dead_ranks() == ()
+
+
+def no_such_file(path: str) -> None:
+    raise FileNotFoundError(path)

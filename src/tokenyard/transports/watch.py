@@ -25,7 +25,8 @@ def who_am_i() -> Who:
         table = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return Who(-os.getpid(), os.getpid(), -1)  # a table of its own
-    return Who(table, os.getpid(), _begun(os.getpid()))
+    begun = _begun(os.getpid())
+    return Who(table, os.getpid(), -1 if begun is None else begun)
 
 
 class Watch:
@@ -38,15 +39,16 @@ class Watch:
             other: who
             for other, who in enumerate(whos)
             if self._tables[other] == self._tables[rank]
-            # What cannot be seen while it lives, as with hidepid, says nothing when it is not seen.
-            if who.begun != -1 and begun[who.pid] == who.begun
+            if who.begun != -1 and begun[who.pid] is not None
         }
 
     def sees(self, rank: int) -> bool:
         return rank in self._whos
 
     def dead_ranks(self) -> tuple[int, ...]:
-        return tuple(rank for rank, who in self._whos.items() if _begun(who.pid) != who.begun)
+        return tuple(
+            rank for rank, who in self._whos.items() if _begun(who.pid) not in (who.begun, None)
+        )
 
     def neighbours(self, rank: int) -> list[int]:
         """The ranks that see each other's processes as this one does, and itself."""
@@ -55,11 +57,23 @@ class Watch:
         return [other for other, one in enumerate(self._tables) if one == self._tables[rank]]
 
 
-def _begun(pid: int) -> int:
-    """When a process began; -1 if it is dead, whether or not anybody has buried it."""
+def _begun(pid: int) -> int | None:
+    """When a process began; -1 if it is dead, whether or not anybody has buried it. None where
+    others' processes are hidden, as with hidepid.
+    """
     try:
         with open(f"/proc/{pid}/stat") as file:
             state, *fields = file.read().rsplit(")", 1)[1].split()
     except (OSError, IndexError, ValueError):
-        return -1
+        return None if _is_there(pid) else -1
     return -1 if state in "ZX" else int(fields[18])
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True  # somebody else's
+    return True
