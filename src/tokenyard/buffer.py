@@ -362,6 +362,10 @@ class Buffer(LowLatencyCalls):
     ) -> None:
         self.close()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
+        """Itself: a copy of a model uses the same connections."""
+        return self
+
     def __repr__(self) -> str:
         where = f"rank {self.rank} of {self.group_size}"
         if self._engine is None:

@@ -4,33 +4,38 @@ functional  dispatch, combine, permute, unpermute and grouped_mm, which gradient
 MoE         a layer whose experts live on all ranks of a Buffer
 router      how tokens choose, and how the load of experts is kept even
 parallel    experts beside DistributedDataParallel and FSDP
+clipping    clip_grad_norm_ with the experts of all ranks
 checkpoint  what to save, by names that do not depend on the number of ranks
 """
 
 from tokenyard.nn import functional
 from tokenyard.nn.checkpoint import checkpoint_state
+from tokenyard.nn.clipping import clip_grad_norm_, get_grad_norm
 from tokenyard.nn.moe import Experts, MoE, SharedExpert
 from tokenyard.nn.parallel import (
     auxiliary_losses,
     average_expert_gradients,
     expert_parameters,
-    named_expert_parameters,
     prepare_for_ddp,
     update_biases,
 )
 from tokenyard.nn.router import Router, RouterConfig
+from tokenyard.nn.share import Share, named_expert_parameters
 
 __all__ = [
     "Experts",
     "MoE",
     "Router",
     "RouterConfig",
+    "Share",
     "SharedExpert",
     "auxiliary_losses",
     "average_expert_gradients",
     "checkpoint_state",
+    "clip_grad_norm_",
     "expert_parameters",
     "functional",
+    "get_grad_norm",
     "named_expert_parameters",
     "prepare_for_ddp",
     "update_biases",

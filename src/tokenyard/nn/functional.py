@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from tokenyard.buffer import Buffer
@@ -92,8 +93,26 @@ def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     >>> x, weights = tensor([[1.0], [2.0], [3.0], [4.0]]), tensor([[[10.0]], [[100.0]]])
     >>> grouped_mm(x, weights, tensor([1, 3], dtype=int32)).flatten().tolist()
     [10.0, 200.0, 300.0, 0.0]
+
+    Under torch.autocast in its dtype, as other products of matrices.
     """
-    return operators.grouped_mm(x, weights, offsets)
+    return operators.grouped_mm(autocast(x), autocast(weights), offsets)
+
+
+def autocast(x: Tensor) -> Tensor:
+    """In the dtype of torch.autocast, where that is on; float64 stays."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
+def gather_over_ranks(buffer: Buffer, x: Tensor, num_experts: int) -> Tensor:
+    """[R, D]: x [D] of every rank, ranks ascending, on all ranks. For a few numbers; no gradients.
+
+    num_experts is that of the Buffer's other calls.
+    """
+    return operators.gather_over_ranks(x, number_of(buffer), num_experts)
 
 
 def sum_over_ranks(buffer: Buffer, x: Tensor, num_experts: int) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tokenyard.buffer import Buffer
 from tokenyard.nn import functional
 from tokenyard.nn.router import Router, RouterConfig, auxiliary_loss, count
+from tokenyard.nn.share import Share
 
 
 class Experts(nn.Module):
@@ -35,6 +36,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.ids = experts  # global, in the order of the stack
+        self.tokenyard: Share | None = None  # of the layer that it belongs to
         num_local, kind = len(experts), dict[str, Any](device=device, dtype=dtype)
         # The columns of gate, then those of up: one product instead of two.
         self.gate_up = nn.Parameter(torch.empty(num_local, hidden, 2 * intermediate, **kind))
@@ -55,9 +57,14 @@ class Experts(nn.Module):
                 stack[local].copy_(drawn)
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """x [M, D] by expert; expert l's rows end before offsets[l]."""
-        gate, up = functional.grouped_mm(x, self.gate_up, offsets).chunk(2, 1)
-        return functional.grouped_mm(nn.functional.silu(gate) * up, self.down, offsets)
+        """x [M, D] by expert; expert l's rows end before offsets[l]. In the dtype of x."""
+        gate, up = self._times("gate_up", x, offsets).chunk(2, 1)
+        return self._times("down", nn.functional.silu(gate) * up, offsets)
+
+    def _times(self, name: str, x: Tensor, offsets: Tensor) -> Tensor:
+        share = self.tokenyard
+        weights: Tensor = getattr(self, name) if share is None else share.weights(self, name)
+        return functional.grouped_mm(x, weights.to(x.dtype), offsets)
 
     def extra_repr(self) -> str:
         num_local, intermediate, hidden = self.down.shape
@@ -113,18 +120,25 @@ class MoE(nn.Module):
         local = buffer.get_local_experts(router.num_experts)
         self.router = Router(hidden, router, device=device, dtype=dtype)
         self.experts = Experts(hidden, intermediate, local, device=device, dtype=dtype)
+        self.experts.tokenyard = Share(
+            buffer=buffer,
+            ids=local,
+            num_experts=router.num_experts,
+            num_losses=buffer.group_size,
+        )
         self.shared = SharedExpert(hidden, shared, device=device, dtype=dtype) if shared else None
         # The most rows that permute can make of those that arrive: a token's experts are distinct.
         most_copies = min(router.num_topk, len(local))
         self._num_rows = num_worst_tokens * most_copies if num_worst_tokens else None
-        self.auxiliary_loss: Tensor | None = None  # of the last call, if the router has one
+        # Of the last call, if that was in training, and the router has one.
+        self.auxiliary_loss: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
         chosen = self.router(tokens)
         rows = functional.dispatch(
             self.buffer,
-            tokens,
+            functional.autocast(tokens),
             chosen.topk_idx,
             chosen.topk_weights,
             self.num_experts,
@@ -143,10 +157,16 @@ class MoE(nn.Module):
 
     def _balance(self, scores: Tensor, topk_idx: Tensor) -> None:
         coefficient = self.router.config.auxiliary_loss
+        self.auxiliary_loss = None
         if not coefficient or not self.training:
             return
         load = self._over_ranks(count(topk_idx, self.num_experts))
         self.auxiliary_loss = coefficient * auxiliary_loss(scores, load)
+
+    def has_lost_gradient(self) -> bool:
+        """Whether the last call made an auxiliary loss without a graph, and a graph was due."""
+        loss = self.auxiliary_loss
+        return loss is not None and not loss.requires_grad and self.router.weight.requires_grad
 
     def update_bias(self) -> None:
         """Move the router's bias by what all ranks chose since the last time. All ranks call it,
@@ -154,6 +174,10 @@ class MoE(nn.Module):
         """
         if self.router.load is not None:
             self.router.move_bias(self._over_ranks(self.router.load))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As copy.deepcopy takes it: the loss of a call belongs to that call's graph."""
+        return {**self.__dict__, "auxiliary_loss": None}
 
     def _over_ranks(self, load: Tensor) -> Tensor:
         return functional.sum_over_ranks(self.buffer, load, self.num_experts)

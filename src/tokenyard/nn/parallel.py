@@ -7,20 +7,15 @@ losses already. It must be divided by the number of ranks, and exchanged with no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tokenyard.nn.moe import Experts, MoE
+from tokenyard.nn.clipping import watch_gradients
+from tokenyard.nn.moe import MoE
 from tokenyard.nn.router import Router
-
-
-def named_expert_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Those that are this rank's own, with their full names in `module`."""
-    for prefix, part in module.named_modules():
-        if isinstance(part, Experts):
-            yield from part.named_parameters(prefix)
+from tokenyard.nn.share import named_expert_parameters, shares
 
 
 def expert_parameters(module: nn.Module) -> set[nn.Parameter]:
@@ -31,23 +26,40 @@ def expert_parameters(module: nn.Module) -> set[nn.Parameter]:
 def average_expert_gradients(module: nn.Module) -> None:
     """From now on divide the experts' gradients by the number of ranks, as data parallelism does.
 
-    Call it once, before the first backward pass; it does not matter whether before or after the
-    module is wrapped.
+    Call it before the first backward pass; it does not matter how often, nor whether before or
+    after the module is wrapped.
     """
-    for part in module.modules():
-        if isinstance(part, MoE):
-            for parameter in part.experts.parameters():
-                parameter.register_hook(_divided_by(part.buffer.group_size))
+    for name, parameter in named_expert_parameters(module):
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"{name} was sharded by fully_shard, which mixes experts of different ranks: want "
+                "fully_shard(model, ignored_params=expert_parameters(model))"
+            )
+    for _, _, share in shares(module):
+        share.averages = True
+    watch_gradients(module)
 
 
 def prepare_for_ddp(module: nn.Module) -> None:
     """Call it before `DistributedDataParallel(module)`, which then leaves the experts alone; their
     gradients are averaged here.
     """
-    alone = [name for name, _ in named_expert_parameters(module)]
-    alone += [f"{prefix}.load".lstrip(".") for prefix, _ in _routers(module)]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, alone)
+    hide_from_ddp(module)
     average_expert_gradients(module)
+
+
+def hide_from_ddp(module: nn.Module) -> None:
+    """Add what is each rank's own to the names that DistributedDataParallel leaves alone."""
+    alone = [name for name, _ in named_expert_parameters(module)]
+    alone += [
+        f"{prefix}.load".lstrip(".")
+        for prefix, part in module.named_modules()
+        if isinstance(part, Router)
+    ]
+    before = getattr(module, "_ddp_params_and_buffers_to_ignore", [])
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        module, list(dict.fromkeys([*before, *alone]))
+    )
 
 
 def update_biases(module: nn.Module) -> None:
@@ -59,15 +71,15 @@ def update_biases(module: nn.Module) -> None:
 
 def auxiliary_losses(module: nn.Module) -> Tensor | float:
     """The sum over layers, of their last calls; 0 if none has one. Add it to the loss."""
-    losses = [part.auxiliary_loss for part in module.modules() if isinstance(part, MoE)]
-    return sum((loss for loss in losses if loss is not None), 0.0)
-
-
-def _routers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for prefix, part in module.named_modules():
-        if isinstance(part, Router):
-            yield prefix, part
-
-
-def _divided_by(number: int) -> Callable[[Tensor], Tensor]:
-    return lambda grad: grad / number
+    losses: list[Tensor] = []
+    for name, part in module.named_modules():
+        if not isinstance(part, MoE) or part.auxiliary_loss is None:
+            continue
+        if torch.is_grad_enabled() and part.has_lost_gradient():
+            raise RuntimeError(
+                f"the auxiliary loss of {name or 'the layer'} has no gradient, since its call made "
+                "no graph, as in reentrant activation checkpointing: want use_reentrant=False, or "
+                "auxiliary_losses under torch.no_grad() to look at its value alone"
+            )
+        losses.append(part.auxiliary_loss)
+    return sum(losses, 0.0)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -85,6 +86,18 @@ class Router(nn.Module):
         bound = self.weight.shape[1] ** -0.5
         nn.init.uniform_(self.weight, -bound, bound)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """`model.to(bfloat16)` and its like move bias and load, and leave them in float32: both are
+        sums of many small steps, which bfloat16 loses.
+        """
+        before = {name: getattr(self, name) for name in ("bias", "load")}
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = getattr(self, name)
+            if new is not None and new.dtype != old.dtype:
+                setattr(self, name, old.to(new.device))
+        return self
+
     def forward(self, x: Tensor) -> Chosen:
         """x [T, D]."""
         config, wide = self.config, torch.promote_types(x.dtype, torch.float32)
@@ -106,6 +119,8 @@ class Router(nn.Module):
         """
         assert self.bias is not None
         assert self.load is not None
+        if self.bias.dtype != torch.float32:  # it was assigned from a checkpoint
+            self.bias = self.bias.float()
         self.bias += self.config.bias_rate * (load.mean() - load).sign()
         self.load.zero_()
 

@@ -11,24 +11,30 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from tokenyard.buffer import Buffer
 from tokenyard.integrations.transformers.everyone import Everyone, Replicated, Summed
 from tokenyard.nn import functional
+from tokenyard.nn.share import Share
 from tokenyard.topology import Placement
 
 NAME = "tokenyard"  # in transformers' registry of expert functions
 Experts = Any  # a module of transformers that holds stacked experts
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
+@dataclass(kw_only=True, eq=False)
+class Plan(Share):
     """How one experts module takes part."""
 
-    buffer: Buffer
     placement: Placement
     everyone: Everyone | None = None  # where all ranks have the same tokens
 
-    @property
-    def owned(self) -> list[int]:
-        """This rank's experts, global ids."""
-        return self.placement.experts_of_rank[self.buffer.rank]
+    @classmethod
+    def make(cls, buffer: Buffer, placement: Placement, everyone: Everyone | None = None) -> Plan:
+        return cls(
+            buffer=buffer,
+            placement=placement,
+            everyone=everyone,
+            ids=placement.experts_of_rank[buffer.rank],
+            num_experts=placement.num_experts,
+            num_losses=buffer.group_size if everyone is None else 1,
+        )
 
 
 def experts_forward(
@@ -69,10 +75,11 @@ def _run(module: Experts, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> 
 
 
 def _linear(module: Experts, key: str, x: Tensor, offsets: Tensor) -> Tensor:
-    weights: Tensor = getattr(module, key)
+    weights = module.tokenyard.weights(module, key)
     matrices = weights if module.is_transposed else weights.transpose(1, 2)
     y = functional.grouped_mm(x.to(weights.dtype), matrices, offsets)
     if module.has_bias:
         counts = offsets.diff(prepend=offsets.new_zeros(1))
-        y = y + getattr(module, f"{key}_bias").repeat_interleave(counts, 0, output_size=len(x))
+        bias = module.tokenyard.weights(module, f"{key}_bias")
+        y = y + bias.repeat_interleave(counts, 0, output_size=len(x))
     return y

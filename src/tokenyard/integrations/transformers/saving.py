@@ -51,7 +51,7 @@ def _gather(own: Tensor, plan: Plan, group: dist.ProcessGroup) -> Tensor | None:
         dist.send(own.contiguous(), root, group)
         return None
     whole = torch.empty(plan.placement.num_experts, *own.shape[1:], dtype=own.dtype)
-    whole[plan.owned] = own
+    whole[plan.ids] = own
     for other in range(1, dist.get_world_size(group)):
         ids = plan.placement.experts_of_rank[other]
         part = whole.new_empty(len(ids), *own.shape[1:])

@@ -13,6 +13,8 @@ from tokenyard.buffer import Buffer
 from tokenyard.integrations.transformers.everyone import Everyone
 from tokenyard.integrations.transformers.experts import NAME, Experts, Plan
 from tokenyard.integrations.transformers.saving import refuse_to_save_a_part
+from tokenyard.nn.clipping import watch_gradients
+from tokenyard.nn.parallel import hide_from_ddp
 from tokenyard.topology import Placement
 
 Tokens = Literal["own", "same"]
@@ -51,10 +53,11 @@ def spread_experts(
     plans = [spread.plan(name, module) for name, module in found.items()]
     for module, plan in zip(found.values(), plans):
         for key, parameter in list(module.named_parameters(recurse=False)):
-            own = own_part(parameter, plan.owned)
+            own = own_part(parameter, plan.ids)
             setattr(module, key, nn.Parameter(own, requires_grad=parameter.requires_grad))
         _attach(module, plan)
-    _hide_from_ddp(model, found)
+    hide_from_ddp(model)
+    watch_gradients(model)
     refuse_to_save_a_part(model, found)
     model.tokenyard_buffer = buffer  # type: ignore[assignment]
     return model
@@ -119,21 +122,14 @@ class _Spread:
                 f"rank {idle[0]} has none of the {num_experts} experts of {name}, "
                 f"want at least one on each of {num_ranks} ranks"
             )
-        return Plan(buffer=self.buffer, placement=placement, everyone=self.everyone)
+        return Plan.make(self.buffer, placement, self.everyone)
 
 
 def _attach(module: Experts, plan: Plan) -> None:
     """Route the module's calls through its plan."""
     module.tokenyard = plan
-    module.num_experts = len(plan.owned)
+    module.num_experts = len(plan.ids)
     module._is_expert_parallel = True
     # A config may be shared with other models, whose experts are whole.
     module.config = copy.copy(module.config)
     module.config._experts_implementation = NAME
-
-
-def _hide_from_ddp(model: nn.Module, found: dict[str, Experts]) -> None:
-    """DistributedDataParallel would copy rank 0's experts to all."""
-    names = [f"{name}.{key}" for name, one in found.items() for key in one._parameters]
-    before = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
-    model._ddp_params_and_buffers_to_ignore = [*before, *names]  # type: ignore[assignment]

@@ -38,7 +38,7 @@ class TokenyardExperts(EpDispatchExpertsParallel):
         num_ranks = ep_mesh.size()
         num_experts = module.num_experts * num_ranks  # it counts this rank's by now
         placement = Placement.even(num_experts, num_ranks)
-        module.tokenyard = Plan(buffer=self._buffers[group], placement=placement)
+        module.tokenyard = Plan.make(self._buffers[group], placement)
 
         def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             given = hidden_states, top_k_index, top_k_weights

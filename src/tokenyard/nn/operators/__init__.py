@@ -17,6 +17,7 @@ from tokenyard.nn.operators.exchange import (
     combine_both,
     dispatch,
     dispatch_again,
+    gather_over_ranks,
     sum_over_ranks,
 )
 from tokenyard.nn.operators.grouped import grouped_mm, grouped_outer
@@ -27,6 +28,7 @@ __all__ = [
     "combine_both",
     "dispatch",
     "dispatch_again",
+    "gather_over_ranks",
     "grouped_mm",
     "grouped_outer",
     "permute",

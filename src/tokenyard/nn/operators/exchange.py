@@ -142,9 +142,9 @@ def _(
     )
 
 
-@torch.library.custom_op("tokenyard::sum_over_ranks", mutates_args=())
-def sum_over_ranks(x: Tensor, buffer: int, num_experts: int) -> Tensor:
-    """[D]: the sum of all ranks' x, ranks ascending: one token that goes to every rank."""
+@torch.library.custom_op("tokenyard::gather_over_ranks", mutates_args=())
+def gather_over_ranks(x: Tensor, buffer: int, num_experts: int) -> Tensor:
+    """[R, D]: all ranks' x, ranks ascending: one token that goes to every rank."""
     known = tickets.buffer_of(buffer)
     got = known.dispatch(
         x[None],
@@ -153,7 +153,18 @@ def sum_over_ranks(x: Tensor, buffer: int, num_experts: int) -> Tensor:
         num_tokens_per_expert=torch.zeros(num_experts, dtype=torch.int32),
     )
     assert isinstance(got.recv_x, Tensor)
-    return got.recv_x.sum(0)
+    return got.recv_x
+
+
+@gather_over_ranks.register_fake
+def _(x: Tensor, buffer: int, num_experts: int) -> Tensor:
+    return x.new_empty(tickets.buffer_of(buffer).group_size, x.shape[0])
+
+
+@torch.library.custom_op("tokenyard::sum_over_ranks", mutates_args=())
+def sum_over_ranks(x: Tensor, buffer: int, num_experts: int) -> Tensor:
+    """[D]: the sum of all ranks' x, in the order of ranks."""
+    return gather_over_ranks(x, buffer, num_experts).sum(0)
 
 
 @sum_over_ranks.register_fake

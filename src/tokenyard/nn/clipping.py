@@ -1,0 +1,167 @@
+"""Clipping gradients where each rank holds other experts.
+
+The norm of all gradients is one number for all ranks only if it counts the experts of all of them.
+torch.nn.utils.clip_grad_norm_ sees this rank's experts alone, so that ranks scale equal gradients
+of dense parameters differently, and these parameters drift apart.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from tokenyard.buffer import Buffer
+from tokenyard.nn.functional import gather_over_ranks
+from tokenyard.nn.share import named_expert_parameters, own_parameters, shares
+from tokenyard.validate import require
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    module: nn.Module,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """As torch.nn.utils.clip_grad_norm_, with the experts of all ranks in the norm. Returns the
+    norm, the same bits on every rank.
+
+    It takes the module, wrapped by DistributedDataParallel, FSDP2 or nothing, instead of its
+    parameters. Every rank calls it, when the gradients of dense parameters are averaged.
+    """
+    total = get_grad_norm(module, norm_type, error_if_nonfinite, foreach)
+    given = {one: one.grad for one in module.parameters() if one.grad is not None}
+    # torch multiplies what is in `grad`, and cannot multiply a DTensor by a plain tensor.
+    local = [SimpleNamespace(grad=_local(one)) for one in given.values()]
+    clip_grads_with_norm_(cast("list[Tensor]", local), max_norm, total, foreach)
+    for parameter in given:
+        if parameter in _versions:
+            _note_version(parameter)
+    return total
+
+
+@torch.no_grad()
+def get_grad_norm(
+    module: nn.Module,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """The norm of the gradients of all parameters, the experts of all ranks included. Every rank
+    calls it.
+    """
+    order = float(norm_type)
+    require(order > 0, f"norm_type is {norm_type!r}, want a number above 0, or inf")
+
+    def norm(gradients: Iterable[Tensor]) -> Tensor:
+        some = [one for one in gradients if one.numel()]  # an empty one has no maximum
+        return get_total_norm(some, order, foreach=foreach).double()
+
+    own: dict[Buffer, dict[nn.Parameter, None]] = {}
+    num_experts: dict[Buffer, int] = {}
+    for _, part, share in shares(module):
+        num_experts[share.buffer] = share.num_experts
+        own.setdefault(share.buffer, {}).update(dict.fromkeys(own_parameters(part)))
+    experts = {parameter for parameters in own.values() for parameter in parameters}
+    dense: dict[Any, list[Tensor]] = defaultdict(list)  # by where the rest of each is
+    for parameter in module.parameters():
+        if parameter not in experts and (grad := parameter.grad) is not None:
+            where = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
+            dense[where].append(_local(grad))
+
+    norms = []
+    for where, gradients in dense.items():
+        part_norm = norm(gradients)
+        norms.append(part_norm if where is None else _over_mesh(part_norm, order, *where))
+    for buffer, parameters in own.items():
+        mine = norm(one.grad for one in parameters if one.grad is not None)
+        mine = mine.to(next(iter(parameters)).device)
+        gathered = gather_over_ranks(buffer, mine[None], num_experts[buffer])
+        norms.append(torch.linalg.vector_norm(gathered, order))
+    total = norm(norms)
+    if error_if_nonfinite and not math.isfinite(total):
+        raise RuntimeError(
+            f"the norm of order {order:g} of the gradients is {float(total)}, want a finite one, "
+            "or error_if_nonfinite=False to scale by it anyway"
+        )
+    is_double = any(one.dtype == torch.float64 for one in module.parameters())
+    return total if is_double else total.float()
+
+
+def watch_gradients(module: nn.Module) -> None:
+    """From now on warn if an optimiser steps with gradients of experts that somebody has changed
+    since the backward pass, as torch.nn.utils.clip_grad_norm_ does.
+    """
+    alone = all(share.buffer.group_size == 1 for _, _, share in shares(module))
+    if alone:
+        return
+    for _, parameter in named_expert_parameters(module):
+        if parameter not in _versions and parameter.requires_grad:
+            _versions[parameter] = -1
+            parameter.register_post_accumulate_grad_hook(_note_version)
+    _watch_optimisers()
+
+
+# Of the gradients of experts, after the last backward pass or our own clipping: torch counts the
+# changes of a tensor's values.
+_versions = WeakTensorKeyDictionary()
+_watching: list[Any] = []
+
+
+def _watch_optimisers() -> None:
+    if not _watching:
+        _watching.append(register_optimizer_step_pre_hook(_check_versions))
+
+
+def _note_version(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    _versions[parameter] = parameter.grad._version
+
+
+def _check_versions(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            noted = _versions.get(parameter, -1)
+            if parameter.grad is not None and noted not in (-1, parameter.grad._version):
+                warnings.warn(
+                    "gradients of experts were changed since the backward pass. If "
+                    "torch.nn.utils.clip_grad_norm_ did that, it left the experts of other ranks "
+                    "out of the norm, and dense parameters of ranks drift apart: want "
+                    "tokenyard.nn.clip_grad_norm_(model, max_norm)",
+                    stacklevel=2,
+                )
+                return
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def _over_mesh(
+    norm: Tensor, order: float, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> Tensor:
+    """The norm of sharded gradients, from that of each shard; the same bits on all ranks."""
+    for dim, placement in enumerate(placements):
+        if placement.is_replicate():
+            continue
+        require(placement.is_shard(), f"a gradient is {placement}, want it sharded or replicated")
+        norms = [torch.empty_like(norm) for _ in range(mesh.size(dim))]
+        dist.all_gather(norms, norm, mesh.get_group(dim))
+        norm = torch.linalg.vector_norm(torch.stack(norms), order)
+    return norm

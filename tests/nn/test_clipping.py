@@ -1,0 +1,91 @@
+"""Clipping: one norm for all ranks, whatever wraps the model, and the wrong way is noticed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import tokenyard
+from tests.nn import clipping_jobs as jobs
+from tests.nn.moe_jobs import make_model
+from tokenyard.nn import clip_grad_norm_, get_grad_norm
+from tokenyard.testing import assert_same, run_virtual
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> tuple[list[float], list[float]]:
+    losses, norms, _, _ = run_virtual(jobs.clipped_training, 1, "none").results[0]
+    assert min(norms) > jobs.MAX_NORM, "nothing is clipped, which proves nothing"
+    return losses, norms
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_clipped_training_is_that_of_one_rank(
+    pools: Any, one_rank: Any, kind: str, num_ranks: int
+) -> None:
+    results = pools[num_ranks].run(jobs.clipped_training, kind)
+    want_losses, want_norms = one_rank
+    for step, losses in enumerate(zip(*(losses for losses, *_ in results))):
+        assert sum(losses) / num_ranks == pytest.approx(want_losses[step], rel=1e-5), step
+    _, norms, dense, warned = results[0]
+    assert norms == pytest.approx(want_norms, rel=1e-5)
+    assert warned == []
+    for _, other_norms, other_dense, _ in results[1:]:
+        assert other_norms == norms
+        assert other_dense.keys() == dense.keys()
+        assert_same(list(other_dense.values()), list(dense.values()))
+
+
+@pytest.mark.parametrize("kind", ["none", "ddp", "fsdp"])
+def test_norms(two_processes: Any, kind: str) -> None:
+    """Of all orders, with foreach or not; one that is not finite raises on all ranks."""
+    if kind == "none":  # dense gradients are those of one rank, which has all the tokens
+        results = run_virtual(jobs.norms_of_all_kinds, 1, kind).results
+    else:
+        results = two_processes.run(jobs.norms_of_all_kinds, kind)
+    (want,) = run_virtual(jobs.norms_of_all_kinds, 1, "none").results
+    assert all(got == results[0] for got in results)
+    for got in results:
+        assert got.pop("infinite") == math.inf
+        assert "want a finite one" in got.pop("error")
+        assert len(got) >= 8
+        for name, value in got.items():
+            assert value == pytest.approx(want[name], rel=1e-5), name
+
+
+def test_torchs_own_clipping_is_noticed(two_processes: Any) -> None:
+    results = two_processes.run(jobs.clipped_training, "ddp", "torch's")
+    for _, _, _, warned in results:
+        assert any("want tokenyard.nn.clip_grad_norm_" in one for one in warned)
+    assert results[0][1] != results[1][1], "torch has learnt it: the warning can go"
+
+
+def test_one_rank_may_clip_as_it_likes() -> None:
+    (_, norms, _, warned) = run_virtual(jobs.clipped_training, 1, "none", "torch's").results[0]
+    assert warned == []
+    (_, want, _, _) = run_virtual(jobs.clipped_training, 1, "none").results[0]
+    assert norms == pytest.approx(want, rel=1e-5)
+
+
+def test_what_has_no_gradient_and_no_norm() -> None:
+    def job(group: Any) -> None:
+        with tokenyard.Buffer(group) as buffer:
+            model = make_model(buffer)
+            assert get_grad_norm(model) == 0
+            with pytest.raises(ValueError, match=r"norm_type is -1, want a number above 0"):
+                clip_grad_norm_(model, 1.0, norm_type=-1)
+            model.first.weight.grad = torch.full_like(model.first.weight, 3.0)
+            if group.rank() == 1:  # experts of one rank alone have gradients
+                model.moe.experts.down.grad = torch.full_like(model.moe.experts.down, 2.0)
+            size = 256 * 9 + model.moe.experts.down[0].numel() * 3 * 4
+            assert clip_grad_norm_(model, 1.0).item() == pytest.approx(size**0.5)
+            assert get_grad_norm(model).item() == pytest.approx(1.0, rel=1e-5)
+            assert get_grad_norm(torch.nn.Linear(2, 2)) == 0
+
+    run_virtual(job, 2)
