@@ -46,6 +46,7 @@ class Call(NamedTuple):
     num_max: int = -1
     cast: int = -1
     options: int = -1  # a digest of what was given to the Buffer
+    tag: int = -1  # the caller's
 
 
 # A message: did this rank fail, the call, two sizes of its own, its transport's offer, and as much
@@ -195,6 +196,7 @@ _WORDS = {
     "num_max": "num_max_dispatch_tokens_per_rank",
     "cast": "use_fp8, round_scale or use_ue8m0",
     "options": "transport=, ring memory, ranks_per_node=, placement= or the low-latency mode",
+    "tag": "tag",
 }
 
 

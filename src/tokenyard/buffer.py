@@ -220,6 +220,7 @@ class Buffer(LowLatencyCalls):
         allocate_on_comm_stream: bool = False,
         *,
         num_experts: int | None = None,
+        tag: int = -1,
     ) -> Dispatched:
         """Send every token once to each rank that owns one of its experts.
 
@@ -232,6 +233,8 @@ class Buffer(LowLatencyCalls):
 
         With a handle the rows go the way of an earlier dispatch, and only x and the event come
         back.
+
+        A tag is a number of yours: if ranks give different ones, all raise CallMismatch.
         """
         config = _default_config(Buffer.num_sms) if config is None else config
         finish = Finish(async_finish, allocate_on_comm_stream)
@@ -263,6 +266,7 @@ class Buffer(LowLatencyCalls):
             num_worst_tokens,
             config,
             previous_event,
+            tag,
         )
         with self._use as engine:
             received, made, event = engine.dispatch(request, finish)
@@ -285,17 +289,20 @@ class Buffer(LowLatencyCalls):
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
+        *,
+        tag: int = -1,
     ) -> Combined:
         """Send every row of x back to its token's rank, which sums a token's rows.
 
         The sum is unweighted (weigh the rows before), in float32, from the biases, in an order that
-        is always the same. topk_weights, if given, come back as they were sent out.
+        is always the same. topk_weights, if given, come back as they were sent out. A tag is that
+        of dispatch.
         """
         config = _default_config(Buffer.num_sms) if config is None else config
         finish = Finish(async_finish, allocate_on_comm_stream)
         with self._use as engine:
             return Combined(
-                *engine.combine(x, handle, topk_weights, bias, config, previous_event, finish)
+                *engine.combine(x, handle, topk_weights, bias, config, previous_event, tag, finish)
             )
 
     def get_next_combine_buffer(self, handle: Handle) -> Tensor:
@@ -315,6 +322,14 @@ class Buffer(LowLatencyCalls):
         """
         engine = self._engine
         return () if engine is None else engine.dead_ranks()
+
+    def refuse(self, error: Exception) -> None:
+        """Raise the error here, and PeerInputError on the other ranks, in place of the dispatch or
+        combine that they make: for a rank which cannot make the call that the others wait for. The
+        Buffer goes on working.
+        """
+        with self._use as engine:
+            engine.refuse(error)
 
     def explain(self, stage: str, error: RuntimeError) -> PeerError:
         """What an error of torch.distributed between the same ranks means: PeerDied with the ranks

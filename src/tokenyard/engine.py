@@ -92,6 +92,11 @@ class Engine:
             error = PeerLeft(text, ranks=(self.rank,), stage="")
         self.transport.tell(error)
 
+    def refuse(self, error: Exception) -> None:
+        """Meet the others in whatever call they make, with a failure, which all raise then."""
+        self._before_words()
+        self._agreement.meet("dispatch", error)
+
     def layout(self, topk_idx: Any, num_experts: Any, previous_event: Any) -> Layout:
         """Who gets each token. Local, so bad input raises on this rank alone."""
         try:
@@ -227,6 +232,7 @@ class Engine:
         bias: Any,
         config: Any,
         previous_event: Any,
+        tag: Any,
         finish: Finish,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         """The sums of each token's rows, and of its weights."""
@@ -261,7 +267,12 @@ class Engine:
             offer = self.transport.offer_back(
                 [one.rows_ND for one in sums], known.flow, pending is None
             )
-            more = {"handle": known.call, "num_topk": num_topk, **_rings(config)}
+            more = {
+                "handle": known.call,
+                "num_topk": num_topk,
+                "tag": validate.tag(tag),
+                **_rings(config),
+            }
             return Terms(_call(stage, sums[0].rows_ND, None, **more), offer)
 
         with self._scope(finish, previous_event):
@@ -365,6 +376,7 @@ class Engine:
             out.scales,
             num_topk=-1 if out.topk_idx is None else out.topk_idx.shape[1],
             num_experts=out.placement.num_experts,
+            tag=out.tag,
             **_rings(out.config),
         )
         payload = notify.tell(out.route, out.layout, out.placement, self._one_node)

@@ -31,6 +31,7 @@ class DispatchRequest(NamedTuple):
     num_worst_tokens: Any
     config: Any
     previous_event: Any
+    tag: Any
 
 
 class Outgoing(NamedTuple):
@@ -46,6 +47,7 @@ class Outgoing(NamedTuple):
     expert_alignment: int
     num_worst_tokens: int
     config: Config
+    tag: int
 
 
 class Preparation:
@@ -133,6 +135,7 @@ class Preparation:
             alignment,
             num_worst,
             config,
+            validate.tag(request.tag),
         )
 
     def token_numbers(self, num_tokens: int) -> Tensor:

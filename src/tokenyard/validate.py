@@ -401,6 +401,10 @@ def integer(what: str, value: Any, *, at_least: int, at_most: int = MOST) -> int
     return value
 
 
+def tag(value: Any) -> int:
+    return integer("tag", value, at_least=-1)
+
+
 def switch(what: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{what} is {value!r}, want True or False")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import resource
 import warnings
 from typing import Any
@@ -29,6 +30,7 @@ from tokenyard.integrations.transformers import (
     replace_dispatch,
     save_pretrained,
 )
+from tokenyard.nn import named_expert_parameters, prepare_for_ddp
 
 disable_progress_bar()
 
@@ -169,6 +171,41 @@ def generate_unequally(group: Any, kind: str) -> Tensor:
     return model.generate(
         tokens_of(group.rank()), max_new_tokens=more, do_sample=False, synced_gpus=True
     )
+
+
+def no_tokens_on_one_rank(group: Any, kind: str, shape: tuple[int, int]) -> str:
+    """What each rank is told, when it is not the end of the Buffer."""
+    model = expert_parallel(whole_model(kind), group, timeout=20)
+    input_ids = torch.zeros(shape, dtype=torch.int64) if group.rank() else tokens_of(0)
+    try:
+        model(input_ids, labels=input_ids)
+    except (RuntimeError, ValueError) as error:
+        model(input_ids=tokens_of(group.rank()))  # the Buffer still works
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def ddp_after_prepare(group: Any, kind: str) -> tuple[bool, Tensor, dict[str, Tensor]]:
+    """Are the experts this rank's still; and as train."""
+    model = expert_parallel(whole_model(kind), group)
+    own = {name: one.detach().clone() for name, one in named_expert_parameters(model)}
+    prepare_for_ddp(model)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    kept = all(torch.equal(one, own[name]) for name, one in named_expert_parameters(model))
+    logits, grads = gradients(wrapped, tokens_of(group.rank()))
+    return kept, logits, {name.removeprefix("module."): one for name, one in grads.items()}
+
+
+def copied(group: Any, kind: str, tokens: str) -> tuple[Tensor, Tensor]:
+    """Logits of a copy, and of the copy when the model itself has changed."""
+    model = expert_parallel(whole_model(kind), group, tokens=tokens)
+    input_ids = tokens_of(group.rank() if tokens == "own" else 0)
+    twin = copy.deepcopy(model)
+    first = twin(input_ids).logits.detach()
+    with torch.no_grad():
+        for one in model.parameters():
+            one.mul_(2)
+    return first, twin(input_ids).logits.detach()
 
 
 def train_with_ddp(group: Any, kind: str) -> dict[str, Tensor]:

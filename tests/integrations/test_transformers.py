@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
@@ -293,6 +294,40 @@ def test_data_parallel(two_ranks: Processes) -> None:
         else:
             for grads in results:
                 assert_near(grads[name], want / 2, name)
+
+
+def test_prepared_for_data_parallelism(two_ranks: Processes) -> None:
+    """Experts stay where they are, and the gradients of all parameters are those of the mean."""
+    results = two_ranks.run(jobs.ddp_after_prepare, "mixtral")
+    assert all(kept for kept, _, _ in results)
+    alone = [one_process("mixtral", rank) for rank in range(2)]
+    for (_, logits, _), (want, _) in zip(results, alone):
+        torch.testing.assert_close(logits, want, rtol=0, atol=1e-5)
+    for name in alone[0][1]:
+        mean = (alone[0][1][name] + alone[1][1][name]) / 2
+        if ".experts." in name:
+            assert_near(torch.cat([grads[name] for _, _, grads in results]), mean, name)
+        else:
+            for _, _, grads in results:
+                assert_near(grads[name], mean, name)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
+def test_a_batch_without_tokens_on_one_rank(two_ranks: Processes, shape: tuple[int, int]) -> None:
+    begin = time.monotonic()
+    told, own = two_ranks.run(jobs.no_tokens_on_one_rank, "mixtral", shape)
+    assert time.monotonic() - begin < 15, "ranks waited until their time was up"
+    assert own.startswith("RuntimeError: cannot reshape tensor of 0 elements")
+    assert told.startswith("PeerInputError: rank 1 rejected its input")
+    assert "the batch has no tokens, want some on every rank, on rank 1" in told
+
+
+@TOKENS
+def test_a_copy_is_a_model_of_its_own(two_ranks: Processes, tokens: str) -> None:
+    for rank, (before, after) in enumerate(two_ranks.run(jobs.copied, "mixtral", tokens)):
+        want, _ = one_process("mixtral", rank if tokens == "own" else 0)
+        torch.testing.assert_close(before, want, rtol=0, atol=1e-5)
+        assert_same(after, before)
 
 
 def test_ranks_that_want_different_numbers_of_tokens(two_ranks: Processes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -174,24 +175,49 @@ def test_ranks_may_differ_in_what_needs_a_gradient(
             assert_same(mine, whole if needed else None)
 
 
-def test_a_rank_that_needs_no_gradient_at_all_is_told_of() -> None:
+def said(step: Callable[[], Any]) -> str:
+    try:  # no pytest.raises, which would keep the handle until the next collection
+        step()
+    except tokenyard.CallMismatch as error:
+        return str(error)
+    return "nothing"
+
+
+def test_ranks_of_which_one_needs_gradients_are_told_at_once() -> None:
+    """Else the backward pass of one waits for the others, until its time is up."""
+
+    def job(group: Any) -> list[str]:
+        x, topk_idx, weights = leaves(group.rank())
+        x, weights = x.detach(), weights.detach()
+        alone = x.clone().requires_grad_(group.rank() == 0)
+        with tokenyard.Buffer(group, timeout=5) as buffer:
+            dispatch = partial(tf.dispatch, buffer, topk_idx=topk_idx, topk_weights=weights)
+            told = [said(lambda: dispatch(x=alone, num_experts=NUM_EXPERTS))]
+            rows = dispatch(x=x, num_experts=NUM_EXPERTS)  # the Buffer still works
+            y = rows.x.requires_grad_(group.rank() == 0)
+            told.append(said(lambda: tf.combine(buffer, y, rows.ticket, len(x))))
+            with torch.no_grad():
+                dispatch(x=alone, num_experts=NUM_EXPERTS)
+            return told
+
+    first, second = run_virtual(job, 2).results
+    for what, here, there in zip(("x or topk_weights of dispatch", "y of combine"), first, second):
+        assert here.startswith(f"{what} requires grad on this rank and not on another")
+        assert there.startswith(f"{what} requires grad on another rank and not on this one")
+
+
+def test_a_rank_that_makes_no_backward_pass_is_told_of() -> None:
     def job(group: Any) -> str:
         x, topk_idx, weights = leaves(group.rank())
-        x, weights = x.detach().requires_grad_(group.rank() == 0), weights.detach()
         with tokenyard.Buffer(group, timeout=5) as buffer:
             rows = tf.dispatch(buffer, x, topk_idx, weights, NUM_EXPERTS)
             again = partial(tf.dispatch, buffer, x, topk_idx, weights, NUM_EXPERTS)
-            step = rows.x.sum().backward if group.rank() == 0 else again
-            try:  # no pytest.raises, which would keep the handle until the next collection
-                step()
-            except tokenyard.CallMismatch as error:
-                return str(error)
-            return "nothing"
+            return said(rows.x.sum().backward if group.rank() == 0 else again)
 
     assert run_virtual(job, 2).results == [
         "combine: ranks differ in what they call: combine on rank 0, dispatch on rank 1; this is "
-        "the gradient of nn.functional.dispatch, whose x or topk_weights must require grad on all "
-        "ranks or on none",
+        "the gradient of nn.functional.dispatch, whose outputs the losses of all ranks must use, "
+        "or of none",
         "dispatch: ranks differ in what they call: dispatch on rank 1, combine on rank 0",
     ]
 
@@ -307,7 +333,7 @@ def test_opcheck_of_the_exchange() -> None:
                 rows = tf.dispatch(
                     buffer, x, topk_idx, weights, NUM_EXPERTS, num_worst_tokens=worst
                 )
-                args = (x, topk_idx, weights, number, NUM_EXPERTS, worst)
+                args = (x, topk_idx, weights, number, NUM_EXPERTS, worst, True)
                 # test_aot_dispatch wants equal outputs, and every dispatch has its own ticket.
                 torch.library.opcheck(
                     operators.dispatch,
@@ -317,7 +343,7 @@ def test_opcheck_of_the_exchange() -> None:
                 y = rows.x.detach().requires_grad_()
                 w = rows.topk_weights.detach().requires_grad_()
                 ticket, num_rows = rows.ticket, len(rows.x)
-                torch.library.opcheck(operators.combine, (y, ticket, number, len(x)))
+                torch.library.opcheck(operators.combine, (y, ticket, number, len(x), True))
                 torch.library.opcheck(
                     operators.combine_both, (y, w, ticket, number, len(x), True, True)
                 )

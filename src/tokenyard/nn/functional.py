@@ -9,7 +9,8 @@ Dispatch and combine are each other's gradient, and so are permute and unpermute
 along the handle of the way there, without counting. All are operators of torch.library, so that
 torch.compile keeps them as nodes of its graph. Backward passes exchange rows too: every rank must
 make the same calls in the same order there as well, which autograd does for the same model. So if
-one rank's x or topk_weights of a dispatch requires grad, one of them must on every rank.
+one rank's x or topk_weights of a dispatch requires grad, one of them must on every rank, and so
+must y of a combine: ranks that differ raise CallMismatch.
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ def dispatch(
     With num_worst_tokens so many rows come, whatever arrives, and no size depends on the routing:
     torch.compile then needs no graph break.
     """
-    number = number_of(buffer)
+    number, graph = number_of(buffer), _makes_graph(x, topk_weights)
     return Rows(
-        *operators.dispatch(x, topk_idx, topk_weights, number, num_experts, num_worst_tokens)
+        *operators.dispatch(x, topk_idx, topk_weights, number, num_experts, num_worst_tokens, graph)
     )
 
 
 def combine(buffer: Buffer, y: Tensor, ticket: Tensor, num_tokens: int) -> Tensor:
     """[T, D]: the sum of each token's rows, back on its rank. num_tokens is T, dispatch's."""
-    return operators.combine(y, ticket, number_of(buffer), num_tokens)
+    return operators.combine(y, ticket, number_of(buffer), num_tokens, _makes_graph(y))
 
 
 def permute(
@@ -121,3 +122,7 @@ def sum_over_ranks(buffer: Buffer, x: Tensor, num_experts: int) -> Tensor:
     num_experts is that of the Buffer's other calls.
     """
     return operators.sum_over_ranks(x, number_of(buffer), num_experts)
+
+
+def _makes_graph(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(one.requires_grad for one in tensors)

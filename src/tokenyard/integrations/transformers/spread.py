@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Literal, TypeVar, get_args
 
 from torch import Tensor, nn
@@ -59,8 +61,29 @@ def spread_experts(
     hide_from_ddp(model)
     watch_gradients(model)
     refuse_to_save_a_part(model, found)
+    if tokens == "own" and buffer.group_size > 1:
+        model.register_forward_hook(_tell_of_no_tokens, with_kwargs=True, always_call=True)
     model.tokenyard_buffer = buffer  # type: ignore[assignment]
     return model
+
+
+def _tell_of_no_tokens(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    """Attention of transformers cannot take a batch of no tokens: then tell the other ranks, which
+    wait for this one in their first experts.
+    """
+    error = sys.exc_info()[1]
+    given = [*args, *kwargs.values()]
+    if error is None or not any(isinstance(one, Tensor) and not one.numel() for one in given):
+        return
+    buffer: Any = model.tokenyard_buffer
+    cause = ValueError(
+        f"the batch has no tokens, want some on every rank, on rank {buffer.rank} "
+        f"({type(error).__name__}: {error})"
+    )
+    with suppress(Exception):  # torch goes on with the error itself
+        buffer.refuse(cause)
 
 
 def _own_rows(parameter: Tensor, owned: list[int]) -> Tensor:

@@ -11,6 +11,7 @@ registered. So the style has a name of its own, and can also take that one's pla
 from __future__ import annotations
 
 import weakref
+from types import MethodType
 from typing import Any
 
 from torch import Tensor
@@ -40,7 +41,9 @@ class TokenyardExperts(EpDispatchExpertsParallel):
         placement = Placement.even(num_experts, num_ranks)
         module.tokenyard = Plan.make(self._buffers[group], placement)
 
-        def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        def forward(
+            module: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+        ) -> Tensor:
             given = hidden_states, top_k_index, top_k_weights
             given, _ = self.transform_inputs_pre_forward(
                 module, given, {}, ep_mesh, tp_mesh=tp_mesh
@@ -51,7 +54,7 @@ class TokenyardExperts(EpDispatchExpertsParallel):
                 module, out, ep_mesh, tp_mesh=tp_mesh, num_tokens=len(hidden_states)
             )
 
-        module.forward = forward
+        module.forward = MethodType(forward, module)  # of a copy of the module, it is the copy's
         return module
 
 

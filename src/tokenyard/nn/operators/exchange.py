@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,16 +22,19 @@ def dispatch(
     buffer: int,
     num_experts: int,
     num_worst_tokens: int,
+    graph: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """recv_x, recv_topk_idx, recv_topk_weights and the ticket."""
+    """recv_x, recv_topk_idx, recv_topk_weights and the ticket. graph: a backward pass may come."""
     known = tickets.buffer_of(buffer)
-    got = known.dispatch(
-        x,
-        topk_idx=topk_idx,
-        topk_weights=topk_weights,
-        num_experts=num_experts,
-        num_worst_tokens=num_worst_tokens,
-    )
+    with _same_on_all_ranks("x or topk_weights of dispatch", graph):
+        got = known.dispatch(
+            x,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+            num_experts=num_experts,
+            num_worst_tokens=num_worst_tokens,
+            tag=int(graph),
+        )
     assert isinstance(got.recv_x, Tensor)
     assert got.recv_topk_idx is not None
     assert got.recv_topk_weights is not None
@@ -45,6 +50,7 @@ def _(
     buffer: int,
     num_experts: int,
     num_worst_tokens: int,
+    graph: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_rows = num_worst_tokens or torch.library.get_ctx().new_dynamic_size()
     return (
@@ -68,16 +74,37 @@ def _(x: Tensor, ticket: Tensor, buffer: int, num_rows: int) -> Tensor:
 
 
 @torch.library.custom_op("tokenyard::combine", mutates_args=())
-def combine(y: Tensor, ticket: Tensor, buffer: int, num_tokens: int) -> Tensor:
-    got = tickets.buffer_of(buffer).combine(y, tickets.redeem(ticket)).x
+def combine(y: Tensor, ticket: Tensor, buffer: int, num_tokens: int, graph: bool) -> Tensor:
+    with _same_on_all_ranks("y of combine", graph):
+        got = tickets.buffer_of(buffer).combine(y, tickets.redeem(ticket), tag=int(graph)).x
     if got.shape[0] != num_tokens:
         raise ValueError(f"num_tokens is {num_tokens}, want {got.shape[0]}, those of dispatch's x")
     return got
 
 
 @combine.register_fake
-def _(y: Tensor, ticket: Tensor, buffer: int, num_tokens: int) -> Tensor:
+def _(y: Tensor, ticket: Tensor, buffer: int, num_tokens: int, graph: bool) -> Tensor:
     return y.new_empty(num_tokens, y.shape[1])
+
+
+@contextmanager
+def _same_on_all_ranks(what: str, graph: bool) -> Iterator[None]:
+    """Ranks whose backward passes would not meet are told so in the forward pass."""
+    try:
+        yield
+    except CallMismatch as error:
+        if error.what != "tag":
+            raise
+        here = (
+            "requires grad on this rank and not on another"
+            if graph
+            else ("requires grad on another rank and not on this one")
+        )
+        raise CallMismatch(
+            f"{what} {here}, so that a backward pass would wait for ranks that make none: want "
+            f"parameters that are trained on all ranks or on none ({error})",
+            what="requires_grad",
+        ) from error
 
 
 @torch.library.custom_op("tokenyard::combine_both", mutates_args=())
@@ -106,8 +133,8 @@ def combine_both(
     except CallMismatch as error:
         if error.what not in ("hidden", "dtype", "num_topk"):
             raise CallMismatch(
-                f"{error}; this is the gradient of nn.functional.dispatch, whose x or topk_weights "
-                "must require grad on all ranks or on none"
+                f"{error}; this is the gradient of nn.functional.dispatch, whose outputs the "
+                "losses of all ranks must use, or of none"
             ) from error
         # All ranks are here, with the same handle, and needs that differ: so all come here.
         got_y, got_weights = _combine_both(known, handle, y, weights)
@@ -184,22 +211,29 @@ def _dispatch_backward(ctx: Any, grad_x: Tensor, _: Any, grad_weights: Tensor, _
     # Where an expert lives elsewhere the weight arrived as a 0 that does not depend on it.
     grad_weights = grad_weights.masked_fill(topk_idx < 0, 0.0)
     x, weights = combine_both(grad_x, grad_weights, *where, need_x, need_weights)
-    return x if need_x else None, None, weights if need_weights else None, None, None, None
+    return x if need_x else None, None, weights if need_weights else None, None, None, None, None
 
 
 def _save_way(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """Of dispatch_again and combine, and of combine_both: the way back, and how many rows go it."""
-    *_, ticket, ctx.buffer, _ = inputs
+    ticket, ctx.buffer = inputs[-3:-1]
     ctx.save_for_backward(ticket)
     ctx.num_rows = inputs[0].shape[0]
 
 
 def _combine_backward(ctx: Any, grad: Tensor) -> Any:
-    return dispatch_again(grad, *ctx.saved_tensors, ctx.buffer, ctx.num_rows), None, None, None
+    grad_y = dispatch_again(grad, *ctx.saved_tensors, ctx.buffer, ctx.num_rows)
+    return grad_y, None, None, None, None
 
 
 def _dispatch_again_backward(ctx: Any, grad: Tensor) -> Any:
-    return combine(grad, *ctx.saved_tensors, ctx.buffer, ctx.num_rows), None, None, None
+    grad_x = combine(grad, *ctx.saved_tensors, ctx.buffer, ctx.num_rows, False)
+    return grad_x, None, None, None
+
+
+def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    *way, _ = inputs
+    _save_way(ctx, tuple(way), output)
 
 
 def _save_both(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -215,7 +249,7 @@ def _combine_both_backward(ctx: Any, grad_y: Tensor, grad_weights: Tensor) -> An
 
 
 dispatch.register_autograd(_dispatch_backward, setup_context=_save_dispatch)
-combine.register_autograd(_combine_backward, setup_context=_save_way)
+combine.register_autograd(_combine_backward, setup_context=_save_combine)
 dispatch_again.register_autograd(_dispatch_again_backward, setup_context=_save_way)
 combine_both.register_autograd(_combine_both_backward, setup_context=_save_both)
 
