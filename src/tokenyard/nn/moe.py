@@ -153,7 +153,7 @@ class MoE(nn.Module):
         if self.shared is not None:
             out = out + self.shared(tokens)
         self._balance(chosen.scores, chosen.topk_idx)
-        return out.reshape(x.shape)
+        return out if x.dim() == 2 else out.reshape(x.shape)
 
     def _balance(self, scores: Tensor, topk_idx: Tensor) -> None:
         coefficient = self.router.config.auxiliary_loss
