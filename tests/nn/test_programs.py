@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+import tokenyard
 from tests.nn.programs.draw import Layer, Program, Step, draw
 from tests.nn.programs.oracle import NearTie, Record, expect
 from tests.nn.programs.run import Ranks, run
-from tokenyard.nn import functional
+from tokenyard.nn import MoE, RouterConfig, average_expert_gradients, functional
+from tokenyard.testing import run_virtual
 
 
 def check(seeds: range, num_processes: int = 0) -> None:
@@ -219,3 +221,16 @@ def test_faults_that_the_oracle_notices(
 def test_a_program_is_the_same_wherever_it_is_drawn() -> None:
     assert draw(7) == draw(7) != draw(8)
     assert draw(7, 4).num_ranks == 4
+
+
+@pytest.mark.xfail(strict=True, reason="a hook cannot be registered on a frozen parameter")
+def test_frozen_experts_have_no_gradients_to_average() -> None:
+    def job(group: Any) -> None:
+        with tokenyard.Buffer(group) as buffer:
+            layer = MoE(buffer, 4, 4, RouterConfig(num_experts=2, num_topk=1))
+            layer.experts.requires_grad_(False)
+            average_expert_gradients(layer)
+            layer(torch.ones(3, 4)).sum().backward()
+            assert layer.experts.down.grad is None
+
+    run_virtual(job, 1)
