@@ -146,9 +146,9 @@ def _call(
     record[f"{at}, out"] = out.detach().clone()
     if step.training:
         for place, moe in enumerate(model.layers):
-            if moe.auxiliary_loss is not None:
-                name = f"{at}, layer {place}, auxiliary loss"
-                record[name] = moe.auxiliary_loss.detach().clone()
+            auxiliary = auxiliary_losses(moe)
+            if isinstance(auxiliary, Tensor):
+                record[f"{at}, layer {place}, auxiliary loss"] = auxiliary.detach().clone()
     if not backward:
         return
     if program.loss == "sum":
