@@ -23,7 +23,7 @@ _SHOWN = 8  # problems of a program
 # Of the largest number of a tensor, or of _LEAST: small ones may be what is left of larger ones.
 # Weights and their gradients travel in float32, in float64 as well.
 TOLERANCES = {"float64": 1e-6, "float32": 1e-5, "bfloat16": 0.05}
-_LEAST = 0.2
+_LEAST = {"float64": 0.2, "float32": 0.2, "bfloat16": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ def _differs(program: Program, name: str, got: Tensor, want: Tensor) -> str | No
         if any(torch.equal(got, want * number) for number in times):
             return None
         return f"is {got.tolist()}, want {want.tolist()}"
-    bound = TOLERANCES[program.dtype] * max(_LEAST, float(want.abs().max()))
+    bound = TOLERANCES[program.dtype] * max(_LEAST[program.dtype], float(want.abs().max()))
     error = (got - want).abs()
     if bool((error <= bound).all()):  # not so where it is NaN
         return None
