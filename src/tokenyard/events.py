@@ -78,9 +78,11 @@ class Worker:
     """
 
     def __init__(
-        self, name: str, on_failure: Callable[[BaseException], None] = lambda error: None
+        self, name: str, on_failure: Callable[[BaseException], None] | None = None
     ) -> None:
-        """`on_failure` is called on the thread, with what went wrong first."""
+        """`on_failure` is called on the thread, with what went wrong first; it is let go with the
+        thread, so that what it belongs to needs no garbage collector.
+        """
         self._name, self._on_failure = name, on_failure
         self._thread: ThreadPoolExecutor | None = None
         self._last: Future[None] | None = None
@@ -103,13 +105,19 @@ class Worker:
         """Let what was begun end, well or not."""
         if self._thread is not None:
             self._thread.shutdown()
+        self._on_failure = None
 
     def close_then(self, last: Callable[[], None]) -> None:
         """The same without waiting: `last` is done afterwards, here if nothing goes on."""
-        if self._thread is None:
+
+        def end() -> None:
             last()
+            self._on_failure = None
+
+        if self._thread is None:
+            end()
             return
-        self._thread.submit(last)
+        self._thread.submit(end)
         self._thread.shutdown(wait=False)
 
     def _do(self, work: Callable[[], None], inference: bool) -> None:
@@ -120,5 +128,6 @@ class Worker:
                 work()
         except BaseException as error:
             self.failure = error
-            self._on_failure(error)
+            if self._on_failure is not None:
+                self._on_failure(error)
             raise

@@ -63,7 +63,14 @@ class LowLatency:
         self.slots = open_slots(transport, kernels, enable_shrink, stage, connect_all)
         watch = getattr(self.slots, "watch", None)
         if watch is not None:
-            watch(self._differs)
+            own = weakref.WeakMethod(self._differs)  # slots must not keep who keeps them
+
+            def differs(stage: str, rank: int, theirs: int | np.ndarray) -> None:
+                tell = own()
+                assert tell is not None, "whoever waits in the slots holds this"
+                tell(stage, rank, theirs)
+
+            watch(differs)
         self.failure: BaseException | None = None  # after which nothing may be called again
         # From where a call has a number until it has ended, or has told all others why it will not.
         # If an exception leaves it before, this rank is out of step with them.

@@ -237,7 +237,7 @@ class Pool:
     kind goes back to the system.
     """
 
-    def __init__(self, on_drop: Callable[[Segment], None] = lambda segment: None) -> None:
+    def __init__(self, on_drop: Callable[[Segment], None] | None = None) -> None:
         """`on_drop` hears of segments that go back to the system, which peers may unmap."""
         self._on_drop = on_drop
         self._segments: dict[int, Segment] = {}  # by identity
@@ -288,7 +288,8 @@ class Pool:
                 idle -= segment.size
                 del self._segments[segment.identity]
                 self._total -= segment.size
-                self._on_drop(segment)
+                if self._on_drop is not None:
+                    self._on_drop(segment)
                 segment.close()
 
     def _note(self, wanted: int) -> None:
@@ -322,6 +323,7 @@ class Pool:
                 segment.close()
             self._segments.clear()
             self._free.clear()
+            self._on_drop = None
 
     def __iter__(self) -> Iterator[Segment]:
         return iter(self._segments.values())

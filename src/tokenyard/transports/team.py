@@ -331,6 +331,7 @@ class Team:
             segment.close()
         self._kept.clear()
         self.pool.close()
+        self.look = None
         with self._one_polls:
             for fd in self._pidfds:
                 self._deaths.unregister(fd)

@@ -268,6 +268,7 @@ class TorchCommunicator(_TorchExchange):
         for part in self._parts:
             part.close()
         self._parts.clear()
+        self._look = None
 
     def _begin(
         self, out: Tensor, rows: Tensor, out_counts: list[int], counts: list[int]
