@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of transformers' own imports
@@ -96,17 +97,36 @@ def gradients(model: nn.Module, input_ids: Tensor) -> tuple[Tensor, dict[str, Te
     out = model(input_ids, labels=input_ids)
     model.zero_grad()
     out.loss.backward()
-    # An expert that nobody chose has no gradient on one process, and zeros on many.
-    grads = {
+    return out.logits.detach(), grads_of(model)
+
+
+def grads_of(model: nn.Module) -> dict[str, Tensor]:
+    """An expert that nobody chose has no gradient on one process, and zeros on many."""
+    return {
         name: torch.zeros_like(one) if one.grad is None else one.grad
         for name, one in model.named_parameters()
     }
-    return out.logits.detach(), grads
 
 
 def train(group: Any, kind: str, tokens: str) -> tuple[Tensor, dict[str, Tensor]]:
     model = expert_parallel(whole_model(kind), group, tokens=tokens)
     return gradients(model, tokens_of(group.rank() if tokens == "own" else 0))
+
+
+def penalised(model: Any, input_ids: Tensor) -> dict[str, Tensor]:
+    """What the norm of a gradient, the embeddings', gives every parameter."""
+    embedded = model.get_input_embeddings()(input_ids).detach().requires_grad_()
+    with sdpa_kernel(SDPBackend.MATH):  # the others have no gradients of gradients
+        loss = model(inputs_embeds=embedded).logits.square().mean()
+        (grad,) = torch.autograd.grad(loss, embedded, create_graph=True)
+        model.zero_grad()
+        grad.square().sum().backward()
+    return grads_of(model)
+
+
+def train_twice(group: Any, kind: str, tokens: str) -> dict[str, Tensor]:
+    model = expert_parallel(whole_model(kind), group, tokens=tokens)
+    return penalised(model, tokens_of(group.rank() if tokens == "own" else 0))
 
 
 def generate(group: Any, kind: str, tokens: str, num_tokens: int) -> Tensor:
