@@ -98,16 +98,7 @@ def check_gradients(
     assert num_sliced == (2 if kind == "deepseek_v3" else 4)
 
 
-@pytest.mark.parametrize(
-    "tokens",
-    [
-        "own",
-        pytest.param(
-            "same",
-            marks=pytest.mark.xfail(strict=True, reason="Summed and Replicated know no way back"),
-        ),
-    ],
-)
+@TOKENS
 def test_gradients_of_gradients(two_ranks: Processes, tokens: str) -> None:
     results = two_ranks.run(jobs.train_twice, "mixtral", tokens)
     alone = [

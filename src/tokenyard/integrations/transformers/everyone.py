@@ -65,21 +65,19 @@ class Everyone:
 
 
 class Replicated(torch.autograd.Function):
-    """The same on all ranks, of which each uses a part: gradients are summed over ranks."""
+    """The same on all ranks, of which each uses a part: gradients are summed over ranks.
+
+    It and Summed are each other's gradient, so that gradients of gradients pass too.
+    """
 
     @staticmethod
-    def forward(ctx: Any, everyone: Everyone, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, everyone: Everyone, x: Tensor) -> Tensor:
         ctx.everyone = everyone
-        return x.view_as(x), weights.view_as(weights)
+        return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad_x: Tensor, grad_weights: Tensor) -> Any:
-        _, need_x, need_weights = ctx.needs_input_grad
-        return (
-            None,
-            ctx.everyone.sum(grad_x.contiguous()) if need_x else None,
-            ctx.everyone.sum(grad_weights.contiguous()) if need_weights else None,
-        )
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, Summed.apply(ctx.everyone, grad.contiguous())
 
 
 class Summed(torch.autograd.Function):
@@ -87,8 +85,9 @@ class Summed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, everyone: Everyone, y: Tensor) -> Tensor:
+        ctx.everyone = everyone
         return everyone.sum(y)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, grad
+        return None, Replicated.apply(ctx.everyone, grad)

@@ -52,7 +52,7 @@ def experts_forward(
         rows = functional.dispatch(plan.buffer, x, top_k_index, weights, plan.placement.num_experts)
         y = _run(self, *rows[:3])
         return functional.combine(plan.buffer, y, rows.ticket, len(x))
-    x, weights = Replicated.apply(plan.everyone, x, weights)
+    x, weights = (Replicated.apply(plan.everyone, one) for one in (x, weights))
     local_of = plan.placement.local_table(plan.buffer.rank)
     y = _run(self, x, local_of[top_k_index], weights)
     return Summed.apply(plan.everyone, y)
