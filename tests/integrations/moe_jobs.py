@@ -161,6 +161,12 @@ def load(group: Any, path: str, auto: bool, tokens: str) -> tuple[Tensor, dict[s
     return gradients(model, tokens_of(group.rank() if tokens == "own" else 0))
 
 
+def loading_info(group: Any, path: str) -> tuple[bool, dict[str, Any]]:
+    """Whether the model of the pair is spread, and what transformers says of its loading."""
+    model, info = from_pretrained(MixtralForCausalLM, path, group, output_loading_info=True)
+    return hasattr(model, "tokenyard_buffer"), info
+
+
 def bytes_to_load(group: Any, path: str, alone: bool) -> tuple[int, int]:
     """How much the process grew at most, and the bytes of the model's parameters."""
     warm = torch.randn(64, 64) @ torch.randn(64, 64)

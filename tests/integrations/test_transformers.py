@@ -17,6 +17,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from safetensors.torch import load_file
 from torch import nn
+from transformers import MixtralForCausalLM
 from transformers.models.aria.modeling_aria import AriaExperts, AriaTextConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHConfig, NemotronHExperts
@@ -142,6 +143,14 @@ def test_from_pretrained(
 ) -> None:
     tokens = "same" if auto else "own"
     check_training(two_ranks.run(jobs.load, saved[kind], auto, tokens), kind, tokens)
+
+
+@pytest.mark.xfail(strict=True, reason="takes the pair for a model")
+def test_loading_info(two_ranks: Processes, saved: dict[str, str]) -> None:
+    _, want = MixtralForCausalLM.from_pretrained(saved["mixtral"], output_loading_info=True)
+    for is_spread, info in two_ranks.run(jobs.loading_info, saved["mixtral"]):
+        assert is_spread
+        assert info == want
 
 
 @pytest.mark.parametrize("uneven", [False, True], ids=["even", "placement"])
