@@ -145,7 +145,6 @@ def test_from_pretrained(
     check_training(two_ranks.run(jobs.load, saved[kind], auto, tokens), kind, tokens)
 
 
-@pytest.mark.xfail(strict=True, reason="takes the pair for a model")
 def test_loading_info(two_ranks: Processes, saved: dict[str, str]) -> None:
     _, want = MixtralForCausalLM.from_pretrained(saved["mixtral"], output_loading_info=True)
     for is_spread, info in two_ranks.run(jobs.loading_info, saved["mixtral"]):

@@ -62,7 +62,7 @@ TRANSFORMS: dict[str, tuple[Callable[[Call], Any], str]] = {
 }
 
 
-@pytest.mark.xfail(strict=True, reason="other errors, or a tangent of zeros")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # torch's own, of forward mode
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms_are_refused(transform: str) -> None:
     apply, message = TRANSFORMS[transform]
@@ -92,7 +92,6 @@ def test_batched_gradients_pass() -> None:
     run_virtual(job, 1)
 
 
-@pytest.mark.xfail(strict=True, reason="the router raises: unsupported scalarType")
 def test_meta_tensors_give_shapes() -> None:
     def job(group: Any) -> None:
         with tokenyard.Buffer(group) as buffer:
@@ -124,7 +123,6 @@ META: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-@pytest.mark.xfail(strict=True, reason="other errors, or numbers out of nothing")
 @pytest.mark.parametrize("case", META)
 def test_meta_tensors_are_refused(case: str) -> None:
     call, message = META[case]

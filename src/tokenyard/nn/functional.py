@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tokenyard.buffer import Buffer
 from tokenyard.nn import operators
+from tokenyard.nn.plain import require_known_rows, require_plain
 from tokenyard.nn.tickets import number_of
 from tokenyard.types import Permuted
 
@@ -49,6 +50,9 @@ def dispatch(
     With num_worst_tokens so many rows come, whatever arrives, and no size depends on the routing:
     torch.compile then needs no graph break.
     """
+    require_plain("dispatch", x=x, topk_idx=topk_idx, topk_weights=topk_weights)
+    if not num_worst_tokens:
+        require_known_rows("dispatch", x, "num_worst_tokens")
     number, graph = number_of(buffer), _makes_graph(x, topk_weights)
     return Rows(
         *operators.dispatch(x, topk_idx, topk_weights, number, num_experts, num_worst_tokens, graph)
@@ -57,6 +61,7 @@ def dispatch(
 
 def combine(buffer: Buffer, y: Tensor, ticket: Tensor, num_tokens: int) -> Tensor:
     """[T, D]: the sum of each token's rows, back on its rank. num_tokens is T, dispatch's."""
+    require_plain("combine", y=y)
     return operators.combine(y, ticket, number_of(buffer), num_tokens, _makes_graph(y))
 
 
@@ -73,6 +78,9 @@ def permute(
     With num_rows so many rows come back, whatever the routing, as torch.compile wants them: zeros,
     which belong to no expert, follow the last offset.
     """
+    require_plain("permute", x=x, topk_idx=topk_idx)
+    if num_rows is None:
+        require_known_rows("permute", x, "num_rows")
     rows, row_of, offsets = operators.permute(
         x, topk_idx, num_experts, expert_alignment, -1 if num_rows is None else num_rows
     )
@@ -81,6 +89,7 @@ def permute(
 
 def unpermute(y: Tensor, row_of: Tensor, weights: Tensor | None = None) -> Tensor:
     """As `tokenyard.unpermute`: [N, D], the sum of each row's results, times weights if given."""
+    require_plain("unpermute", y=y, row_of=row_of, weights=weights)
     return operators.unpermute(y, row_of, weights)
 
 
@@ -97,6 +106,7 @@ def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 
     Under torch.autocast in its dtype, as other products of matrices.
     """
+    require_plain("grouped_mm", x=x, weights=weights, offsets=offsets)
     return operators.grouped_mm(autocast(x), autocast(weights), offsets)
 
 
@@ -121,6 +131,7 @@ def sum_over_ranks(buffer: Buffer, x: Tensor, num_experts: int) -> Tensor:
 
     num_experts is that of the Buffer's other calls.
     """
+    require_plain("sum_over_ranks", x=x)
     return operators.sum_over_ranks(x, number_of(buffer), num_experts)
 
 

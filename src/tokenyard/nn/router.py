@@ -101,7 +101,8 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Chosen:
         """x [T, D]."""
         config, wide = self.config, torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
+        device_type = "cpu" if x.is_meta else x.device.type  # autocast does not know meta
+        with torch.autocast(device_type, enabled=False):
             logits = nn.functional.linear(x.to(wide), self.weight.to(wide))
         scores = logits.softmax(-1) if config.score == "softmax" else logits.sigmoid()
         topk_idx = choose(scores.detach(), config, self.bias)

@@ -30,7 +30,8 @@ def from_pretrained(
     """`model_class.from_pretrained(path, **kwargs)` and then `expert_parallel`, in less memory.
 
     model_class is a model's class, or one of the Auto classes. Experts are spread in consecutive
-    blocks of equal size, so the ranks must divide them.
+    blocks of equal size, so the ranks must divide them. With output_loading_info a pair comes back,
+    as from transformers.
     """
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"group is a {type(group).__name__}, want a torch.distributed group")
@@ -52,10 +53,12 @@ def from_pretrained(
         (concrete,),
         {"maybe_distribute_model": classmethod(shard), "__module__": concrete.__module__},
     )
-    model = loader.from_pretrained(path, distributed_config=DistributedConfig(), **kwargs)
+    loaded = loader.from_pretrained(path, distributed_config=DistributedConfig(), **kwargs)
+    model, *info = loaded if kwargs.get("output_loading_info") else (loaded,)
     model.__class__ = concrete
     del model.config.distributed_config
-    return spread_experts(model, group, tokens, options, _own_part)
+    spread_experts(model, group, tokens, options, _own_part)
+    return (model, *info) if info else model
 
 
 def _concrete(model_class: Any, path: Any, kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,52 @@
+"""Refusals: tensors that the operators of `nn.functional` would fail on, or silently get wrong.
+
+torch.vmap calls an operator once for each sample: tickets do not outlive that, and samples bring
+different numbers of rows. torch.func's gradients want operators without a tape of their own.
+Forward mode would see outputs that depend on nothing. `backward()`, `torch.autograd.grad` and
+`is_grads_batched` work.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._C import _functorch as functorch
+from torch.autograd import forward_ad
+
+_REFUSED = {
+    functorch.TransformType.Vmap: "torch.vmap: want a loop over the samples, or one call with all",
+    functorch.TransformType.Grad: "torch.func.grad, vjp or jacrev: want torch.autograd.grad",
+    functorch.TransformType.Jvp: "torch.func.jvp: want torch.autograd.grad",
+}
+
+
+def require_plain(what: str, **tensors: Tensor | None) -> None:
+    """No transform of torch.func is under way, no tangents, and all tensors are on one device."""
+    if torch.compiler.is_compiling():
+        return
+    for transform in functorch.get_interpreter_stack() or ():
+        if transform.key() in _REFUSED:
+            raise NotImplementedError(f"{what} does not work inside {_REFUSED[transform.key()]}")
+    given = {name: one for name, one in tensors.items() if one is not None}
+    if forward_ad._current_level >= 0:
+        for name, one in given.items():
+            if one.is_floating_point() and forward_ad.unpack_dual(one).tangent is not None:
+                raise NotImplementedError(
+                    f"{what} has no forward mode, and {name} has a tangent: want "
+                    "torch.autograd.grad"
+                )
+    (first, one), *rest = given.items()
+    for name, other in rest:
+        if other.is_meta != one.is_meta:
+            raise ValueError(
+                f"{what}: {first} is on {one.device} and {name} on {other.device}, "
+                "want all on meta or none"
+            )
+
+
+def require_known_rows(what: str, x: Tensor, wanted: str) -> None:
+    """Where the number of rows depends on values, which meta tensors have not."""
+    if x.is_meta:
+        raise NotImplementedError(
+            f"{what}: x is on meta, and how many rows come depends on values, want {wanted}"
+        )
