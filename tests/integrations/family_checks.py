@@ -1,0 +1,108 @@
+"""A tiny model of a family, spread over two virtual ranks, against one process with all experts."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.integrations.families import tiny_model
+from tokenyard.integrations.transformers import expert_parallel
+from tokenyard.integrations.transformers.spread import find_experts
+from tokenyard.testing import run_virtual
+
+NUM_RANKS = 2
+WORKS, REFUSED, BROKEN = "works", "refused", "fails in transformers"
+
+
+def inputs_of(model: Any, rank: int) -> dict[str, Tensor]:
+    """Ranks have different numbers of tokens."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    input_ids = torch.randint(2, 90, (2, 5 + rank), generator=generator)
+    if "decoder_input_ids" in inspect.signature(model.forward).parameters:
+        return {"input_ids": input_ids, "decoder_input_ids": input_ids.flip(1)}
+    return {"input_ids": input_ids}
+
+
+def step(model: Any, rank: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """What the model says, and the gradients that a loss of it gives."""
+    out = model(**inputs_of(model, rank), use_cache=False)
+    said = out.logits if hasattr(out, "logits") else out.last_hidden_state
+    direction = torch.randn(said.shape, generator=torch.Generator().manual_seed(rank))
+    model.zero_grad()
+    (said * direction).sum().backward()
+    grads = {
+        name: torch.zeros_like(one) if one.grad is None else one.grad.clone()
+        for name, one in model.named_parameters()
+    }
+    return said.detach(), grads
+
+
+def classify(family: str) -> tuple[str, str]:
+    """WORKS, REFUSED or BROKEN, and the words of the last two; raises if the results differ."""
+    try:
+        model = tiny_model(family)
+    except Exception as error:
+        return BROKEN, _words(error)
+    try:
+        find_experts(model)
+    except ValueError as error:
+        return REFUSED, _words(error)
+    try:
+        alone = [step(model, rank) for rank in range(NUM_RANKS)]
+    except Exception as error:
+        return BROKEN, _words(error)
+    compare(model, alone)
+    return WORKS, ""
+
+
+def _words(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def compare(model: nn.Module, alone: list[tuple[Tensor, dict[str, Tensor]]]) -> None:
+    """Logits and gradients with tokens of ranks' own, and with the same."""
+    copies = {
+        tokens: [copy.deepcopy(model) for _ in range(NUM_RANKS)] for tokens in ("own", "same")
+    }
+
+    def job(group: Any) -> dict[str, Any]:
+        results = {}
+        for tokens, models in copies.items():
+            own = expert_parallel(models[group.rank()], group, tokens=tokens)
+            results[tokens] = step(own, group.rank() if tokens == "own" else 0)
+            own.tokenyard_buffer.close()
+        return results
+
+    ranks = run_virtual(job, NUM_RANKS).results
+    for tokens in copies:
+        same = tokens == "same"
+        for rank in range(NUM_RANKS):
+            want, _ = alone[0 if same else rank]
+            near(ranks[rank][tokens][0], want, want.norm(), f"{tokens}: logits of rank {rank}")
+        grads = [ranks[rank][tokens][1] for rank in range(NUM_RANKS)]
+        largest = max(one.norm() for one in alone[0][1].values())
+        moved = 0.0
+        for name, first in alone[0][1].items():
+            parts = [one[name] for one in grads]
+            want = first if same else sum(one[name] for _, one in alone)
+            if parts[0].shape != first.shape:
+                moved += float(want.norm())
+                near(torch.cat(parts), want, largest, f"{tokens}: gradient of {name}")
+            elif same:
+                for part in parts:
+                    near(part, want, largest, f"{tokens}: gradient of {name}")
+            else:
+                near(sum(parts), want, largest, f"{tokens}: gradient of {name}")
+        assert moved > 0, "no expert has a gradient"
+
+
+def near(got: Tensor, want: Tensor, scale: Tensor, what: str) -> None:
+    """Sums are made in another order, so float32's last bits differ, and layers make that more."""
+    assert got.shape == want.shape, what
+    error = float((got - want).norm())
+    limit = float(1e-4 * want.norm() + 1e-6 * scale)
+    assert error <= limit, f"{what}: {error:.2g} from one process, want {limit:.2g}"
