@@ -12,10 +12,6 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from tests.integrations import families, family_checks, family_table
 
 SIX = ["deepseek_v3", "diffusion_gemma", "gpt_oss", "mixtral", "muse_spark", "nemotron_h"]
-XFAIL = {
-    "diffusion_gemma": "tied experts are cut apart",
-    "muse_spark": "a part of a norm's gradient",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -31,15 +27,7 @@ def test_walk_finds_the_families_of_the_table() -> None:
     assert families.walk() == list(family_table.rows())
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(one, marks=pytest.mark.xfail(strict=True, reason=XFAIL[one]))
-        if one in XFAIL
-        else one
-        for one in SIX
-    ],
-)
+@pytest.mark.parametrize("family", SIX)
 def test_six_families(family: str) -> None:
     assert family_checks.classify(family) == (family_checks.WORKS, "")
 

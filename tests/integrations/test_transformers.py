@@ -270,7 +270,9 @@ def test_kinds_of_experts(make: Any, placement: str, tokens: str) -> None:
             assert_near(one, want, "outputs and gradients of inputs")
     for name, parameter in whole.named_parameters():
         for rank, (_, grads) in enumerate(results):
-            if name.startswith("post_expert_norm"):  # whole on all ranks, and each has a part
+            if name.startswith("post_expert_norm"):  # whole on all ranks
+                got = grads[name] if tokens == "same" else sum(one[name] for _, one in results)
+                assert_near(got, parameter.grad, name)
                 continue
             owned = [expert for expert in range(5) if rank_of[expert] == rank]
             assert_near(grads[name], parameter.grad[owned], name)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.func import functional_call
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tokenyard.buffer import Buffer
@@ -70,7 +71,7 @@ def _run(module: Experts, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> 
         y = module.act_fn(_linear(module, "up_proj", grouped.x, grouped.offsets))
     y = _linear(module, "down_proj", y, grouped.offsets)
     if module.has_post_expert_norm:
-        y = module.post_expert_norm(y)
+        y = _norm(module, y)
     return functional.unpermute(y.to(x.dtype), grouped.row_of, topk_weights)
 
 
@@ -83,3 +84,16 @@ def _linear(module: Experts, key: str, x: Tensor, offsets: Tensor) -> Tensor:
         bias = module.tokenyard.weights(module, f"{key}_bias")
         y = y + bias.repeat_interleave(counts, 0, output_size=len(x))
     return y
+
+
+def _norm(module: Experts, y: Tensor) -> Tensor:
+    """Its parameters are whole on all ranks. Where ranks have the same tokens, each makes a part of
+    their gradients, which are summed; elsewhere each rank has those of its own rows.
+    """
+    norm, everyone = module.post_expert_norm, module.tokenyard.everyone
+    if everyone is None:
+        return norm(y)
+    shared = {
+        name: Replicated.apply(everyone, one[None])[0] for name, one in norm.named_parameters()
+    }
+    return functional_call(norm, shared, y)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from tokenyard.integrations.transformers.experts import Experts, Plan
 
@@ -21,11 +21,13 @@ def save_pretrained(model: Any, path: Any, **kwargs: Any) -> None:
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"group is a {type(group).__name__}, want a torch.distributed group")
     spread = {name: one for name, one in model.named_modules() if hasattr(one, "tokenyard")}
-    gathered = {
-        f"{name}.{key}": _gather(parameter.detach(), module.tokenyard, group)
-        for name, module in spread.items()
-        for key, parameter in module.named_parameters(recurse=False)
-    }
+    wholes: dict[nn.Parameter, Tensor | None] = {}  # modules may share one
+    gathered = {}
+    for name, module in spread.items():
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter not in wholes:
+                wholes[parameter] = _gather(parameter.detach(), module.tokenyard, group)
+            gathered[f"{name}.{key}"] = wholes[parameter]
     if dist.get_rank(group) == 0:
         state: dict[str, Any] = {**model.state_dict(), **gathered}
         kind: Any = type(model)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Literal, TypeVar, get_args
 
@@ -21,6 +22,7 @@ from tokenyard.topology import Placement
 
 Tokens = Literal["own", "same"]
 Model = TypeVar("Model", bound=nn.Module)
+OwnPart = Callable[[Tensor, list[int]], Tensor]
 
 
 def expert_parallel(
@@ -46,17 +48,17 @@ def spread_experts(
     group: Any,
     tokens: Tokens,
     buffer_options: dict[str, Any],
-    own_part: Callable[[Tensor, list[int]], Tensor],
+    own_part: OwnPart,
 ) -> Model:
     """own_part cuts this rank's experts out of a parameter."""
     found = find_experts(model)
     buffer = open_buffer(group, tokens, buffer_options)
     spread = _Spread(buffer, tokens, buffer_options.get("placement"))
     plans = [spread.plan(name, module) for name, module in found.items()]
+    cut = _Cutter(found.values(), own_part)
     for module, plan in zip(found.values(), plans):
         for key, parameter in list(module.named_parameters(recurse=False)):
-            own = own_part(parameter, plan.ids)
-            setattr(module, key, nn.Parameter(own, requires_grad=parameter.requires_grad))
+            setattr(module, key, cut(parameter, plan.ids))
         _attach(module, plan)
     hide_from_ddp(model)
     watch_gradients(model)
@@ -84,6 +86,24 @@ def _tell_of_no_tokens(
     )
     with suppress(Exception):  # torch goes on with the error itself
         buffer.refuse(cause)
+
+
+class _Cutter:
+    """A parameter of this rank's experts in the place of all. Modules that share one go on to."""
+
+    def __init__(self, modules: Iterable[Experts], own_part: OwnPart) -> None:
+        every = [id(one) for module in modules for one in module.parameters(recurse=False)]
+        self.shared = {one for one, times in Counter(every).items() if times > 1}
+        self.own_part = own_part
+        self.known: dict[int, nn.Parameter] = {}
+
+    def __call__(self, whole: nn.Parameter, owned: list[int]) -> nn.Parameter:
+        if id(whole) in self.known:
+            return self.known[id(whole)]
+        own = nn.Parameter(self.own_part(whole, owned), requires_grad=whole.requires_grad)
+        if id(whole) in self.shared:
+            self.known[id(whole)] = own
+        return own
 
 
 def _own_rows(parameter: Tensor, owned: list[int]) -> Tensor:
