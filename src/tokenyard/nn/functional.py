@@ -112,7 +112,7 @@ def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 
 def autocast(x: Tensor) -> Tensor:
     """In the dtype of torch.autocast, where that is on; float64 stays."""
-    kind = x.device.type
+    kind = "cpu" if x.is_meta else x.device.type  # autocast does not know meta
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return x
     return x.to(torch.get_autocast_dtype(kind))
