@@ -123,6 +123,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "glm5_next": {"text_config": {"qk_rope_head_dim": 0, "mlp_layer_types": ["dense", "sparse"]}},
     "granitemoehybrid": {"mamba_n_heads": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "longcat_flash": {"zero_expert_num": 3, "expert_ffn_hidden_size": 24},
     "mimo_v2_flash": {"num_key_value_heads": 2},
     "mistral4": {"head_dim": 16},
     "muse_spark": {
@@ -135,7 +136,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "out_hidden_size": 32,
     },
     "nllb_moe": {"pad_token_id": 1, "encoder_sparse_step": 1, "decoder_sparse_step": 1},
-    "step3p7": {"text_config": {"pad_token_id": 1, "sliding_window": 8}},
+    "step3p7": {
+        "text_config": {
+            "pad_token_id": 1,
+            "sliding_window": 8,
+            "mlp_layer_types": ["dense", "sparse"],
+            "swiglu_limits": [0.0, 0.5],
+        }
+    },
     "switch_transformers": {"num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2},
     "vitpose_backbone": {"part_features": 8},
     "zaya": {"num_experts_per_tok": 1},

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from tests.integrations.families import tiny_model
 from tokenyard.integrations.transformers import expert_parallel
+from tokenyard.integrations.transformers.adapters import unstack
 from tokenyard.integrations.transformers.spread import find_experts
+from tokenyard.nn.share import shares
 from tokenyard.testing import run_virtual
 
 NUM_RANKS = 2
@@ -84,20 +86,40 @@ def compare(model: nn.Module, alone: list[tuple[Tensor, dict[str, Tensor]]]) -> 
             want, _ = alone[0 if same else rank]
             near(ranks[rank][tokens][0], want, want.norm(), f"{tokens}: logits of rank {rank}")
         grads = [ranks[rank][tokens][1] for rank in range(NUM_RANKS)]
+        experts = gradients_of_experts(copies[tokens], grads)
+        assert any(one.norm() > 0 for one in experts.values()), "no expert has a gradient"
         largest = max(one.norm() for one in alone[0][1].values())
-        moved = 0.0
         for name, first in alone[0][1].items():
-            parts = [one[name] for one in grads]
             want = first if same else sum(one[name] for _, one in alone)
-            if parts[0].shape != first.shape:
-                moved += float(want.norm())
-                near(torch.cat(parts), want, largest, f"{tokens}: gradient of {name}")
+            if name in experts:
+                got = [experts[name]]
             elif same:
-                for part in parts:
-                    near(part, want, largest, f"{tokens}: gradient of {name}")
+                got = [one[name] for one in grads]
             else:
-                near(sum(parts), want, largest, f"{tokens}: gradient of {name}")
-        assert moved > 0, "no expert has a gradient"
+                got = [sum(one[name] for one in grads)]
+            for one in got:
+                near(one, want, largest, f"{tokens}: gradient of {name}")
+
+
+def gradients_of_experts(
+    models: list[nn.Module], grads: list[dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Of all ranks' experts, by the names that they have in a checkpoint."""
+    found = {}
+    of_ranks = [list(shares(model)) for model in models]
+    for name, holder, share in of_ranks[0]:
+        holder.unused = torch.zeros_like(getattr(holder, "unused", torch.empty(0)))
+        for key, _ in holder.named_parameters(recurse=False):
+            if f"{name}.{key}" not in grads[0]:  # it is another module's too
+                continue
+            own = grads[0][f"{name}.{key}"]
+            whole = own.new_empty(share.num_experts, *own.shape[1:])
+            for held, given in zip(of_ranks, grads):
+                ids = next(one.ids for where, _, one in held if where == name)
+                whole[ids] = given[f"{name}.{key}"]
+            saved = unstack(holder, key, whole)
+            found.update({f"{name}.{one}": value for one, value in saved.items()})
+    return found
 
 
 def near(got: Tensor, want: Tensor, scale: Tensor, what: str) -> None:

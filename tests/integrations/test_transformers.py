@@ -366,8 +366,8 @@ def test_ranks_that_want_different_numbers_of_tokens(two_ranks: Processes) -> No
 BAD = {
     "no-experts": (
         lambda group: expert_parallel(nn.Linear(2, 2), group),
-        "Linear has no experts that transformers runs through ALL_EXPERTS_FUNCTIONS, "
-        "want an MoE model",
+        "Linear has no experts that transformers runs through ALL_EXPERTS_FUNCTIONS, and none that "
+        "there is an adapter for, want an MoE model",
     ),
     "twice": (
         lambda group: expert_parallel(expert_parallel(block(gpt_oss), group), group),

@@ -5,7 +5,8 @@
 
 Each rank keeps its own slice of every stacked expert parameter; everything else of the model stays
 whole on every rank. It is for models whose experts transformers runs through its registry of expert
-functions (`use_experts_implementation`), Mixtral, Qwen3-MoE and DeepSeek-V3 among them. On CPU.
+functions (`use_experts_implementation`), Mixtral, Qwen3-MoE and DeepSeek-V3 among them, and those
+of `adapters`, such as Llama 4. On CPU.
 
 Ranks either have tokens of their own (data parallel training, one prompt a rank), or all have the
 same tokens (one prompt for all). In the second case nothing needs to be sent to the experts: a rank

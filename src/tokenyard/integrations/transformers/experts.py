@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from tokenyard.topology import Placement
 
 NAME = "tokenyard"  # in transformers' registry of expert functions
 Experts = Any  # a module of transformers that holds stacked experts
+Run = Callable[[Experts, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -42,40 +44,51 @@ def experts_forward(
     self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """[T, D]: the weighted sum of what each token's experts say, wherever they are."""
-    plan = getattr(self, "tokenyard", None)
+    return run_spread(self, hidden_states, top_k_index, top_k_weights, run_experts)
+
+
+def run_spread(
+    module: Experts, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, run: Run
+) -> Tensor:
+    """As `experts_forward`, with a function that runs this rank's experts."""
+    plan = getattr(module, "tokenyard", None)
     if plan is None:
         raise ValueError(
-            f"{type(self).__name__} has no Buffer, want a model that was given to "
+            f"{type(module).__name__} has no Buffer, want a model that was given to "
             "tokenyard.integrations.transformers.expert_parallel"
         )
-    x, weights = hidden_states.contiguous(), top_k_weights.float()
+    x, weights = x.contiguous(), topk_weights.float()
     if plan.everyone is None:
-        rows = functional.dispatch(plan.buffer, x, top_k_index, weights, plan.placement.num_experts)
-        y = _run(self, *rows[:3])
+        rows = functional.dispatch(plan.buffer, x, topk_idx, weights, plan.placement.num_experts)
+        y = run(module, *rows[:3])
         return functional.combine(plan.buffer, y, rows.ticket, len(x))
     x, weights = (Replicated.apply(plan.everyone, one) for one in (x, weights))
     local_of = plan.placement.local_table(plan.buffer.rank)
-    y = _run(self, x, local_of[top_k_index], weights)
-    return Summed.apply(plan.everyone, y)
+    local = local_of[topk_idx].masked_fill(topk_idx < 0, -1)
+    return Summed.apply(plan.everyone, run(module, x, local, weights))
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
 
-def _run(module: Experts, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
+def run_experts(module: Experts, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
     """This rank's experts: [N, D], the weighted sum of what a row's own experts say."""
     grouped = functional.permute(x, topk_idx, module.num_experts)
-    if module.has_gate:
-        y = module._apply_gate(_linear(module, "gate_up_proj", grouped.x, grouped.offsets))
-    else:
-        y = module.act_fn(_linear(module, "up_proj", grouped.x, grouped.offsets))
-    y = _linear(module, "down_proj", y, grouped.offsets)
-    if module.has_post_expert_norm:
-        y = _norm(module, y)
+    y = through_experts(module, grouped.x, grouped.offsets)
     return functional.unpermute(y.to(x.dtype), grouped.row_of, topk_weights)
 
 
-def _linear(module: Experts, key: str, x: Tensor, offsets: Tensor) -> Tensor:
+def through_experts(module: Experts, x: Tensor, offsets: Tensor) -> Tensor:
+    """x [M, D] by expert; expert l's rows end before offsets[l]."""
+    if module.has_gate:
+        y = module._apply_gate(linear(module, "gate_up_proj", x, offsets))
+    else:
+        y = module.act_fn(linear(module, "up_proj", x, offsets))
+    y = linear(module, "down_proj", y, offsets)
+    return _norm(module, y) if module.has_post_expert_norm else y
+
+
+def linear(module: Experts, key: str, x: Tensor, offsets: Tensor) -> Tensor:
     weights = module.tokenyard.weights(module, key)
     matrices = weights if module.is_transposed else weights.transpose(1, 2)
     y = functional.grouped_mm(x.to(weights.dtype), matrices, offsets)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoConfig
 from transformers.distributed import DistributedConfig
 
+from tokenyard.integrations.transformers.adapters import is_stacked
 from tokenyard.integrations.transformers.spread import Tokens, find_experts, spread_experts
 
 
@@ -75,6 +76,11 @@ def _concrete(model_class: Any, path: Any, kwargs: dict[str, Any]) -> Any:
 def _make_placeholders(model: nn.Module, mesh: DeviceMesh) -> None:
     num_ranks = mesh.size()
     for name, module in find_experts(model).items():
+        if not is_stacked(module):
+            raise ValueError(
+                f"{name} is a {type(module).__name__}, which does not keep its experts stacked: "
+                "want expert_parallel(model_class.from_pretrained(path), group)"
+            )
         if module.num_experts % num_ranks:
             raise ValueError(
                 f"{name} has {module.num_experts} experts, want a multiple of {num_ranks} ranks"

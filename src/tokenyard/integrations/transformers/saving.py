@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tokenyard.integrations.transformers.adapters import unstack
 from tokenyard.integrations.transformers.experts import Experts, Plan
 
 
@@ -27,11 +28,17 @@ def save_pretrained(model: Any, path: Any, **kwargs: Any) -> None:
         for key, parameter in module.named_parameters(recurse=False):
             if parameter not in wholes:
                 wholes[parameter] = _gather(parameter.detach(), module.tokenyard, group)
-            gathered[f"{name}.{key}"] = wholes[parameter]
-    if dist.get_rank(group) == 0:
-        state: dict[str, Any] = {**model.state_dict(), **gathered}
-        kind: Any = type(model)
-        kind.save_pretrained(model, path, state_dict=state, **kwargs)
+            gathered[name, key] = wholes[parameter]
+    if dist.get_rank(group) != 0:
+        return
+    state: dict[str, Any] = model.state_dict()
+    for (name, key), whole in gathered.items():
+        assert whole is not None
+        del state[f"{name}.{key}"]
+        saved = unstack(spread[name], key, whole)
+        state.update({f"{name}.{one}": tensor for one, tensor in saved.items()})
+    kind: Any = type(model)
+    kind.save_pretrained(model, path, state_dict=state, **kwargs)
 
 
 def refuse_to_save_a_part(model: Any, spread: dict[str, Experts]) -> None:

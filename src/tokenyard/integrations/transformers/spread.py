@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tokenyard import validate
 from tokenyard.buffer import Buffer
+from tokenyard.integrations.transformers import adapters
 from tokenyard.integrations.transformers.everyone import Everyone
 from tokenyard.integrations.transformers.experts import NAME, Experts, Plan
 from tokenyard.integrations.transformers.saving import refuse_to_save_a_part
@@ -55,11 +56,13 @@ def spread_experts(
     buffer = open_buffer(group, tokens, buffer_options)
     spread = _Spread(buffer, tokens, buffer_options.get("placement"))
     plans = [spread.plan(name, module) for name, module in found.items()]
+    adapters.stack(model)
     cut = _Cutter(found.values(), own_part)
     for module, plan in zip(found.values(), plans):
         for key, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, key, cut(parameter, plan.ids))
         _attach(module, plan)
+    adapters.replace_forward(model)
     hide_from_ddp(model)
     watch_gradients(model)
     refuse_to_save_a_part(model, found)
@@ -117,10 +120,11 @@ def find_experts(model: nn.Module) -> dict[str, Experts]:
         for name, module in model.named_modules()
         if hasattr(module, "_is_expert_parallel") and hasattr(module, "num_experts")
     }
+    found.update(adapters.find_holders(model))
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no experts that transformers runs through "
-            "ALL_EXPERTS_FUNCTIONS, want an MoE model"
+            "ALL_EXPERTS_FUNCTIONS, and none that there is an adapter for, want an MoE model"
         )
     for name, module in found.items():
         if module._is_expert_parallel:
@@ -152,6 +156,8 @@ class _Spread:
         """Before anything of the module is changed."""
         num_experts, num_ranks = module.num_experts, self.buffer.group_size
         for key, parameter in module.named_parameters(recurse=False):
+            if not adapters.is_stacked(module):
+                break
             shape = list(parameter.shape)
             if shape[:1] != [num_experts]:
                 raise ValueError(f"{name}.{key} is {shape}, want {num_experts} experts first")
@@ -173,6 +179,7 @@ def _attach(module: Experts, plan: Plan) -> None:
     module.tokenyard = plan
     module.num_experts = len(plan.ids)
     module._is_expert_parallel = True
-    # A config may be shared with other models, whose experts are whole.
-    module.config = copy.copy(module.config)
-    module.config._experts_implementation = NAME
+    if hasattr(module, "config"):
+        # It may be shared with other models, whose experts are whole.
+        module.config = copy.copy(module.config)
+        module.config._experts_implementation = NAME
