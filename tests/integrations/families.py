@@ -10,16 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of transformers' own imports
     import transformers.models
     from transformers import PreTrainedModel
 
+from tokenyard.integrations.transformers.adapters import ADAPTERS, REFUSED
+
 MODELS = Path(transformers.models.__file__).parent
 # A family has MoE layers if its code counts experts and has a class of that name.
 COUNTS = re.compile(r"num_(local_)?experts|n_routed_experts|use_experts_implementation")
 CLASS = re.compile(r"^class \w*(Expert|MoE|Moe|Router)\w*\(", re.MULTILINE)
+REGISTERED = re.compile(r"^@use_experts_implementation.*\nclass (\w+)", re.MULTILINE)
 HEADS = ("ForCausalLM", "ForConditionalGeneration", "ForTokenClassification", "Model", "Backbone")
 
 # Sizes by the names that configs give them; only those that a config has are set.
@@ -83,6 +87,7 @@ SMALL: dict[str, Any] = {
     "chunk_size": 8,
 }
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "Qwen3OmniMoeTalkerModel": {"shared_expert_intermediate_size": 24},
     "beam": {"mlp_layer_types": ["dense", "sparse"]},
     "dbrx": {
         "n_heads": 4,
@@ -148,25 +153,27 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "vitpose_backbone": {"part_features": 8},
     "zaya": {"num_experts_per_tok": 1},
 }
-CLASSES: dict[str, str] = {
-    "diffusion_gemma": "DiffusionGemmaForBlockDiffusion",
-    "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
-    "vitpose_backbone": "VitPoseBackbone",
+# Where a family's model is not the first that ends in one of HEADS, or has more experts classes.
+CLASSES: dict[str, tuple[str, ...]] = {
+    "diffusion_gemma": ("DiffusionGemmaForBlockDiffusion",),
+    "qwen3_omni_moe": ("Qwen3OmniMoeThinkerForConditionalGeneration", "Qwen3OmniMoeTalkerModel"),
+    "vitpose_backbone": ("VitPoseBackbone",),
 }
 
 
-def walk() -> list[str]:
-    """The names of the folders."""
-    found = set()
-    for file in MODELS.glob("*/modeling_*.py"):
+def walk() -> dict[str, list[str]]:
+    """The names of the folders, each with its classes of experts."""
+    found: dict[str, set[str]] = {}
+    for file in sorted(MODELS.glob("*/modeling_*.py")):
         text = file.read_text()
         if COUNTS.search(text) and CLASS.search(text):
-            found.add(file.parent.name)
-    return sorted(found)
+            ours = [name for name in (*ADAPTERS, *REFUSED) if f"class {name}(" in text]
+            found.setdefault(file.parent.name, set()).update([*REGISTERED.findall(text), *ours])
+    return {family: sorted(names) for family, names in found.items()}
 
 
-def main_class(family: str) -> Any:
-    """The model with a head, of language alone where there is one."""
+def classes_of(family: str) -> list[Any]:
+    """Models that have all classes of experts: with a head, of language alone if there is one."""
     names = {}
     for file in sorted((MODELS / family).glob("modeling_*.py")):
         module = importlib.import_module(f"transformers.models.{family}.{file.stem}")
@@ -178,11 +185,11 @@ def main_class(family: str) -> Any:
             }
         )
     if family in CLASSES:
-        return names[CLASSES[family]]
+        return [names[name] for name in CLASSES[family]]
     for head in HEADS:
         ending = [name for name in names if name.endswith(head)]
         if ending:
-            return names[min(ending, key=len)]
+            return [names[min(ending, key=len)]]
     raise ValueError(f"{family} has no model among {sorted(names)}")
 
 
@@ -208,8 +215,13 @@ def _has(config: Any, name: str) -> bool:
         return True
 
 
-def tiny_model(family: str) -> Any:
-    kind = main_class(family)
-    config = tiny_config(kind.config_class, OVERRIDES.get(family, {}))
+def tiny_model(family: str, kind: Any = None) -> Any:
+    """Of one of the family's classes, the first if none is given."""
+    kind = kind or classes_of(family)[0]
+    more = OVERRIDES.get(kind.__name__, OVERRIDES.get(family, {}))
     torch.manual_seed(5)
-    return kind(config).float().eval()
+    model = kind(tiny_config(kind.config_class, more)).float().eval()
+    for parameter in model.parameters():  # some classes leave matrices as they were in memory
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.2)
+    return model

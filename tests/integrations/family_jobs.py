@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.integrations.families import main_class, tiny_model
+from tests.integrations.families import classes_of, tiny_model
 from tests.integrations.family_checks import step
 from tokenyard.integrations.transformers import expert_parallel, from_pretrained, save_pretrained
 
@@ -18,7 +18,7 @@ def save_and_load(group: Any, family: str, path: str) -> Tensor | str:
     save_pretrained(model, path)
     dist.barrier(group)
     try:
-        loaded = from_pretrained(main_class(family), path, group, tokens="same")
+        loaded = from_pretrained(classes_of(family)[0], path, group, tokens="same")
     except ValueError as error:
         return str(error)
     return step(loaded.eval(), 0)[0]

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.integrations.families import main_class, walk
+from tests.integrations.families import classes_of, walk
 from tests.integrations.family_checks import WORKS, classify
 
 PAGE = Path(__file__).parents[2] / "docs" / "transformers_models.md"
-HEADER = "| family | class | |\n|---|---|---|\n"
+HEADER = "| family | experts | model | |\n|---|---|---|---|\n"
 
 
 def row_of(family: str) -> str:
-    result, words = classify(family)
-    said = result if result == WORKS else f"{result}: {words}"
-    return f"| {family} | `{main_class(family).__name__}` | {said} |"
+    kinds, said = classes_of(family), []
+    for kind in kinds:
+        result, words = classify(family, kind)
+        said.append(result if result == WORKS else f"{result}: {words}")
+    cells = [family, _code(walk()[family]), _code([one.__name__ for one in kinds])]
+    return f"| {' | '.join([*cells, ', '.join(dict.fromkeys(said))])} |"
+
+
+def _code(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def rows() -> dict[str, str]:
@@ -22,6 +29,14 @@ def rows() -> dict[str, str]:
     _, _, table = PAGE.read_text().partition(HEADER)
     lines = [line for line in table.splitlines() if line.startswith("|")]
     return {line.split("|")[1].strip(): line for line in lines}
+
+
+def experts() -> dict[str, list[str]]:
+    """The page's classes of experts, by family."""
+    return {
+        family: [name.strip(" `") for name in line.split("|")[2].split(",")]
+        for family, line in rows().items()
+    }
 
 
 def write() -> None:

@@ -19,7 +19,7 @@ from tests.integrations import families, family_checks, family_jobs
 from tokenyard.integrations.transformers import expert_parallel
 from tokenyard.testing import Processes, assert_same, run_virtual
 
-SLOWER = ["dbrx", "doge", "jetmoe", "longcat_flash", "step3p7"]
+SLOWER = ["dbrx", "diffusion_gemma", "doge", "jetmoe", "longcat_flash", "step3p7"]
 
 
 @pytest.fixture(autouse=True)

@@ -408,3 +408,14 @@ def test_says_what_is_wrong(case: str) -> None:
     with pytest.raises(ValueError) as caught:
         run_virtual(job, 2)
     assert str(caught.value) == message
+
+
+@TOKENS
+def test_refuses_functional_gradients(tokens: str) -> None:
+    def job(group: Any) -> None:
+        experts = expert_parallel(block(gpt_oss), group, tokens=tokens)["experts"]
+        topk_idx, weights = torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2)
+        torch.func.grad(lambda x: experts(x, topk_idx, weights).sum())(torch.ones(1, 16))
+
+    with pytest.raises(NotImplementedError, match=r"does not work inside torch\.func\.grad"):
+        run_virtual(job, 2)

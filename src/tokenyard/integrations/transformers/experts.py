@@ -13,6 +13,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from tokenyard.buffer import Buffer
 from tokenyard.integrations.transformers.everyone import Everyone, Replicated, Summed
 from tokenyard.nn import functional
+from tokenyard.nn.plain import require_plain
 from tokenyard.nn.share import Share
 from tokenyard.topology import Placement
 
@@ -62,6 +63,7 @@ def run_spread(
         rows = functional.dispatch(plan.buffer, x, topk_idx, weights, plan.placement.num_experts)
         y = run(module, *rows[:3])
         return functional.combine(plan.buffer, y, rows.ticket, len(x))
+    require_plain("the experts' exchange", x=x, topk_idx=topk_idx, topk_weights=weights)
     x, weights = (Replicated.apply(plan.everyone, one) for one in (x, weights))
     local_of = plan.placement.local_table(plan.buffer.rank)
     local = local_of[topk_idx].masked_fill(topk_idx < 0, -1)
