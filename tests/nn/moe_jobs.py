@@ -36,7 +36,7 @@ CONFIG = RouterConfig(
     bias_rate=0.01,
 )
 
-_seeding = threading.Lock()  # virtual ranks share torch's generator
+seeding = threading.Lock()  # virtual ranks share torch's generator
 
 
 class Model(nn.Module):
@@ -55,7 +55,7 @@ class Model(nn.Module):
 
 
 def make_model(buffer: tokenyard.Buffer, **options: Any) -> Model:
-    with _seeding:
+    with seeding:
         torch.manual_seed(5)
         return Model(buffer, **options)
 
