@@ -4,6 +4,7 @@ can.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import tokenyard
-from tests.nn.moe_jobs import seeding
 from tokenyard.nn import (
     MoE,
     RouterConfig,
@@ -26,6 +26,7 @@ from tokenyard.nn import (
 )
 
 HIDDEN, NUM_EXPERTS, NUM_TOKENS = 16, 6, 30  # tokens of all ranks
+_seeding = threading.Lock()  # virtual ranks share torch's generator
 
 
 class Model(nn.Module):
@@ -70,12 +71,12 @@ class Mixing(Optimizer):
     def step(self, closure: Any = None) -> None:
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is not None:
-                flat = parameter.grad.flatten(1)
+                flat = parameter.grad.reshape(len(parameter), -1)
                 self.state[parameter]["left"] = flat @ flat.T
 
 
 def make_model(buffer: tokenyard.Buffer) -> Model:
-    with seeding:
+    with _seeding:
         torch.manual_seed(3)
         model = Model(buffer)
     average_expert_gradients(model)
