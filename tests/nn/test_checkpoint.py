@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def test_refused_with_words(num_ranks: int) -> None:
             model = jobs.make_model(buffer)
             cases = {
                 r"LBFGS keeps .* all parameters together": torch.optim.LBFGS(model.parameters()),
-                r"Mixing keeps left .* moe\.experts\.gate_up": jobs.Mixing(model.parameters()),
+                r"Mixing keeps left, .* moe\.experts\.gate_up": jobs.Mixing(model.parameters()),
                 r"\[3\].* not in the module": torch.optim.SGD([nn.Parameter(torch.ones(3))]),
             }
             for words, optimizer in cases.items():
@@ -93,7 +94,7 @@ def test_any_module_that_has_a_share() -> None:
         with tokenyard.Buffer(group) as buffer:
             model = nn.ModuleDict({"experts": Spread(buffer)})
             optimizer = torch.optim.Adam(model.parameters())
-            with pytest.raises(ValueError, match=r"Adafactor keeps col_var .* experts\.bias"):
+            with pytest.raises(ValueError, match=r"Adafactor keeps col_var, .* experts\.bias"):
                 checkpoint_state(model, torch.optim.Adafactor(model.parameters()))
             state = checkpoint_state(model, optimizer)
             return {name: one for name, one in state.items() if isinstance(one, Tensor)}
@@ -105,3 +106,38 @@ def test_any_module_that_has_a_share() -> None:
     for expert in range(6):
         assert_same(found[f"model.experts.up_proj.{expert}"], torch.full((4, 2), float(expert)))
         assert found[f"optimizer.experts.bias.exp_avg.{expert}"].shape == (4,)
+
+
+def test_a_look_steps_nothing_that_a_schedule_has_wrapped() -> None:
+    def job(group: Any) -> None:
+        with tokenyard.Buffer(group) as buffer:
+            model = jobs.make_model(buffer)
+            optimizer = torch.optim.AdamW(model.parameters())
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+            optimizer.register_step_pre_hook(lambda *_: pytest.fail("the optimiser stepped"))
+            before = [one.detach().clone() for one in model.parameters()]
+            checkpoint_state(model, optimizer)
+            assert_same([one.detach() for one in model.parameters()], before)
+            assert schedule.last_epoch == 0
+            assert not optimizer.state
+
+    run_virtual(job, 8)  # of which two have no experts
+
+
+def test_a_state_that_finds_no_place_is_named() -> None:
+    """The parameter was frozen since: its state would be lost."""
+
+    def job(group: Any) -> None:
+        with tokenyard.Buffer(group) as buffer:
+            model = jobs.make_model(buffer)
+            optimizer = torch.optim.AdamW(model.parameters())
+            jobs.train(model, optimizer, group, 0, 1)
+            saved = checkpoint_state(model, optimizer)["optimizer.first.weight"].state_dict()
+            model.first.weight.requires_grad_(False)
+            fresh = checkpoint_state(model, torch.optim.AdamW(model.parameters()))
+            with pytest.raises(ValueError, match=r"optimizer\.first\.weight\.step is in the check"):
+                fresh["optimizer.first.weight"].load_state_dict(saved)
+            with pytest.raises(TypeError, match="want the entries of checkpoint_state at the top"):
+                pickle.dumps(fresh)
+
+    run_virtual(job, 1)

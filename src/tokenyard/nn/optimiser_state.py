@@ -22,11 +22,14 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Adagrad, Optimizer, SparseAdam
 
 State = dict[str, Any]  # of one parameter
-_MIXED = "it is not made of one part an expert"
+_MIXED = "which is not made of one part an expert, so that other ranks cannot load it"
 _NUMBERS = (int, float, str, type(None))  # what a record holds as it is; bool is an int
-# States that a step computes anew before it reads them, by optimiser: not saved. Each differs from
-# rank to rank, and is of no use on other ranks.
-_SCRATCH = {"transformers.optimization.Adafactor": {"RMS"}}
+# States that no step reads before it computes them anew, by optimiser: not saved. They are numbers
+# of a whole stack, and of no use on other ranks.
+_SCRATCH = {
+    "transformers.optimization.Adafactor": {"RMS"},
+    "pytorch_optimizer.optimizer.lamb.Lamb": {"weight_norm", "adam_norm", "trust_ratio"},
+}
 
 
 def optimiser_entries(
@@ -102,7 +105,9 @@ class _Kept:
             }
         for key, value in self._room.items():
             if not isinstance(value, (Tensor, *_NUMBERS)):
-                self._refuse(key, f"a {type(value).__name__}", "tensors and numbers are saved")
+                self._refuse(
+                    key, f"a {type(value).__name__}", "and only tensors and numbers are saved"
+                )
             if stack is not None and isinstance(value, Tensor):
                 self._check(stack, key, value)
         # What all experts of a stack have in common is saved with each of them.
@@ -152,7 +157,7 @@ class _Kept:
         for key in set(record["tensors"]) & self._common.keys():
             one, *others = self._common[key]
             if not all(torch.equal(one, other) for other in others):
-                self._refuse(key, "a number", "experts that live on one rank now had others")
+                self._refuse(key, "a number", "which was another for other experts of this rank")
             self._room[key].copy_(one)
         state = {key: self._room[key] for key in record["tensors"]} | record["numbers"]
         if state:
@@ -240,8 +245,8 @@ class _Stack:
 
 def _refuse(optimizer: Optimizer, key: str, what: str, name: str, why: str) -> NoReturn:
     raise ValueError(
-        f"{type(optimizer).__name__} keeps {key} {what} of {name}: {why}, so that other ranks "
-        "cannot load it; want another optimiser for this parameter"
+        f"{type(optimizer).__name__} keeps {key}, {what}, of {name}, {why}: want another optimiser "
+        "for this parameter"
     )
 
 
