@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -172,7 +173,9 @@ def load_into_a_used_optimiser(group: Any, path: str) -> tuple[list[Tensor], lis
 
 
 def numbers(group: Any, path: str) -> None:
-    """Of an optimiser that are no tensors."""
+    """Of an optimiser that are no tensors; and one whose states are not on every rank."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns when it is imported
+
     with tokenyard.Buffer(group) as buffer:
         model = make_model(buffer)
         optimizer = Counting(model.parameters())
@@ -186,3 +189,6 @@ def numbers(group: Any, path: str) -> None:
         assert [loaded.param_groups[0][key] for key in keys] == [0.02, (0.5, 0.9), 2]
         assert loaded.state[again.moe.experts.down] == {"step": 2}
         assert again.unused not in loaded.state
+        zero = ZeroRedundancyOptimizer(again.parameters(), torch.optim.AdamW)
+        with pytest.raises(ValueError, match="ZeroRedundancyOptimizer keeps each state on one"):
+            checkpoint_state(again, zero)

@@ -19,11 +19,15 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Adagrad, Optimizer, SparseAdam
+from torch.optim import Adagrad, Optimizer, SparseAdam
 
 State = dict[str, Any]  # of one parameter
 _MIXED = "which is not made of one part an expert, so that other ranks cannot load it"
 _NUMBERS = (int, float, str, type(None))  # what a record holds as it is; bool is an int
+_REFUSED = {
+    "LBFGS": "one history of all parameters together, which cannot be taken apart by expert",
+    "ZeroRedundancyOptimizer": "each state on one rank, where others cannot see it",
+}
 # States that no step reads before it computes them anew, by optimiser: not saved. They are numbers
 # of a whole stack, and of no use on other ranks.
 _SCRATCH = {
@@ -39,11 +43,9 @@ def optimiser_entries(
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner  # of a wrapper, as accelerate's
     kind = type(optimizer).__name__
-    if isinstance(optimizer, LBFGS):
-        raise ValueError(
-            f"{kind} keeps one history of all parameters together, which cannot be taken apart by "
-            "expert: want another optimiser"
-        )
+    for base in type(optimizer).__mro__:
+        if base.__name__ in _REFUSED:
+            raise ValueError(f"{kind} keeps {_REFUSED[base.__name__]}: want another optimiser")
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     for one in [*parameters, *optimizer.state]:
         if not isinstance(one, Tensor):
