@@ -143,7 +143,7 @@ def train_and_save(group: Any, path: str, optimiser: str) -> dict[str, Tensor]:
         train(model, optimizer, group, 2)
         dcp.save(checkpoint_state(model, optimizer), checkpoint_id=path)
         train(model, optimizer, group, 1)
-        return checkpoint_state(model, optimizer)
+        return _tensors(model, optimizer)
 
 
 def load_and_train(group: Any, path: str, optimiser: str) -> dict[str, Tensor]:
@@ -153,7 +153,12 @@ def load_and_train(group: Any, path: str, optimiser: str) -> dict[str, Tensor]:
             parameter.data.zero_()
         dcp.load(checkpoint_state(model, optimizer), checkpoint_id=path)
         train(model, optimizer, group, 1)
-        return checkpoint_state(model, optimizer)
+        return _tensors(model, optimizer)
+
+
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    state = checkpoint_state(model, optimizer)
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
 
 def compiled(group: Any, backend: str, num_worst_tokens: int) -> None:

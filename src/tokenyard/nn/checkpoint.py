@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tokenyard.nn.moe import Experts
+from tokenyard.nn.optimiser_state import optimiser_entries, split
+from tokenyard.nn.share import own_parameters, shares
 
 
-def checkpoint_state(module: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
+def checkpoint_state(module: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
     """All there is to save, by names that are the same on any number of ranks.
 
     An expert's tensors have its global id in their names and are found on the rank where it lives;
@@ -19,46 +23,43 @@ def checkpoint_state(module: nn.Module, optimizer: Optimizer | None = None) -> d
         dcp.save(checkpoint_state(model, optimizer), checkpoint_id=path)
         dcp.load(checkpoint_state(model, optimizer), checkpoint_id=path)  # on more ranks, or fewer
 
-    Numbers of the optimiser that are no tensors (its parameter groups) are not included.
+    For a parameter that the optimiser has not moved yet, there are zeros of the right shapes to
+    load into, and the optimiser is left as it is until a load fills them. The numbers of its
+    parameter groups are saved and loaded too. Several optimisers: `checkpoint_state(model, one) |
+    checkpoint_state(model, other)`.
+
+    Raises ValueError, on all ranks alike, where an optimiser keeps what belongs to no single
+    expert.
     """
-    own = {
-        id(parameter): part.ids
-        for part in module.modules()
-        if isinstance(part, Experts)
-        for parameter in part.parameters()
-    }
-    if optimizer is not None and not optimizer.state:
-        _begin(optimizer)
-    state: dict[str, Tensor] = {}
+    state: dict[str, Any] = {}
+    experts_of = _experts_of(module)
+    names: dict[Tensor, str] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
-        made_for = {} if optimizer is None else optimizer.state.get(tensor, {})
-        parts = {f"model.{name}": tensor.detach()}
-        parts |= {f"optimizer.{name}.{key}": value for key, value in made_for.items()}
-        for key, value in parts.items():
-            if not isinstance(value, Tensor):
-                continue
-            if id(tensor) not in own or value.shape != tensor.shape:
-                state[key] = value
-                continue
-            for local, expert in enumerate(own[id(tensor)]):
-                state[f"{key}.{expert}"] = value[local]
+        names.setdefault(tensor, name)
+        experts = experts_of.get(tensor)
+        if experts is None:
+            state[f"model.{name}"] = tensor.detach()
+        else:
+            state |= split(f"model.{name}", tensor.detach(), experts)
+    if optimizer is not None:
+        state |= optimiser_entries(optimizer, names, experts_of)
     return state
 
 
-def _begin(optimizer: Optimizer) -> None:
-    """Let a fresh optimiser make what it keeps, by a step that moves nothing, and leave it zero."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    gradients = {}
-    for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-        for parameter in group["params"]:
-            gradients[parameter] = parameter.grad
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates):
-        group["lr"] = rate
-    for parameter, gradient in gradients.items():
-        parameter.grad = gradient
-        for value in optimizer.state[parameter].values():
-            if isinstance(value, Tensor):
-                value.zero_()
+def _experts_of(module: nn.Module) -> dict[Tensor, list[int]]:
+    """The global ids of the experts that a parameter stacks, of those that are this rank's own.
+
+    A DTensor is not: torch.distributed.checkpoint knows which part of it is here.
+    """
+    own = [(part, share.ids) for _, part, share in shares(module)]
+    own += [  # of no layer
+        (part, part.ids)
+        for part in module.modules()
+        if isinstance(part, Experts) and part.tokenyard is None
+    ]
+    return {
+        parameter: ids
+        for part, ids in own
+        for parameter in own_parameters(part)
+        if not isinstance(parameter, DTensor)
+    }

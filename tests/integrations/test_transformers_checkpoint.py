@@ -1,0 +1,28 @@
+"""Training a transformers model whose experts are spread goes on on another number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from tests.integrations import checkpoint_jobs as jobs
+from tokenyard.testing import Processes, run_processes
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+
+def test_a_checkpoint_goes_on_on_another_number_of_ranks(tmp_path: Path) -> None:
+    with Processes(2, timeout=100) as two:
+        saved = two.run(jobs.train, str(tmp_path), False)
+        again = two.run(jobs.train, str(tmp_path), True)
+    (one,) = run_processes(jobs.train, 1, str(tmp_path), True, timeout=100)
+    want = {name: tensor for state in saved for name, tensor in state.items()}
+    for number, state in (2, again[0]), (2, again[1]), (1, one):
+        assert any(".experts.gate_up_proj." in name for name in state)
+        for name, tensor in state.items():
+            torch.testing.assert_close(tensor, want[name], rtol=1e-3, atol=1e-5 * (number == 1))
+    assert one.keys() == want.keys()

@@ -1,0 +1,41 @@
+"""Every optimiser that we know: its checkpoint on other ranks, as docs/optimisers.md has it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.nn import optimiser_jobs as jobs
+from tests.nn import optimiser_table as table
+
+
+def test_the_table_has_every_optimiser_of_torch() -> None:
+    names = [line.split("`")[1].split("(")[0] for line in table.lines_of_page()]
+    assert names == [*jobs.torch_optimisers(), *jobs.OTHERS]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("name", "want"),
+    [
+        ("torch.optim.AdamW", table.WORKS),
+        ("torch.optim.SGD", table.WORKS),
+        ("torch.optim.Adafactor", table.TOGETHER),
+    ],
+)
+def test_two_ranks_to_three(pools: Any, tmp_path: Path, name: str, want: str) -> None:
+    assert table.outcome(name, pools, 2, (3,), str(tmp_path)) == want
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("name", [*jobs.torch_optimisers(), *jobs.OTHERS])
+def test_a_row_of_the_table(pools: Any, tmp_path: Path, name: str) -> None:
+    package = name.split(".", maxsplit=1)[0]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    found = table.outcome(name, pools, table.SAVED_ON, table.LOADED_ON, str(tmp_path))
+    assert table.line(name, found) in table.lines_of_page()
