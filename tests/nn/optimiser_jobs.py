@@ -22,7 +22,7 @@ LBFGS = "torch.optim.LBFGS"
 SAVED, DONE = 3, 5  # steps
 OPTIONS: dict[str, dict[str, Any]] = {
     "torch.optim.Adam": {"amsgrad": True},
-    # Its eps is large enough that no gradient is noise: it divides by the root of a difference.
+    # centered divides by the root of a difference: a larger eps makes less of its rounding.
     "torch.optim.RMSprop": {"momentum": 0.9, "centered": True, "eps": 1e-4},
     "torch.optim.SGD": {"momentum": 0.9, "dampening": 0.5},
     "transformers.optimization.Adafactor": {"lr": None, "beta1": 0.9},
