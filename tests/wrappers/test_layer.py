@@ -35,7 +35,6 @@ def test_twenty_steps(ranks: Ranks, kind: str) -> None:
     assert_like_one_process(results, want, LAYER[kind].within)
 
 
-@pytest.mark.xfail(strict=True, reason="the first forward pass mixes experts without a word")
 @pytest.mark.parametrize("where", ["root", "experts"])
 def test_sharded_experts_are_noticed(ranks: Ranks, where: str) -> None:
     for said in ranks(2).run(jobs.sharded_experts, where):
