@@ -10,6 +10,11 @@ from torch import Tensor, nn
 
 from tokenyard import validate
 from tokenyard.buffer import Buffer
+from tokenyard.integrations.transformers.adapters import (
+    check_adapters,
+    cut_adapters,
+    with_base_model,
+)
 from tokenyard.integrations.transformers.everyone import Everyone
 from tokenyard.integrations.transformers.experts import NAME, Experts, Plan
 from tokenyard.integrations.transformers.saving import refuse_to_save_a_part
@@ -50,16 +55,19 @@ def spread_experts(
     found = find_experts(model)
     buffer = open_buffer(group, tokens, buffer_options)
     spread = _Spread(buffer, tokens, buffer_options.get("placement"))
-    plans = [spread.plan(name, module) for name, module in found.items()]
-    for module, plan in zip(found.values(), plans):
+    plans = {module: spread.plan(name, module) for name, module in found.items()}
+    check_adapters(model, plans)
+    for module, plan in plans.items():
         for key, parameter in list(module.named_parameters(recurse=False)):
             own = own_part(parameter, plan.ids)
             setattr(module, key, nn.Parameter(own, requires_grad=parameter.requires_grad))
         _attach(module, plan)
+    cut_adapters(model, plans)
     hide_from_ddp(model)
     watch_gradients(model)
-    refuse_to_save_a_part(model, found)
-    model.tokenyard_buffer = buffer  # type: ignore[assignment]
+    for one in with_base_model(model):
+        refuse_to_save_a_part(one)
+        one.tokenyard_buffer = buffer
     return model
 
 
