@@ -52,10 +52,103 @@ LAYER = {
     ),
 }
 
+# With a model of transformers whose experts are spread, on 2 ranks: tests/wrappers/test_model.py
+MODEL = {
+    "ddp": Case(
+        wrapper="DistributedDataParallel",
+        how="`prepare_for_ddp(model)` before it",
+    ),
+    "fsdp": Case(
+        wrapper="FSDP2, each layer and the root",
+        how="`fully_shard(..., ignored_params=expert_parameters(model))` each time, then "
+        "`average_expert_gradients(model)`",
+    ),
+    "accelerate": Case(
+        wrapper="accelerate",
+        how="`prepare_accelerator(accelerator, model)` before `accelerator.prepare`",
+    ),
+    "accelerate_bfloat16": Case(
+        wrapper='accelerate, `mixed_precision="bf16"`',
+        how="as above",
+        within=5e-2,
+        because="one process in bfloat16 is as far from itself in float32",
+    ),
+    "trainer": Case(
+        wrapper="`Trainer`, clipping, evaluation, saving",
+        how="`prepare_trainer(trainer)` before `train()`; `save_only_model=True`",
+    ),
+    "trainer_lora": Case(
+        wrapper="`Trainer` with LoRA on attention and on experts",
+        how="as above, with `expert_parallel(get_peft_model(model, config), group)`",
+    ),
+    "lora_dense": Case(
+        wrapper="LoRA on attention, DistributedDataParallel",
+        how="`prepare_for_ddp(peft_model)` before it",
+    ),
+    "lora_experts_before": Case(
+        wrapper="LoRA on experts, PEFT before `expert_parallel`",
+        how="`target_parameters`; nothing is left for DistributedDataParallel: "
+        "`average_expert_gradients(peft_model)`",
+    ),
+    "lora_experts_after": Case(
+        wrapper="LoRA on experts, PEFT after `expert_parallel`",
+        how="as above; each rank draws its own experts' adapters",
+    ),
+    "lora_accelerate": Case(
+        wrapper="accelerate with LoRA on experts",
+        how="`prepare_accelerator(accelerator, peft_model)`",
+    ),
+}
+
 REFUSED = {
     "fsdp_all": Case(
         wrapper="FSDP2 without `ignored_params`",
-        how="",
+        how="the first forward pass raises",
         outcome="want fully_shard(model, ignored_params=expert_parameters(model))",
+    ),
+    "ddp around peft": Case(
+        wrapper="DistributedDataParallel around a PeftModel, not prepared",
+        how="the first forward pass raises",
+        outcome="want tokenyard.nn.prepare_for_ddp(model) before DistributedDataParallel(model)",
+    ),
+    "checkpoints": Case(
+        wrapper="`Trainer`, checkpoints with the optimiser",
+        how="`prepare_trainer` raises",
+        outcome="Trainer writes the optimiser of rank 0 alone: want save_only_model=True",
+    ),
+    "best": Case(
+        wrapper="`Trainer`, `load_best_model_at_end`",
+        how="`prepare_trainer` raises",
+        outcome="would load experts of all ranks into this one",
+    ),
+    "resume": Case(
+        wrapper="`Trainer`, `resume_from_checkpoint`",
+        how="`train` raises",
+        outcome="would load experts of all ranks into this one",
+    ),
+    "save_state": Case(
+        wrapper="`accelerator.save_state`, `accelerator.save_model`",
+        how="they raise",
+        outcome="would write this rank's experts as if they were all",
+    ),
+    "peft's save_pretrained": Case(
+        wrapper="`model.save_pretrained` of a spread model or its adapter",
+        how="it raises",
+        outcome="want tokenyard.integrations.transformers.save_pretrained(model, path)",
+    ),
+    "experts alone": Case(
+        wrapper="`accelerator.clip_grad_norm_` of some parameters",
+        how="it raises, if experts are among them",
+        outcome="want accelerator.clip_grad_norm_(model.parameters(), max_norm)",
+    ),
+    "same tokens": Case(
+        wrapper='`expert_parallel(tokens="same")` with accelerate or `Trainer`',
+        how="`prepare_accelerator` raises",
+        outcome="accelerate gives each rank its own",
+    ),
+    "no environment": Case(
+        wrapper="accelerate or `Trainer` on fewer processes than the experts",
+        how="`prepare_accelerator` raises",
+        outcome="and the environment that torchrun or accelerate launch makes",
     ),
 }
