@@ -52,6 +52,47 @@ LAYER = {
     ),
 }
 
+# Compiled, on sizes that change from step to step: (backend, num_worst_tokens, wrapper)
+COMPILED = {
+    ("aot_eager", 64, "ddp"): Case(
+        wrapper="torch.compile, aot_eager, DistributedDataParallel",
+        how="`MoE(num_worst_tokens=n)`, `torch.compile(ddp, dynamic=True)`",
+    ),
+    ("aot_eager", 0, "ddp"): Case(
+        wrapper="the same without `num_worst_tokens`",
+        how="graphs break where sizes come from values",
+    ),
+    ("aot_eager", 64, "fsdp"): Case(
+        wrapper="torch.compile, aot_eager, FSDP2",
+        how="`fully_shard` first",
+    ),
+    ("inductor", 64, "ddp"): Case(
+        wrapper="torch.compile, inductor, DistributedDataParallel",
+        how="as with aot_eager",
+    ),
+    ("inductor", 0, "ddp"): Case(
+        wrapper="the same without `num_worst_tokens`, inductor",
+        how="as with aot_eager",
+    ),
+}
+
+# Two stages of two ranks each: (schedule, what averages dense gradients)
+PIPELINE = {
+    ("gpipe", "ddp"): Case(
+        wrapper="torch.distributed.pipelining, `ScheduleGPipe`, a stage in DistributedDataParallel",
+        how="a Buffer and a `process_group` of each stage's ranks; `input_args` and `output_args`; "
+        "`scale_grads=False`, and the loss divided by the micro-batches",
+    ),
+    ("1f1b", "ddp"): Case(
+        wrapper="torch.distributed.pipelining, `Schedule1F1B`, likewise",
+        how="as above",
+    ),
+    ("1f1b", "hand"): Case(
+        wrapper="torch.distributed.pipelining, `Schedule1F1B`, a bare stage",
+        how="as above, `average_expert_gradients(stage)`, dense gradients averaged by hand",
+    ),
+}
+
 # With a model of transformers whose experts are spread, on 2 ranks: tests/wrappers/test_model.py
 MODEL = {
     "ddp": Case(
@@ -152,3 +193,23 @@ REFUSED = {
         outcome="and the environment that torchrun or accelerate launch makes",
     ),
 }
+
+
+def table() -> str:
+    """In Markdown, as docs/training.md has it."""
+    parts = {"with `nn.MoE`": [*LAYER.values(), *COMPILED.values(), *PIPELINE.values()]}
+    parts["with a model of transformers"] = list(MODEL.values())
+    lines = []
+    for title, cases in parts.items():
+        lines += [f"| {title} | how | within |", "|---|---|---|"]
+        for case in cases:
+            within = f"{case.within:g}" + (f": {case.because}" if case.because else "")
+            lines.append(f"| {case.wrapper} | {case.how} | {within} |")
+        lines.append("")
+    lines += ["| refused | where | in the words |", "|---|---|---|"]
+    lines += [f"| {case.wrapper} | {case.how} | {case.outcome} |" for case in REFUSED.values()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")

@@ -16,7 +16,8 @@ def assert_like_one_process(results: list[Outcome], want: Outcome, within: float
     want_losses, want_parameters = want
     losses = [sum(step) / len(results) for step in zip(*(losses for losses, _ in results))]
     assert losses == pytest.approx(want_losses, abs=within, rel=within)
-    assert abs(want_losses[-1] - want_losses[0]) > 10 * within, "nothing was learnt"
+    if want_losses:  # one stage of a pipeline has none
+        assert abs(want_losses[-1] - want_losses[0]) > 10 * within, "nothing was learnt"
     assert set().union(*(named for _, named in results)) == set(want_parameters)
     first = results[0][1]
     for _, named in results:

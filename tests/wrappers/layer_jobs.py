@@ -119,3 +119,13 @@ def sharded_experts(group: Any, when: str) -> str:
         except (RuntimeError, ValueError) as error:
             return str(error)
     return "nothing"
+
+
+def train_compiled(group: Any, backend: str, num_worst: int, kind: str) -> Outcome:
+    """On sizes that change from step to step."""
+    return train(group, kind, backend=backend, num_worst=num_worst, grows=True)
+
+
+def train_growing(group: Any) -> Outcome:
+    """The same sizes, and nothing compiled."""
+    return train(group, "none", grows=True)
