@@ -118,6 +118,10 @@ MODEL = {
         wrapper="`Trainer`, clipping, evaluation, saving",
         how="`prepare_trainer(trainer)` before `train()`; `save_only_model=True`",
     ),
+    "trainer_accumulated": Case(
+        wrapper="`Trainer`, accumulated gradients, activation checkpointing, LoRA",
+        how="as above",
+    ),
     "trainer_lora": Case(
         wrapper="`Trainer` with LoRA on attention and on experts",
         how="as above, with `expert_parallel(get_peft_model(model, config), group)`",
@@ -177,10 +181,20 @@ REFUSED = {
         how="it raises",
         outcome="want tokenyard.integrations.transformers.save_pretrained(model, path)",
     ),
+    "checkpoint_state": Case(
+        wrapper="`nn.checkpoint_state` of a model with LoRA on experts",
+        how="it raises",
+        outcome="want the adapter merged, or saved by save_pretrained",
+    ),
     "experts alone": Case(
         wrapper="`accelerator.clip_grad_norm_` of some parameters",
         how="it raises, if experts are among them",
         outcome="want accelerator.clip_grad_norm_(model.parameters(), max_norm)",
+    ),
+    "accelerate's fsdp": Case(
+        wrapper="FSDP, DeepSpeed and others through accelerate or `Trainer`",
+        how="`prepare_accelerator` raises",
+        outcome="want DistributedDataParallel, accelerate's default, or fully_shard by hand",
     ),
     "same tokens": Case(
         wrapper='`expert_parallel(tokens="same")` with accelerate or `Trainer`',

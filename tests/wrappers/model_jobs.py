@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from tests.integrations.moe_jobs import SHAPE, whole_model
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of their own imports
-    from accelerate import Accelerator
+    from accelerate import Accelerator, DistributedType
     from accelerate.state import AcceleratorState, GradientState
     from peft import LoraConfig, get_peft_model
     from transformers import Trainer, TrainingArguments
@@ -34,6 +35,7 @@ from tokenyard.integrations.transformers import (
 from tokenyard.integrations.transformers.adapters import by_expert
 from tokenyard.nn import (
     average_expert_gradients,
+    checkpoint_state,
     clip_grad_norm_,
     expert_parameters,
     prepare_for_ddp,
@@ -198,13 +200,19 @@ def with_accelerate(group: Any, alone: bool, precision: str = "no", lora: str = 
         return losses, parameters(model)
 
 
-def with_trainer(group: Any, alone: bool, folder: str, lora: str = "") -> Outcome:
+ACCUMULATED = {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}
+
+
+def with_trainer(
+    group: Any, alone: bool, folder: str, lora: str = "", accumulates: bool = False
+) -> Outcome:
     """Clipped by default, evaluated on an odd number of sequences, and saved."""
     with launched(None if alone else group), warnings.catch_warnings():
         # An expert's gradient that somebody else clips; the rest is not ours.
         warnings.filterwarnings("error", message="gradients of experts were changed")
         model = make_model(None if alone else group, lora)
-        trainer = Trainer(model, _arguments(folder, alone or group.size() == 1), None, Sequences())
+        arguments = _arguments(folder, alone, **(ACCUMULATED if accumulates else {}))
+        trainer = Trainer(model, arguments, None, Sequences())
         trainer.eval_dataset = Sequences(7)
         if not alone:
             prepare_trainer(trainer)
@@ -215,11 +223,12 @@ def with_trainer(group: Any, alone: bool, folder: str, lora: str = "") -> Outcom
         return losses, parameters(model)
 
 
-def _arguments(folder: str, alone: bool) -> TrainingArguments:
+def _arguments(folder: str, alone: bool, **more: Any) -> TrainingArguments:
+    num_pieces = (1 if alone else 2) * more.get("gradient_accumulation_steps", 1)
     return TrainingArguments(
         folder,
         use_cpu=True,
-        per_device_train_batch_size=BATCH if alone else BATCH // 2,
+        per_device_train_batch_size=BATCH // num_pieces,
         per_device_eval_batch_size=2 if alone else 1,
         max_steps=NUM_STEPS,
         learning_rate=0.01,
@@ -232,6 +241,7 @@ def _arguments(folder: str, alone: bool) -> TrainingArguments:
         report_to=[],
         disable_tqdm=True,
         remove_unused_columns=False,
+        **more,
     )
 
 
@@ -269,6 +279,10 @@ def told(group: Any, folder: str) -> dict[str, str]:
         }.items():
             asked[name] = partial(_prepare_other, trainer, change)
         same = expert_parallel(whole_model("mixtral"), group, tokens="same")
+        # accelerate leaves its FSDP out where there is no GPU.
+        on_a_gpu = SimpleNamespace(distributed_type=DistributedType.FSDP)
+        asked["accelerate's fsdp"] = partial(prepare_accelerator, on_a_gpu, model)
+        asked["checkpoint_state"] = partial(checkpoint_state, trainer.model)
         asked["same tokens"] = partial(prepare_accelerator, trainer.accelerator, same)
         for name, ask in asked.items():
             with pytest.raises((RuntimeError, ValueError)) as raised:

@@ -38,7 +38,8 @@ def run(ranks: Ranks, kind: str, folder: Path) -> tuple[list[Outcome], Outcome]:
         job, many, one = jobs.with_accelerate, (False, "no", "experts"), (True, "no", "experts")
     elif wrapper == "trainer":
         lora, paths = "both" if rest else "", [str(folder / name) for name in ("many", "one")]
-        job, many, one = jobs.with_trainer, (False, paths[0], lora), (True, paths[1], lora)
+        more = lora, rest == "accumulated"
+        job, many, one = jobs.with_trainer, (False, paths[0], *more), (True, paths[1], *more)
     elif wrapper == "lora":
         lora, _, order = rest.partition("_")
         many, one = ("ddp", lora, order or "after"), ("alone", lora)
@@ -55,7 +56,7 @@ def test_twenty_steps(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     results, want = run(ranks, kind, tmp_path)
     assert_like_one_process(results, want, MODEL[kind].within)
     if kind.startswith("trainer"):
-        check_files(tmp_path, "adapter_model" if kind == "trainer_lora" else "model")
+        check_files(tmp_path, "model" if kind == "trainer" else "adapter_model")
 
 
 def check_files(folder: Path, name: str) -> None:

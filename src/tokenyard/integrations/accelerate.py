@@ -61,6 +61,12 @@ def prepare_accelerator(accelerator: Any, model: nn.Module) -> None:
 
 
 def _check(accelerator: Any, model: nn.Module) -> None:
+    kind = getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
+    require(
+        kind == "NO" or kind.startswith("MULTI_"),
+        f"accelerate wraps models by {kind}, which takes experts for parameters that all ranks "
+        "share: want DistributedDataParallel, accelerate's default, or fully_shard by hand",
+    )
     for name, _, share in shares(model):
         num_ranks, num_processes = share.buffer.group_size, accelerator.num_processes
         require(

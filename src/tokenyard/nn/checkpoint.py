@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tokenyard.nn.moe import Experts
+from tokenyard.nn.share import refuse_adapters
 
 
 def checkpoint_state(module: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
@@ -21,6 +22,7 @@ def checkpoint_state(module: nn.Module, optimizer: Optimizer | None = None) -> d
 
     Numbers of the optimiser that are no tensors (its parameter groups) are not included.
     """
+    refuse_adapters(module)
     own = {
         id(parameter): part.ids
         for part in module.modules()

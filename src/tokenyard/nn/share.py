@@ -115,6 +115,22 @@ def named_expert_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Paramet
         yield name, parameter
 
 
+def own_parameters(part: nn.Module) -> list[nn.Parameter]:
+    """Of a module that holds experts: those that stack them."""
+    return [parameter for _, parameter in _stacked(part)]
+
+
+def refuse_adapters(module: nn.Module) -> None:
+    """Raise if an adapter sits on experts: its matrices hold several, in an order of its own."""
+    stacked = {one for _, part, _ in shares(module) for one in own_parameters(part)}
+    for name, parameter, _ in named_own_parameters(module):
+        if parameter not in stacked:
+            raise ValueError(
+                f"{name} is an adapter of this rank's experts, which has no name for each: want "
+                "the adapter merged, or saved by save_pretrained"
+            )
+
+
 def _share_of(part: nn.Module | None) -> Share | None:
     """Of a module that holds experts, or of an adapter around one."""
     while part is not None:
