@@ -31,6 +31,7 @@ from tokenyard.integrations.accelerate import prepare_accelerator
 from tokenyard.integrations.transformers import (
     expert_parallel,
     prepare_trainer,
+    save_pretrained,
 )
 from tokenyard.integrations.transformers.adapters import by_expert
 from tokenyard.nn import (
@@ -131,8 +132,10 @@ def parameters(model: nn.Module) -> dict[str, Tensor]:
     return named
 
 
-def train(group: Any, kind: str, lora: str = "", order: str = "before") -> Outcome:
-    """A loop by hand. kind "alone": one process, and no expert parallelism."""
+def train(
+    group: Any, kind: str, lora: str = "", order: str = "before", folder: str = ""
+) -> Outcome:
+    """A loop by hand, saved if there is a folder. kind "alone": no expert parallelism."""
     alone = kind == "alone"
     rank, num_ranks = (0, 1) if alone else (group.rank(), group.size())
     model = make_model(None if alone else group, lora, order)
@@ -158,6 +161,10 @@ def train(group: Any, kind: str, lora: str = "", order: str = "before") -> Outco
         clip_grad_norm_(model, MAX_NORM)
         optimizer.step()
     del wrapped
+    if folder and alone:
+        model.save_pretrained(folder)
+    elif folder:
+        save_pretrained(model, folder)
     return losses, parameters(model)
 
 
