@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from tokenyard.nn.moe import Experts
 from tokenyard.nn.optimiser_state import optimiser_entries, split
-from tokenyard.nn.share import own_parameters, shares
+from tokenyard.nn.share import own_parameters, refuse_adapters, shares
 
 
 def checkpoint_state(module: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
@@ -31,6 +31,7 @@ def checkpoint_state(module: nn.Module, optimizer: Optimizer | None = None) -> d
     Raises ValueError, on all ranks alike, where an optimiser keeps what belongs to no single
     expert.
     """
+    refuse_adapters(module)
     state: dict[str, Any] = {}
     experts_of = _experts_of(module)
     names: dict[Tensor, str] = {}

@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tokenyard.buffer import Buffer
 from tokenyard.nn.functional import gather_over_ranks
-from tokenyard.nn.share import named_expert_parameters, own_parameters, shares
+from tokenyard.nn.share import named_expert_parameters, named_own_parameters, shares
 from tokenyard.validate import require
 
 
@@ -73,9 +73,11 @@ def get_grad_norm(
 
     own: dict[Buffer, dict[nn.Parameter, None]] = {}
     num_experts: dict[Buffer, int] = {}
-    for _, part, share in shares(module):
+    for _, _, share in shares(module):
         num_experts[share.buffer] = share.num_experts
-        own.setdefault(share.buffer, {}).update(dict.fromkeys(own_parameters(part)))
+        own[share.buffer] = {}
+    for _, parameter, share in named_own_parameters(module):
+        own[share.buffer][parameter] = None
     experts = {parameter for parameters in own.values() for parameter in parameters}
     dense: dict[Any, list[Tensor]] = defaultdict(list)  # by where the rest of each is
     for parameter in module.parameters():

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tokenyard.nn.clipping import watch_gradients
 from tokenyard.nn.moe import MoE
 from tokenyard.nn.router import Router
-from tokenyard.nn.share import named_expert_parameters, shares
+from tokenyard.nn.share import named_expert_parameters, shares, was_sharded
 
 
 def expert_parameters(module: nn.Module) -> set[nn.Parameter]:
@@ -31,10 +31,7 @@ def average_expert_gradients(module: nn.Module) -> None:
     """
     for name, parameter in named_expert_parameters(module):
         if isinstance(parameter, DTensor):
-            raise ValueError(
-                f"{name} was sharded by fully_shard, which mixes experts of different ranks: want "
-                "fully_shard(model, ignored_params=expert_parameters(model))"
-            )
+            raise ValueError(was_sharded(name))
     for _, _, share in shares(module):
         share.averages = True
     watch_gradients(module)

@@ -6,12 +6,15 @@ and so do the experts of transformers that the integration has spread.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable_state import _module_state_mapping
 from torch.nn.parallel import DistributedDataParallel
 
 from tokenyard.buffer import Buffer
@@ -26,6 +29,7 @@ class Share:
     num_experts: int  # of all ranks
     num_losses: int  # whose gradients add up in an expert: those of all ranks, or one
     averages: bool = False  # whether gradients are divided by that number
+    num_wrapped_seen: int = 0  # modules under fully_shard, when the last look was taken
 
     def weights(self, module: nn.Module, name: str) -> Tensor:
         """A stacked parameter of the module, to compute with.
@@ -35,10 +39,32 @@ class Share:
         """
         if not torch.compiler.is_compiling():
             _check_ddp()
+            self._check_fsdp(module)
         weights: Tensor = getattr(module, name)
         if self.averages and self.num_losses > 1:
             return _Divided.apply(weights, self.num_losses)
         return weights
+
+    def _check_fsdp(self, module: nn.Module) -> None:
+        """Raise if fully_shard has taken the module's parameters: in a forward pass these look like
+        any others, and only FSDP's own notes tell.
+        """
+        num_wrapped = len(_module_state_mapping)
+        if num_wrapped == self.num_wrapped_seen:
+            return
+        for fsdp_param in _sharded_parameters():
+            info = fsdp_param._module_info
+            if module in (info.module, *info.shared_modules) and self._is_mixed(fsdp_param):
+                raise RuntimeError(was_sharded(f"{type(module).__name__}.{info.param_name}"))
+        self.num_wrapped_seen = num_wrapped
+
+    def _is_mixed(self, fsdp_param: Any) -> bool:
+        """Whether it is sharded over ranks that hold different experts."""
+        group = getattr(fsdp_param.mesh_info, "shard_process_group", None)
+        if group is None or not isinstance(self.buffer.group, dist.ProcessGroup):
+            return False
+        sharded = set(dist.get_process_group_ranks(group))
+        return len(sharded & set(dist.get_process_group_ranks(self.buffer.group))) > 1
 
 
 class _Divided(torch.autograd.Function):
@@ -65,15 +91,75 @@ def shares(module: nn.Module) -> Iterator[tuple[str, nn.Module, Share]]:
             yield name, part, share
 
 
+def named_own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Share]]:
+    """Those that are this rank's own, with their full names in `module`: the stacked experts, and
+    what an adapter around them adds, as PEFT's LoRA does.
+    """
+    for name, part in module.named_modules():
+        share = _share_of(part)
+        if share is None:
+            continue
+        prefix = f"{name}." if name else ""
+        if "tokenyard" in part.__dict__:
+            for key, parameter in _stacked(part):
+                yield prefix + key, parameter, share
+        else:
+            for key, parameter in part.named_parameters():
+                if not key.startswith("base_layer."):
+                    yield prefix + key, parameter, share
+
+
 def named_expert_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Those that are this rank's own, with their full names in `module`."""
-    for name, part, _ in shares(module):
-        yield from part.named_parameters(name, recurse=False)
+    for name, parameter, _ in named_own_parameters(module):
+        yield name, parameter
 
 
 def own_parameters(part: nn.Module) -> list[nn.Parameter]:
-    """Of a module that holds experts: those that are this rank's own."""
-    return list(part.parameters(recurse=False))
+    """Of a module that holds experts: those that stack them."""
+    return [parameter for _, parameter in _stacked(part)]
+
+
+def refuse_adapters(module: nn.Module) -> None:
+    """Raise if an adapter sits on experts: its matrices hold several, in an order of its own."""
+    stacked = {one for _, part, _ in shares(module) for one in own_parameters(part)}
+    for name, parameter, _ in named_own_parameters(module):
+        if parameter not in stacked:
+            raise ValueError(
+                f"{name} is an adapter of this rank's experts, which has no name for each: want "
+                "the adapter merged, or saved by save_pretrained"
+            )
+
+
+def _share_of(part: nn.Module | None) -> Share | None:
+    """Of a module that holds experts, or of an adapter around one."""
+    while part is not None:
+        share = part.__dict__.get("tokenyard")
+        if isinstance(share, Share):
+            return share
+        part = part._modules.get("base_layer")
+    return None
+
+
+def _stacked(part: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """By their names, those too that are parametrised for the time of a forward pass."""
+    yield from part.named_parameters(recurse=False)
+    for key, parametrised in getattr(part, "parametrizations", {}).items():
+        yield key, parametrised.original
+
+
+def was_sharded(name: str) -> str:
+    return (
+        f"{name} was sharded by fully_shard, which mixes experts of different ranks: want "
+        "fully_shard(model, ignored_params=expert_parameters(model))"
+    )
+
+
+def _sharded_parameters() -> Iterator[Any]:
+    """What FSDP2 notes of each parameter that it has sharded, of all models."""
+    for reference in list(_module_state_mapping.values()):
+        for group in getattr(reference(), "_fsdp_param_groups", ()):
+            yield from group.fsdp_params
 
 
 def _check_ddp() -> None:
@@ -81,11 +167,16 @@ def _check_ddp() -> None:
     ddp = DistributedDataParallel._get_active_ddp_module()
     if ddp is None or getattr(ddp, "_tokenyard_checked", False):
         return
-    own = [name for name, _ in named_expert_parameters(ddp.module)]
-    taken = [name for name in own if name not in ddp.parameters_to_ignore]
-    if taken:
-        raise RuntimeError(
-            f"DistributedDataParallel has copied rank 0's {taken[0]} to all ranks: want "
-            "tokenyard.nn.prepare_for_ddp(model) before DistributedDataParallel(model)"
-        )
+    want = "want tokenyard.nn.prepare_for_ddp(model) before DistributedDataParallel(model)"
+    for name, parameter, share in named_own_parameters(ddp.module):
+        if name not in ddp.parameters_to_ignore:
+            said = f"DistributedDataParallel has copied rank 0's {name} to all ranks: {want}"
+            raise RuntimeError(said)
+        if parameter.requires_grad and share.num_losses > 1 and not share.averages:
+            warnings.warn(
+                "DistributedDataParallel averages gradients of dense parameters over ranks, while "
+                f"those of {name} are sums over {share.num_losses} ranks: {want}",
+                stacklevel=2,
+            )
+            break
     ddp._tokenyard_checked = True

@@ -18,12 +18,14 @@ from tokenyard.integrations.transformers.loading import from_pretrained
 from tokenyard.integrations.transformers.saving import save_pretrained
 from tokenyard.integrations.transformers.spread import expert_parallel
 from tokenyard.integrations.transformers.style import TokenyardExperts, replace_dispatch
+from tokenyard.integrations.transformers.training import prepare_trainer
 
 __all__ = [
     "TokenyardExperts",
     "expert_parallel",
     "experts_forward",
     "from_pretrained",
+    "prepare_trainer",
     "replace_dispatch",
     "save_pretrained",
 ]

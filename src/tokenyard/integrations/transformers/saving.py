@@ -9,51 +9,82 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tokenyard.integrations.transformers.adapters import unstack
-from tokenyard.integrations.transformers.experts import Experts, Plan
+from tokenyard.integrations.transformers.lora import (
+    adapter_weights,
+    by_expert,
+    find_wrappers,
+    from_experts,
+    is_peft_model,
+)
+from tokenyard.nn.share import shares
+
+
+class Whole(dict[str, Any]):
+    """A state_dict with the experts of all ranks."""
 
 
 def save_pretrained(model: Any, path: Any, **kwargs: Any) -> None:
     """`model.save_pretrained(path, **kwargs)` with the experts of all ranks, written by rank 0.
 
     Every rank calls it. Rank 0 of the group holds the whole model while it writes, and the others
-    may go on before it is done.
+    may go on before it is done. Of a PeftModel the adapter is written, as PEFT does it.
+    """
+    state = gather_state(model)
+    if state is not None:
+        kind: Any = type(model)
+        kind.save_pretrained(model, path, state_dict=state, **kwargs)
+
+
+def gather_state(model: Any) -> Whole | None:
+    """On rank 0 of the group what `model.state_dict()` of one process has; None elsewhere. Every
+    rank calls it. Of a PeftModel the experts that its adapter does not save are left as they are.
     """
     group = model.tokenyard_buffer.group
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"group is a {type(group).__name__}, want a torch.distributed group")
-    spread = {name: one for name, one in model.named_modules() if hasattr(one, "tokenyard")}
     wholes: dict[nn.Parameter, Tensor | None] = {}  # modules may share one
-    gathered = {}
-    for name, module in spread.items():
-        for key, parameter in module.named_parameters(recurse=False):
+    stacked, gathered = {}, {}
+    for name, part, share in shares(model):
+        if is_peft_model(model) and ".modules_to_save." not in name:
+            continue
+        for key, parameter in part.named_parameters(recurse=False):
             if parameter not in wholes:
-                wholes[parameter] = _gather(parameter.detach(), module.tokenyard, group)
-            gathered[name, key] = wholes[parameter]
+                wholes[parameter] = _gather(parameter.detach(), share, group)
+            stacked[name, key] = part, wholes[parameter]
+    for name, wrapper, experts in find_wrappers(model):
+        for key, linear in adapter_weights(wrapper, name):
+            own = by_expert(key, linear.weight.detach(), wrapper.num_experts)
+            gathered[f"{name}.{key}.weight"] = key, _gather(own, experts.tokenyard, group)
     if dist.get_rank(group) != 0:
-        return
-    state: dict[str, Any] = model.state_dict()
-    for (name, key), whole in gathered.items():
+        return None
+    state = Whole(model.state_dict())
+    for (name, key), (part, whole) in stacked.items():
         assert whole is not None
         del state[f"{name}.{key}"]
-        saved = unstack(spread[name], key, whole)
+        saved = unstack(part, key, whole)
         state.update({f"{name}.{one}": tensor for one, tensor in saved.items()})
-    kind: Any = type(model)
-    kind.save_pretrained(model, path, state_dict=state, **kwargs)
+    for name, (key, whole) in gathered.items():
+        assert whole is not None
+        state[name] = from_experts(key, whole)
+    return state
 
 
-def refuse_to_save_a_part(model: Any, spread: dict[str, Experts]) -> None:
+def refuse_to_save_a_part(model: Any) -> None:
     """The model's own save_pretrained would write this rank's experts as if they were all."""
+    name = next(name for name, _, _ in shares(model))
 
-    def save_pretrained(*_: Any, **__: Any) -> None:
+    def save_pretrained(*args: Any, **kwargs: Any) -> Any:
+        if isinstance(kwargs.get("state_dict"), Whole):
+            return type(model).save_pretrained(model, *args, **kwargs)
         raise RuntimeError(
-            f"save_pretrained: this rank has a part of the experts of {next(iter(spread))}, want "
+            f"save_pretrained: this rank has a part of the experts of {name}, want "
             "tokenyard.integrations.transformers.save_pretrained(model, path), on all ranks"
         )
 
     model.save_pretrained = save_pretrained
 
 
-def _gather(own: Tensor, plan: Plan, group: dist.ProcessGroup) -> Tensor | None:
+def _gather(own: Tensor, plan: Any, group: dist.ProcessGroup) -> Tensor | None:
     """[E, ...] on rank 0, by global id; None elsewhere."""
     rank, root = dist.get_rank(group), dist.get_global_rank(group, 0)
     if rank != 0:

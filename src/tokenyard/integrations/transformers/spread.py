@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tokenyard import validate
 from tokenyard.buffer import Buffer
-from tokenyard.integrations.transformers import adapters
+from tokenyard.integrations.transformers import adapters, lora
 from tokenyard.integrations.transformers.everyone import Everyone
 from tokenyard.integrations.transformers.experts import NAME, Experts, Plan
 from tokenyard.integrations.transformers.saving import refuse_to_save_a_part
@@ -55,20 +55,23 @@ def spread_experts(
     found = find_experts(model)
     buffer = open_buffer(group, tokens, buffer_options)
     spread = _Spread(buffer, tokens, buffer_options.get("placement"))
-    plans = [spread.plan(name, module) for name, module in found.items()]
+    plans = {module: spread.plan(name, module) for name, module in found.items()}
+    lora.check_adapters(model, plans)
     adapters.stack(model)
-    cut = _Cutter(found.values(), own_part)
-    for module, plan in zip(found.values(), plans):
+    cut = _Cutter(plans, own_part)
+    for module, plan in plans.items():
         for key, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, key, cut(parameter, plan.ids))
         _attach(module, plan)
     adapters.replace_forward(model)
+    lora.cut_adapters(model, plans)
     hide_from_ddp(model)
     watch_gradients(model)
-    refuse_to_save_a_part(model, found)
+    for one in lora.with_base_model(model):
+        refuse_to_save_a_part(one)
+        one.tokenyard_buffer = buffer
     if tokens == "own" and buffer.group_size > 1:
         model.register_forward_hook(_tell_of_no_tokens, with_kwargs=True, always_call=True)
-    model.tokenyard_buffer = buffer  # type: ignore[assignment]
     return model
 
 

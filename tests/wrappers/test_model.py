@@ -1,0 +1,83 @@
+"""Models of transformers whose experts are spread: twenty steps on 2 ranks are those of one
+process that holds all experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+pytest.importorskip("peft", reason="peft is not installed")
+
+from safetensors.torch import load_file
+
+from tests.wrappers import model_jobs as jobs
+from tests.wrappers.cases import MODEL, REFUSED
+from tests.wrappers.compare import Outcome, assert_like_one_process
+from tokenyard.testing import Processes
+
+pytestmark = pytest.mark.processes
+
+Ranks = Callable[[int], Processes]
+IN_CI = {"ddp", "trainer", "trainer_lora", "lora_experts_before", "lora_experts_after"}
+
+
+def run(ranks: Ranks, kind: str, folder: Path) -> tuple[list[Outcome], Outcome]:
+    """On 2 ranks, and on one that holds all."""
+    wrapper, _, rest = kind.partition("_")
+    paths = [str(folder / name) for name in ("many", "one")]
+    job: Any = jobs.train
+    if wrapper == "accelerate":
+        precision = "bf16" if rest else "no"
+        job, many, one = jobs.with_accelerate, (False, precision), (True, precision)
+    elif kind == "lora_accelerate":
+        job, many, one = jobs.with_accelerate, (False, "no", "experts"), (True, "no", "experts")
+    elif wrapper == "trainer":
+        more = "both" if rest else "", rest == "accumulated"
+        job, many, one = jobs.with_trainer, (False, paths[0], *more), (True, paths[1], *more)
+    elif wrapper == "lora":
+        lora, _, order = rest.partition("_")
+        order = order or "after"
+        many, one = ("ddp", lora, order, paths[0]), ("alone", lora, order, paths[1])
+    else:
+        many, one = (wrapper,), ("alone",)
+    (alone,) = ranks(1).run(job, *one)
+    return ranks(2).run(job, *many), alone
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(one, marks=() if one in IN_CI else pytest.mark.slow) for one in MODEL]
+)
+def test_twenty_steps(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    results, want = run(ranks, kind, tmp_path)
+    assert_like_one_process(results, want, MODEL[kind].within)
+    if kind.startswith("trainer"):
+        name = "model" if kind == "trainer" else "adapter_model"
+        check_files(tmp_path, f"checkpoint-{jobs.NUM_STEPS}/{name}.safetensors")
+        check_files(tmp_path, f"saved/{name}.safetensors")
+    elif kind in ("lora_dense", "lora_experts_before", "lora_experts_after"):
+        check_files(tmp_path, "adapter_model.safetensors")
+
+
+def check_files(folder: Path, file: str) -> None:
+    """What is saved is the whole model, or adapter, of one process."""
+    got, want = (load_file(folder / which / file) for which in ("many", "one"))
+    assert got.keys() == want.keys()
+    for key, one in want.items():
+        assert got[key].shape == one.shape, key
+        assert (got[key] - one).abs().max() < 1e-5, key
+
+
+def test_what_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    for said in ranks(2).run(jobs.told, str(tmp_path)):
+        assert "those of model.layers.0.mlp.experts.gate_up_proj are sums over 2 ranks" in (
+            said.pop("ddp without averages")
+        )
+        assert said.keys() == REFUSED.keys() - {"fsdp_all"}
+        for name, text in said.items():
+            assert REFUSED[name].outcome in text, name

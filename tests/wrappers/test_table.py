@@ -1,0 +1,13 @@
+"""docs/training.md says of every wrapper what the tests say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.wrappers.cases import table
+
+PAGE = Path(__file__).parents[2] / "docs" / "training.md"
+
+
+def test_the_table() -> None:
+    assert table() in PAGE.read_text(), "python -m tests.wrappers.cases prints the table"
