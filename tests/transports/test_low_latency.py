@@ -88,7 +88,10 @@ def test_several_nodes(ranks: Processes, how: str) -> None:
 
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("num_ranks", [1, 2, 4, 5, 8])
+@pytest.mark.parametrize(
+    "num_ranks",
+    [1, 2, pytest.param(4, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow), 8],
+)
 def test_ranks_and_batches(num_ranks: int) -> None:
     """1 to 8 processes, 1 to 128 tokens, bfloat16 and FP8, in shared memory."""
     with Processes(num_ranks, timeout=100) as processes:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tokenyard.buffer import Buffer
 from tokenyard.nn import operators
-from tokenyard.nn.plain import require_known_rows, require_plain
+from tokenyard.nn.plain import autocast_device, require_known_rows, require_plain
 from tokenyard.nn.tickets import number_of
 from tokenyard.types import Permuted
 
@@ -112,7 +112,7 @@ def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 
 def autocast(x: Tensor) -> Tensor:
     """In the dtype of torch.autocast, where that is on; float64 stays."""
-    kind = "cpu" if x.is_meta else x.device.type  # autocast does not know meta
+    kind = autocast_device(x)
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return x
     return x.to(torch.get_autocast_dtype(kind))

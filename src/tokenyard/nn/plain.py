@@ -44,9 +44,17 @@ def require_plain(what: str, **tensors: Tensor | None) -> None:
             )
 
 
+def autocast_device(x: Tensor) -> str:
+    """As torch.autocast wants it, which does not know meta. (Not by is_meta, of which alone
+    torch.compile makes a graph.)
+    """
+    kind = x.device.type
+    return "cpu" if kind == "meta" else kind
+
+
 def require_known_rows(what: str, x: Tensor, wanted: str) -> None:
     """Where the number of rows depends on values, which meta tensors have not."""
-    if x.is_meta:
+    if x.device.type == "meta":
         raise NotImplementedError(
             f"{what}: x is on meta, and how many rows come depends on values, want {wanted}"
         )

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tokenyard.nn.plain import autocast_device
 from tokenyard.validate import integer, require
 
 _SCORES = ("softmax", "sigmoid")
@@ -101,8 +102,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Chosen:
         """x [T, D]."""
         config, wide = self.config, torch.promote_types(x.dtype, torch.float32)
-        device_type = "cpu" if x.is_meta else x.device.type  # autocast does not know meta
-        with torch.autocast(device_type, enabled=False):
+        with torch.autocast(autocast_device(x), enabled=False):
             logits = nn.functional.linear(x.to(wide), self.weight.to(wide))
         scores = logits.softmax(-1) if config.score == "softmax" else logits.sigmoid()
         topk_idx = choose(scores.detach(), config, self.bias)

@@ -14,10 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable_state import _module_state_mapping
 from torch.nn.parallel import DistributedDataParallel
 
 from tokenyard.buffer import Buffer
+
+try:  # torch's own notes of what fully_shard has wrapped; without them the look is left out
+    from torch.distributed._composable_state import _module_state_mapping
+except ImportError:
+    _module_state_mapping = {}  # type: ignore[assignment]
 
 
 @dataclass(kw_only=True, eq=False)
