@@ -153,3 +153,42 @@ def a_virtual_rank_closes(group: Any) -> Told:
 def test_a_virtual_rank_that_closes_its_buffer_has_left() -> None:
     answers = run_virtual(a_virtual_rank_closes, 3).results
     assert answers[::2] == [("PeerLeft", (1,))] * 2
+
+
+def noticed_between_two_looks(group: Any) -> Told:
+    """Rank 1 finds rank 2 dead, says so and leaves, just after rank 0 has looked for such words."""
+    with tokenyard.Buffer(group, transport="direct", timeout=10) as buffer:
+        exchange(buffer)
+        if group.rank() == 0:
+            team: Any = buffer._engine.transport._team  # type: ignore[union-attr]
+            look = team._have_left
+
+            def seen_at_last() -> set[int]:
+                group_store.set("looked", "")
+                group_store.wait(["left"])
+                return look()
+
+            group_store, team._have_left = store(group), seen_at_last
+            return told(buffer)
+        if group.rank() == 1:
+            group_store = store(group)
+            group_store.wait(["looked"])
+            engine: Any = buffer._engine
+            engine.give_up(tokenyard.PeerDied("rank 2 died", ranks=(2,), stage="dispatch"))
+            buffer.close()
+            group_store.set("left", "")
+        else:
+            store(group).wait(["left"])
+            time.sleep(1)  # its Buffer is open, and it calls nothing
+    return "nothing", ()
+
+
+def store(group: Any) -> Any:
+    return dist.distributed_c10d._get_process_group_store(group)
+
+
+@pytest.mark.processes
+def test_a_rank_that_leaves_has_said_why() -> None:
+    with Processes(3, timeout=40) as ranks:
+        first, _, _ = ranks.run(noticed_between_two_looks)
+    assert first == ("PeerDied", (2,))

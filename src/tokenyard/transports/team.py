@@ -224,6 +224,8 @@ class Team:
             if gone and step():  # what they did before they left may have come just now
                 gone &= set(missing())
                 if gone:
+                    if not self.shrinks:
+                        self.raise_told(stage)  # a rank says why before it leaves
                     return Stopped(PeerLeft, self._names(sorted(gone)))
             dead = tuple(rank for rank in self.dead_ranks() if rank not in given_up)
             if dead and dead_since is None:
