@@ -343,7 +343,9 @@ class Buffer(LowLatencyCalls):
         return self._open_engine().explain(stage, error)
 
     def close(self) -> None:
-        """Give back what the Buffer holds. Local, and never waits for others; twice is fine."""
+        """Give back what the Buffer holds; twice is fine. Local: it waits for others only where one
+        is yet to call the hook of a low-latency call that has ended here, and 5 seconds at most.
+        """
         if self._engine is None:
             return
         if os.getpid() != self._pid:  # a fork: what it sees is still its parent's
@@ -351,6 +353,8 @@ class Buffer(LowLatencyCalls):
             return
         lock = self._use.take()
         try:
+            if self._low_latency is not None and self._engine.failure is None:
+                self._low_latency.wait_to_leave()
             self._close()
         finally:
             lock.release()

@@ -37,7 +37,9 @@ def test_examples_run(page: Path, tmp_path: Path) -> None:
 
 def test_every_operation_has_a_page() -> None:
     assert {"align", "fp8", "low_latency", "permute", "rearrange"} <= {page.stem for page in PAGES}
+    # The table of the last is what its own test writes, and nothing else.
+    without = ("design", "gpu", "transformers_models")
     for page in PAGES:
-        assert page.stem in ("design", "gpu") or "assert" in "".join(blocks(page)), (
+        assert page.stem in without or "assert" in "".join(blocks(page)), (
             f"{page.name} asserts nothing"
         )

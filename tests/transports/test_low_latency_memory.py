@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -74,3 +76,33 @@ def test_memory_of_a_large_call_comes_back() -> None:
         for large, small in ranks.run(descend):
             assert large > 2 * 4 * NUM_MAX * STEP * STEPS * 4 // 2
             assert small < large // 4, f"{small} of {large} bytes"
+
+
+def close_before_a_slow_rank(group: Any) -> str:
+    """Rank 0 calls its hook when rank 1 has called its own, and closes; a later one is dropped."""
+    x, topk_idx = torch.ones(64, 1024, dtype=torch.bfloat16), torch.zeros(64, 1, dtype=torch.int64)
+    with tokenyard.Buffer(group, low_latency_mode=True, transport="direct") as buffer:
+        dispatch = partial(
+            buffer.low_latency_dispatch,
+            num_max_dispatch_tokens_per_rank=64,
+            num_experts=2,
+            use_fp8=False,
+            return_recv_hook=True,
+        )
+        *_, hook = dispatch(x, topk_idx)
+        dispatch(x[:3], topk_idx[:3])
+        if group.rank() == 0:
+            time.sleep(0.5)
+        try:
+            hook()
+        except tokenyard.PeerError as error:
+            return str(error)
+    return "received"
+
+
+@pytest.mark.processes
+def test_a_slow_rank_finds_the_memory_of_one_that_closes() -> None:
+    with Processes(2, timeout=40) as ranks:
+        begin = time.monotonic()
+        assert ranks.run(close_before_a_slow_rank) == ["received", "received"]
+        assert time.monotonic() - begin < 30

@@ -32,6 +32,7 @@ from tokenyard.slots import COMBINE, DISPATCH, Back, LowLatencyHandle, Received,
 from tokenyard.transports import Communicator, SharedSlots, Transport, open_slots
 from tokenyard.types import ROW_DTYPES
 
+_LEAVING = 5.0  # seconds that a Buffer waits, when it is closed, for others to map its memory
 _STAGES = ("low-latency dispatch", "low-latency combine")
 _LET_GO = 0.005  # seconds in which the Buffer's thread lets go of a call that has ended
 
@@ -79,6 +80,12 @@ class LowLatency:
         self._unread: dict[tuple[int, int], tuple[int, weakref.ref[Receipt]]] = {}
         self._inputs = Inputs(local, self._rank, self._size, buffer_id, num_bytes)
         self._results = Results()
+
+    def wait_to_leave(self) -> None:
+        """Before the Buffer is closed: memory that was named in a call must be mapped by all."""
+        wait = getattr(self.slots, "wait_to_leave", None)
+        if wait is not None and self.failure is None:
+            wait(_LEAVING)
 
     def dispatch(
         self,

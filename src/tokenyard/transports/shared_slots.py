@@ -6,6 +6,7 @@ are mapped when a post first names them. See `slot_lanes` for the posts.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -356,6 +357,12 @@ class SharedSlots:
     def _note_new(self, place: int, number: int, identity: int) -> None:
         if identity not in self._mapped:
             self._new[place] = number, identity
+
+    def wait_to_leave(self, seconds: float) -> None:
+        """Until all have mapped what this rank has named, in calls that it has ended."""
+        deadline = time.monotonic() + seconds
+        for place, (named, _) in self._new.items():
+            self.lanes.wait_to_leave(place, named, deadline)
 
     def _after_reading(self, lane: Lane, number: int, stage: str) -> None:
         """A call that was the first to name some memory ends when all have mapped it, lest this

@@ -219,6 +219,19 @@ class Lanes:
             self._blame(stopped, stage)
             given_up.update(stopped.ranks)
 
+    def wait_to_leave(self, place: int, named: int, deadline: float) -> None:
+        """As `wait_until_read`, before this rank closes its Buffer: without blame, and not for what
+        it has not read itself.
+        """
+        lane = self._lanes[place]
+        if words(lane.read, 1)[0] < named:
+            return
+        while time.monotonic() < deadline:
+            waiting = set(self._others()) - set(self.left_out()) - self._team.gone()
+            if all(self._has(lane.reads, rank, named) for rank in waiting):
+                return
+            time.sleep(1e-3)
+
     def _look(self, lane: Lane, number: int, stage: str) -> None:
         """If a rank has failed in this call it is over here, too."""
         rank = self._kernels.find_failure(

@@ -401,6 +401,11 @@ class Team:
     def _beats(self) -> int:
         return sum([int(head[_BEAT]) for head in self._heads])
 
+    def gone(self) -> set[int]:
+        """The ranks of the team that have left it, or died."""
+        dead = {self._members.index(rank) for rank in self.dead_ranks()}
+        return dead | self._have_left()
+
     def _have_left(self) -> set[int]:
         """The ranks that have closed their Buffer."""
         return {rank for rank, head in enumerate(self._heads) if head[_LEFT] and rank != self.rank}
