@@ -394,7 +394,7 @@ def test_others_go_on_without_a_rank_that_died(times: int, further: int) -> None
 
 
 def one_stops(group: Any, is_killed: bool) -> tuple[str, tuple[int, ...], float]:
-    buffer = tokenyard.Buffer(group, low_latency_mode=True, timeout=1.0)
+    buffer = tokenyard.Buffer(group, low_latency_mode=True, timeout=3.0)
     rounds = Rounds(buffer)
     rounds.check(0)
     if group.rank() == 2:
@@ -415,14 +415,14 @@ def test_without_shrinking_all_are_told(is_killed: bool) -> None:
     with Processes(3, timeout=110) as ranks:
         if not is_killed:
             stuck = ranks.processes[2].pid
-            undertaker = threading.Thread(target=kill_once_stopped, args=(stuck, 4.0))
+            undertaker = threading.Thread(target=kill_once_stopped, args=(stuck, 8.0))
             undertaker.start()
         answers = ranks.run(one_stops, is_killed, may_die=True)
         if not is_killed:
             undertaker.join()
     for kind, named, seconds in answers[:2]:
         assert (kind, named) == ("PeerDied" if is_killed else "PeerTimeout", (2,))
-        assert seconds < (1.0 if is_killed else 2.5)
+        assert seconds < (1.0 if is_killed else 5.0)
 
 
 def one_oversleeps(group: Any) -> list[list[int]]:
