@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
@@ -107,6 +107,8 @@ class Rank:
         try:
             with ExitStack() as stack:
                 if mine is not None and mine.what and mine.kind != "bad":
+                    if mine.kind in ("raise", "errno"):
+                        self._let_calls_end()  # the trouble is this step's, and no earlier one's
                     arm = faults.Arm(mine)
                     if mine.kind == "stall":  # for as long as the program runs
                         self.arms.append(arm)
@@ -125,6 +127,14 @@ class Rank:
         self.report.outcomes[number] = Outcome(
             kind=kind, text=text, names=names, seconds=seconds, fired=arm is not None and arm.fired
         )
+
+    def _let_calls_end(self) -> None:
+        """The asynchronous ones of all Buffers. What fails in them is told where it counts."""
+        for buffer in self.buffers.values():
+            engine = buffer._engine
+            if engine is not None:
+                with suppress(Exception):
+                    engine.worker.drain()
 
     def leave(self) -> None:
         for arm in self.arms:
