@@ -93,7 +93,7 @@ class Engine:
         self.transport.tell(error)
 
     def refuse(self, error: Exception) -> None:
-        """Meet the others in whatever call they make, with a failure, which all raise then."""
+        """Meet the other ranks in whatever call they make, and make all ranks raise the error."""
         self._before_words()
         self._agreement.meet("dispatch", error)
 

@@ -114,7 +114,7 @@ def named_own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter,
 
 
 def named_expert_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Those that are this rank's own, with their full names in `module`."""
+    """`named_own_parameters` without the Shares: names and parameters."""
     for name, parameter, _ in named_own_parameters(module):
         yield name, parameter
 

@@ -390,9 +390,11 @@ class Team:
         return error
 
     def dead_ranks(self, wait_ms: int = 0) -> tuple[int, ...]:
+        return self._names(self._dead(wait_ms))
+
+    def _dead(self, wait_ms: int = 0) -> list[int]:
         with self._one_polls:
-            dead = sorted(self._pidfds[fd] for fd, _ in self._deaths.poll(wait_ms))
-        return tuple(self._members[rank] for rank in dead)
+            return sorted(self._pidfds[fd] for fd, _ in self._deaths.poll(wait_ms))
 
     def _names(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """What ranks of the team are called in the whole group."""
@@ -403,8 +405,7 @@ class Team:
 
     def gone(self) -> set[int]:
         """The ranks of the team that have left it, or died."""
-        dead = {self._members.index(rank) for rank in self.dead_ranks()}
-        return dead | self._have_left()
+        return self._have_left().union(self._dead())
 
     def _have_left(self) -> set[int]:
         """The ranks that have closed their Buffer."""

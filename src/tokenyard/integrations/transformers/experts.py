@@ -60,7 +60,7 @@ def run_spread(
         )
     x, weights = x.contiguous(), topk_weights.float()
     if plan.everyone is None:
-        rows = functional.dispatch(plan.buffer, x, topk_idx, weights, plan.placement.num_experts)
+        rows = functional.dispatch(plan.buffer, x, topk_idx, weights, plan.num_experts)
         y = run(module, *rows[:3])
         return functional.combine(plan.buffer, y, rows.ticket, len(x))
     require_plain("the experts' exchange", x=x, topk_idx=topk_idx, topk_weights=weights)
