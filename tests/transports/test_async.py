@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import tokenyard
@@ -107,7 +108,7 @@ def return_early(group: Any) -> list[tuple[float, float, bool]]:
     idx, weights = routing("uniform", 4096, 8, EXPERTS, seed=group.rank())
     with tokenyard.Buffer(group) as buffer:
         for _ in range(12):
-            group.barrier()
+            dist.barrier(group)
             start = time.perf_counter()
             got = buffer.dispatch(
                 x, topk_idx=idx, topk_weights=weights, num_experts=EXPERTS, async_finish=True
@@ -187,7 +188,7 @@ def lost_on_the_way(group: Any) -> None:
         got = buffer.dispatch(
             x, topk_idx=idx, topk_weights=weights, num_experts=EXPERTS, async_finish=True
         )
-        group.barrier()
+        dist.barrier(group)
         gate.set()
         for ask in (lambda: got.handle[2], lambda: got.handle[3], lambda: list(got.handle)):
             with pytest.raises(RuntimeError, match="a cable was pulled"):
