@@ -18,8 +18,8 @@ _HOMES = {
     "BufferInUse": "errors",
     "CallMismatch": "errors",
     "Config": "types",
-    "EventHandle": "events",
-    "EventOverlap": "events",
+    "EventHandle": "runtime.events",
+    "EventOverlap": "runtime.events",
     "Handle": "types",
     "PeerDied": "errors",
     "PeerError": "errors",
@@ -51,14 +51,14 @@ if TYPE_CHECKING:
     from tokenyard.errors import PeerTimeout as PeerTimeout
     from tokenyard.errors import SharedMemoryError as SharedMemoryError
     from tokenyard.errors import TokenyardError as TokenyardError
-    from tokenyard.events import EventHandle as EventHandle
-    from tokenyard.events import EventOverlap as EventOverlap
     from tokenyard.ops.align import moe_align_block_size as moe_align_block_size
     from tokenyard.ops.permute import permute as permute
     from tokenyard.ops.permute import unpermute as unpermute
     from tokenyard.ops.quantize import per_token_cast_back as per_token_cast_back
     from tokenyard.ops.quantize import per_token_cast_to_fp8 as per_token_cast_to_fp8
     from tokenyard.ops.rearrange import rearrange as rearrange
+    from tokenyard.runtime.events import EventHandle as EventHandle
+    from tokenyard.runtime.events import EventOverlap as EventOverlap
     from tokenyard.types import Config as Config
     from tokenyard.types import Handle as Handle
     from tokenyard.types import topk_idx_t as topk_idx_t

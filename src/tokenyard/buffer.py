@@ -22,12 +22,18 @@ from torch import Tensor
 from tokenyard import validate
 from tokenyard.engine import Engine
 from tokenyard.errors import BufferClosed, BufferInUse, PeerError
-from tokenyard.events import EventHandle, EventOverlap
 from tokenyard.low_latency.calls import LowLatencyCalls
 from tokenyard.low_latency.engine import LowLatency
 from tokenyard.opening import check_group, open_engine
 from tokenyard.prepare import DispatchRequest
-from tokenyard.streams import Finish, capture
+from tokenyard.runtime.events import (
+    EventHandle,
+    EventOverlap,
+)
+from tokenyard.runtime.streams import (
+    Finish,
+    capture,
+)
 from tokenyard.types import Config, Handle
 
 if TYPE_CHECKING:

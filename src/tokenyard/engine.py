@@ -16,13 +16,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard import memory, notify, validate
+from tokenyard import (
+    notify,
+    validate,
+)
 from tokenyard.agreement import STAGES, Agreed, Agreement, Call, Terms
 from tokenyard.errors import CallMismatch, PeerError, PeerLeft, SharedMemoryError
-from tokenyard.events import EventHandle, EventOverlap, Worker
 from tokenyard.kernels import Kernels
 from tokenyard.prepare import DispatchRequest, Outgoing, Preparation, wait
-from tokenyard.streams import Finish, Streams
+from tokenyard.runtime import memory
+from tokenyard.runtime.events import (
+    EventHandle,
+    EventOverlap,
+    Worker,
+)
+from tokenyard.runtime.streams import (
+    Finish,
+    Streams,
+)
 from tokenyard.topology import Placement, Topology
 from tokenyard.transports import Communicator, Sum, Transport
 from tokenyard.transports.blocks import NO_MEMORY, check

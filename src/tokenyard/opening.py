@@ -19,7 +19,7 @@ from tokenyard.agreement import STAGES, Agreement, Call, Terms
 from tokenyard.engine import Engine
 from tokenyard.errors import PeerError, SharedMemoryError
 from tokenyard.low_latency.engine import LowLatency
-from tokenyard.streams import streams_for
+from tokenyard.runtime.streams import streams_for
 from tokenyard.topology import Placement, Topology
 from tokenyard.transports import (
     CollectiveTransport,

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from tokenyard.events import EventHandle
+    from tokenyard.runtime.events import EventHandle
 
 topk_idx_t = torch.int64
 

@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenyard.events import EventHandle, EventOverlap
+from tokenyard.runtime.events import (
+    EventHandle,
+    EventOverlap,
+)
 from tokenyard.slots import LowLatencyHandle
 from tokenyard.types import (
     ROW_DTYPES,

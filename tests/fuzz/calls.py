@@ -29,7 +29,7 @@ from tests.fuzz.steps import (
     Trouble,
 )
 from tests.transports import exchange_case, low_latency_case
-from tokenyard.events import EventOverlap
+from tokenyard.runtime.events import EventOverlap
 from tokenyard.spec import LowLatencyReceived
 from tokenyard.testing import assert_same
 

@@ -32,7 +32,7 @@ POINTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "Team.memory": ("tokenyard.transports.team", "Team.memory", (*_SHARED, "low")),
     "attach": ("tokenyard.transports.team", "attach", (*_SHARED, "low")),
     "Pool.take": ("tokenyard.transports.symmetric", "Pool.take", ("direct", "hierarchical")),
-    "Worker._do": ("tokenyard.events", "Worker._do", _ALL),
+    "Worker._do": ("tokenyard.runtime.events", "Worker._do", _ALL),
     "scatter": ("tokenyard.kernels.numba", "scatter", ("direct",)),
     "reduce_at": ("tokenyard.kernels.numba", "reduce_at", ("direct",)),
     "ring_dispatch": ("tokenyard.kernels.numba", "ring_dispatch", ("ring",)),

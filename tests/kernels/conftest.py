@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tokenyard import threads
+from tokenyard.runtime import threads
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import tokenyard
 from tokenyard import EventOverlap
-from tokenyard.events import Worker
+from tokenyard.runtime.events import Worker
 from tokenyard.testing import Processes, assert_same, numbered_tokens, routing, run_virtual
 from tokenyard.transports import available
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenyard import memory
+from tokenyard.runtime import memory
 
 ROWS = memory.LARGE // 1024  # of 512 bfloat16 elements
 

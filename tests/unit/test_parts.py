@@ -151,7 +151,7 @@ def test_assert_same_accepts_equal_bits() -> None:
 
 
 def test_poison_fills_what_nobody_wrote() -> None:
-    from tokenyard import memory
+    from tokenyard.runtime import memory
 
     with poisoned():
         assert memory.empty(3, 2, dtype=torch.bfloat16).isnan().all()

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tokenyard.events import EventOverlap
 from tokenyard.low_latency.engine import LowLatency
 from tokenyard.low_latency.inputs import Asked, Fp8, most_bytes
 from tokenyard.low_latency.results import Receipt
+from tokenyard.runtime.events import EventOverlap
 from tokenyard.slots import LowLatencyHandle
 
 

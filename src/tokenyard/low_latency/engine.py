@@ -20,14 +20,18 @@ import numpy as np
 import torch
 from torch import Tensor, from_numpy
 
-from tokenyard import memory, validate
+from tokenyard import validate
 from tokenyard.agreement import STAGES, Agreement, Call, Terms, stage_in
 from tokenyard.errors import CallMismatch, PeerError, PeerInputError, PeerLeft
-from tokenyard.events import EventOverlap, Worker
 from tokenyard.kernels import Kernels
 from tokenyard.low_latency.inputs import Asked, Fp8, Inputs, bad_pair, counters, unsent_pair
 from tokenyard.low_latency.results import LaterEvent, Receipt, Results
 from tokenyard.prepare import Preparation
+from tokenyard.runtime import memory
+from tokenyard.runtime.events import (
+    EventOverlap,
+    Worker,
+)
 from tokenyard.slots import COMBINE, DISPATCH, Back, LowLatencyHandle, Received, SlotShape, Stray
 from tokenyard.transports import Communicator, SharedSlots, Transport, open_slots
 from tokenyard.types import ROW_DTYPES

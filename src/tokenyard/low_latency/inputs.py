@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tokenyard import memory, validate
+from tokenyard import validate
 from tokenyard.prepare import Preparation
+from tokenyard.runtime import memory
 from tokenyard.slots import (
     GROUP,
     NO_CAST,

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, from_numpy
 
-from tokenyard import memory
-from tokenyard.events import EventHandle
+from tokenyard.runtime import memory
+from tokenyard.runtime.events import EventHandle
 from tokenyard.slots import NO_CAST, Received, SlotShape
 from tokenyard.types import round_up
 

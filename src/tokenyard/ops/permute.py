@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from tokenyard import kernels as kernel_sets
-from tokenyard import memory, validate
+from tokenyard import validate
+from tokenyard.runtime import memory
 from tokenyard.types import ROW_DTYPES, SCALE_DTYPES, Permuted
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard import memory
+from tokenyard.runtime import memory
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from tokenyard.errors import SharedMemoryError, name_ranks
-from tokenyard.memory import as_bytes
+from tokenyard.runtime.memory import as_bytes
 from tokenyard.transports.base import RowKernels
 from tokenyard.transports.symmetric import LINE, Pool, rows
 from tokenyard.types import Flow, round_up

@@ -13,10 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard import memory
 from tokenyard.errors import PeerError
-from tokenyard.memory import as_bytes
-from tokenyard.streams import to_device, to_host
+from tokenyard.runtime import memory
+from tokenyard.runtime.memory import as_bytes
+from tokenyard.runtime.streams import (
+    to_device,
+    to_host,
+)
 from tokenyard.transports.base import Communicator, Move, RowKernels, Sum
 from tokenyard.types import Config, Flow, Handle
 

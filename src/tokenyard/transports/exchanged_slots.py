@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard import memory
-from tokenyard.memory import as_bytes
+from tokenyard.runtime import memory
+from tokenyard.runtime.memory import as_bytes
 from tokenyard.slots import COMBINE, DISPATCH, LOW, NO_CAST, Back, Received, SlotShape
 from tokenyard.transports.base import Communicator, RowKernels, Transport
 from tokenyard.transports.collective import pack_records, unpack_records

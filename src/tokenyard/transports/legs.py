@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from torch import Tensor
 
-from tokenyard.memory import as_bytes
+from tokenyard.runtime.memory import as_bytes
 from tokenyard.transports.base import Sum
 from tokenyard.transports.direct import DirectKernels
 from tokenyard.transports.way import Relay, Way

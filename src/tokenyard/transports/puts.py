@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard import memory
 from tokenyard.errors import PeerError
-from tokenyard.memory import as_bytes
+from tokenyard.runtime import memory
+from tokenyard.runtime.memory import as_bytes
 from tokenyard.transports import blocks
 from tokenyard.transports.base import Communicator, Move, RowKernels, Sum
 from tokenyard.transports.collective import exchange_words

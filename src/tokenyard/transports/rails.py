@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard import memory
+from tokenyard.runtime import memory
 from tokenyard.topology import Topology
 from tokenyard.transports.base import Communicator, Move
 

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard import memory
 from tokenyard.errors import OnAllRanks, PeerError
-from tokenyard.threads import in_channels
+from tokenyard.runtime import memory
+from tokenyard.runtime.threads import in_channels
 from tokenyard.transports.base import Move, RowKernels, Sum
 from tokenyard.transports.symmetric import LINE
 from tokenyard.transports.team import ROWS, SignalKernels, Team

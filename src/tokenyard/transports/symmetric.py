@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard import limits
 from tokenyard.errors import SharedMemoryError
+from tokenyard.runtime import limits
 from tokenyard.types import round_up
 
 try:

@@ -15,11 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor, from_numpy
 
-from tokenyard import memory
 from tokenyard.kernels.numba.atomics import LINE
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import pointer
-from tokenyard.threads import in_channels, num_channels
+from tokenyard.runtime import memory
+from tokenyard.runtime.threads import (
+    in_channels,
+    num_channels,
+)
 from tokenyard.types import Aligned, channel_ranges
 
 _ENTRY = np.dtype(np.int32)

@@ -32,10 +32,10 @@ _ELSEWHERE = (
     "errors.py",
     "kernels/base.py",
     "kernels/plan.py",
-    "limits.py",
-    "memory.py",
+    "runtime/limits.py",
+    "runtime/memory.py",
     "slots.py",
-    "threads.py",
+    "runtime/threads.py",
     "topology.py",
     "types.py",
 )
@@ -44,7 +44,7 @@ _ADVICE = "set NUMBA_CACHE_DIR to a folder that can be written"
 
 def sources() -> list[Path]:
     """All files that compiled code may follow from."""
-    return [*sorted(_HERE.glob("*.py")), *(_HERE.parents[1] / name for name in _ELSEWHERE)]
+    return [*sorted(_HERE.rglob("*.py")), *(_HERE.parents[1] / name for name in _ELSEWHERE)]
 
 
 def _digest() -> str | None:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor, from_numpy
 
-from tokenyard import memory
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import pointer, trailing_zeros
+from tokenyard.runtime import memory
 from tokenyard.types import Layout, Route
 
 _COUNT, _MARK = np.dtype(np.int32), np.dtype(np.bool_)

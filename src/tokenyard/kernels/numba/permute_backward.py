@@ -14,7 +14,7 @@ from tokenyard.kernels.numba.intrinsics import LANES, LIKE, pointer
 from tokenyard.kernels.numba.permute import _find_outside, _mark_kernel, _zero_kernel
 from tokenyard.kernels.numba.rows import may_stream
 from tokenyard.kernels.numba.sums import _broadcast, _put
-from tokenyard.threads import in_channels
+from tokenyard.runtime.threads import in_channels
 
 _INT64 = np.empty(0, np.int64)
 

@@ -9,7 +9,6 @@ import torch
 from numba import int64, typeof
 from torch import Tensor, bfloat16, float8_e4m3fn, from_numpy
 
-from tokenyard import memory
 from tokenyard.kernels.numba.atomics import fence_stores
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.fp8 import (
@@ -23,7 +22,8 @@ from tokenyard.kernels.numba.fp8 import (
     group_to_fp8_streaming,
 )
 from tokenyard.kernels.numba.intrinsics import LIKE, pointer
-from tokenyard.threads import in_channels
+from tokenyard.runtime import memory
+from tokenyard.runtime.threads import in_channels
 
 _UINT8 = np.empty(0, np.uint8)
 _FLOAT32 = np.empty(0, np.float32)

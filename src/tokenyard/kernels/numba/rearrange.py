@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from tokenyard import memory
 from tokenyard.kernels.base import Array
 from tokenyard.kernels.numba.atomics import LINE, fence_stores, stream_line
 from tokenyard.kernels.numba.blocks import KERNELS, LIKE, RUNS, fill_block
@@ -22,7 +21,8 @@ from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import copy_bytes, pointer
 from tokenyard.kernels.numba.shuffles import copy_line, stack
 from tokenyard.kernels.plan import MOST_AXES, Plan, plan
-from tokenyard.threads import in_channels
+from tokenyard.runtime import memory
+from tokenyard.runtime.threads import in_channels
 
 _INT64 = np.empty(0, np.int64)
 

@@ -28,7 +28,7 @@ from tokenyard.kernels.numba.intrinsics import (
     sum_rows,
     sum_rows_streaming,
 )
-from tokenyard.threads import in_channels
+from tokenyard.runtime.threads import in_channels
 from tokenyard.types import Route
 
 _INT32 = np.empty(0, np.int32)

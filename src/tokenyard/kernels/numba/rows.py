@@ -10,7 +10,7 @@ from torch import Tensor
 from tokenyard.kernels.numba.atomics import LINE, fence_stores, stream_line
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import copy_bytes, pointer
-from tokenyard.threads import in_channels
+from tokenyard.runtime.threads import in_channels
 from tokenyard.types import Route
 
 _LONG_ROW = 1024

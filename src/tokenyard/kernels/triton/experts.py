@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenyard import memory
 from tokenyard.kernels.triton.launch import (
     blocks,
     first_bad,
@@ -23,6 +22,7 @@ from tokenyard.kernels.triton.launch import (
     read_first_bad,
 )
 from tokenyard.kernels.triton.layout import scan
+from tokenyard.runtime import memory
 from tokenyard.types import Aligned, Places
 
 _PAIRS = 32  # that are compared with each other

@@ -15,7 +15,7 @@ from tokenyard.kernels.triton.launch import blocks, launch, read_first_bad
 from tokenyard.kernels.triton.numbers import FLOAT64, as_passed, kind_of, narrow, widen
 from tokenyard.kernels.triton.rows import zero_unwritten
 from tokenyard.kernels.triton.sums import column_block, find_outside
-from tokenyard.memory import as_bytes
+from tokenyard.runtime.memory import as_bytes
 
 _PAIRS = 32  # whose dot products a program makes
 LANES = tl.constexpr(16)  # sums of a dot product

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenyard import memory
 from tokenyard.kernels.triton.launch import blocks, launch
 from tokenyard.kernels.triton.numbers import (
     ABS,
@@ -23,6 +22,7 @@ from tokenyard.kernels.triton.numbers import (
     to_bfloat16,
     widen,
 )
+from tokenyard.runtime import memory
 
 GROUP = tl.constexpr(128)
 _GROUPS = 16  # of a program

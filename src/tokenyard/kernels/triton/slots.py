@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenyard import memory
 from tokenyard.kernels.triton.launch import (
     blocks,
     first_bad,
@@ -31,6 +30,7 @@ from tokenyard.kernels.triton.numbers import FLOAT64, as_element, as_passed, kin
 from tokenyard.kernels.triton.quantize import cast_into
 from tokenyard.kernels.triton.rows import pack
 from tokenyard.kernels.triton.sums import column_block
+from tokenyard.runtime import memory
 from tokenyard.slots import NO_CAST, PACKED, Received, SlotShape, Stray
 
 _PAIRS = 32  # of a program, each compared with as many others at once

@@ -15,7 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.events import EventHandle, EventOverlap
+from tokenyard.runtime.events import (
+    EventHandle,
+    EventOverlap,
+)
 
 
 class Finish(NamedTuple):

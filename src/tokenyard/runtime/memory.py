@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard import limits
+from tokenyard.runtime import limits
 
 _LINE = 64  # bytes that the memory moves at once
 

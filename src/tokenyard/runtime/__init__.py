@@ -1,0 +1,1 @@
+"""What a process has, whatever it exchanges: memory, threads, events, and streams of a GPU."""
