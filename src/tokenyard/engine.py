@@ -21,6 +21,7 @@ from tokenyard import (
     validate,
 )
 from tokenyard.agreement import STAGES, Agreed, Agreement, Call, Terms
+from tokenyard.comm.base import Communicator
 from tokenyard.errors import CallMismatch, PeerError, PeerLeft, SharedMemoryError
 from tokenyard.kernels import Kernels
 from tokenyard.prepare import DispatchRequest, Outgoing, Preparation, wait
@@ -35,7 +36,10 @@ from tokenyard.runtime.streams import (
     Streams,
 )
 from tokenyard.topology import Placement, Topology
-from tokenyard.transports import Communicator, Sum, Transport
+from tokenyard.transports import (
+    Sum,
+    Transport,
+)
 from tokenyard.transports.blocks import NO_MEMORY, check
 from tokenyard.types import (
     ROW_DTYPES,

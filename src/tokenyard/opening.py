@@ -16,6 +16,12 @@ from torch import Tensor
 from tokenyard import kernels as kernel_sets
 from tokenyard import validate
 from tokenyard.agreement import STAGES, Agreement, Call, Terms
+from tokenyard.comm import connect
+from tokenyard.comm.process_table import (
+    Watch,
+    Who,
+    who_am_i,
+)
 from tokenyard.engine import Engine
 from tokenyard.errors import PeerError, SharedMemoryError
 from tokenyard.low_latency.engine import LowLatency
@@ -24,12 +30,8 @@ from tokenyard.topology import Placement, Topology
 from tokenyard.transports import (
     CollectiveTransport,
     Probe,
-    Watch,
-    Who,
     check_name,
-    connect,
     open_transport,
-    who_am_i,
     why_not_attached,
     why_not_shared,
 )

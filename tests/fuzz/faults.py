@@ -39,7 +39,7 @@ POINTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "ring_combine": ("tokenyard.kernels.numba", "ring_combine", ("ring",)),
     "pack": ("tokenyard.kernels.numba", "pack", _GLOO),
     "Rails.stream": ("tokenyard.transports.rails", "Rails.stream", ("hierarchical",)),
-    "gloo": ("tokenyard.transports.torch_group", "_TorchExchange.start", _GLOO),
+    "gloo": ("tokenyard.comm.torch_dist", "_TorchExchange.start", _GLOO),
     "send_dispatch": ("tokenyard.transports.shared_slots", "SharedSlots.send_dispatch", ("low",)),
     "receive_dispatch": (
         "tokenyard.transports.shared_slots",

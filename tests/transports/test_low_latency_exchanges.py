@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import tokenyard
+from tokenyard.comm.torch_dist import GlooPart
 from tokenyard.testing import Processes
 from tokenyard.transports.team import Team
-from tokenyard.transports.torch_group import GlooPart
 
 HIDDEN, TOKENS = 7168, 64
 

@@ -19,11 +19,11 @@ from tests.transports.exchange_case import FP8, Case
 from tests.transports.exchange_case import job as exchange
 from tests.transports.test_conformance import check
 from tokenyard import spec
+from tokenyard.comm import connect
 from tokenyard.kernels import load
 from tokenyard.kernels.base import interprets_triton
 from tokenyard.testing import Exited, Processes, assert_same, numbered_tokens, routing
 from tokenyard.topology import Placement
-from tokenyard.transports import connect
 from tokenyard.transports.peers import Block, SharedSegments, TorchSymmetricMemory
 from tokenyard.transports.puts import SymmetricTransport
 from tokenyard.types import Flow

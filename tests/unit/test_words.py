@@ -11,10 +11,18 @@ import pytest
 import torch.distributed as dist
 
 from tokenyard import PeerDied, PeerLeft, PeerTimeout
-from tokenyard.transports import watch as watch_module
-from tokenyard.transports.torch_group import GlooPart
-from tokenyard.transports.watch import Watch, Who, who_am_i
-from tokenyard.transports.words import StoreLost, Word, Words
+from tokenyard.comm import process_table as watch_module
+from tokenyard.comm.failure_board import (
+    StoreLost,
+    Word,
+    Words,
+)
+from tokenyard.comm.process_table import (
+    Watch,
+    Who,
+    who_am_i,
+)
+from tokenyard.comm.torch_dist import GlooPart
 
 
 def words_of(store: dist.Store, rank: int, label: str) -> Words:

@@ -1,5 +1,5 @@
 """Kernel sets: one meaning, several implementations, loaded when asked for."""
 
-from tokenyard.kernels.base import Kernels, available, choose, load, pick, wide_dtype
+from tokenyard.kernels.base import Kernels, RowKernels, available, choose, load, pick, wide_dtype
 
-__all__ = ["Kernels", "available", "choose", "load", "pick", "wide_dtype"]
+__all__ = ["Kernels", "RowKernels", "available", "choose", "load", "pick", "wide_dtype"]

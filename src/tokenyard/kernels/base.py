@@ -27,19 +27,8 @@ _SETS = ("numba", "reference", "triton")
 Array = TypeVar("Array", Tensor, np.ndarray)
 
 
-class Kernels(Protocol):
-    def layout(
-        self,
-        topk_idx_TK: Tensor,
-        rank_of_expert_E: Tensor,
-        num_ranks: int,
-        node_of_rank: Sequence[int] | None,
-    ) -> tuple[Layout, int]:
-        """Count and mark who gets each token. `node_of_rank` is None on one node.
-
-        The number beside the layout is the flat place of the first index outside -1..E-1, or -1.
-        Such an index never reaches an address; the layout is then not to be used.
-        """
+class RowKernels(Protocol):
+    """The kernels that every transport asks for."""
 
     def route(self, is_token_in_rank_TR: Tensor) -> Route:
         """List the rows by (rank, token), and each token's copies by rank."""
@@ -49,11 +38,6 @@ class Kernels(Protocol):
 
         Rows are contiguous; they may lie apart on both sides.
         """
-
-    def localise(
-        self, topk_idx_NK: Tensor, topk_weights_NK: Tensor | None, local_of_expert_E: Tensor
-    ) -> None:
-        """In place: global expert ids to local ones; -1 and 0.0 for those not in the table."""
 
     def reduce(
         self,
@@ -68,6 +52,26 @@ class Kernels(Protocol):
         `rows_by_rank[r]` holds the rows that came back from rank r, in the order in which they were
         sent there. They need not share memory.
         """
+
+
+class Kernels(RowKernels, Protocol):
+    def layout(
+        self,
+        topk_idx_TK: Tensor,
+        rank_of_expert_E: Tensor,
+        num_ranks: int,
+        node_of_rank: Sequence[int] | None,
+    ) -> tuple[Layout, int]:
+        """Count and mark who gets each token. `node_of_rank` is None on one node.
+
+        The number beside the layout is the flat place of the first index outside -1..E-1, or -1.
+        Such an index never reaches an address; the layout is then not to be used.
+        """
+
+    def localise(
+        self, topk_idx_NK: Tensor, topk_weights_NK: Tensor | None, local_of_expert_E: Tensor
+    ) -> None:
+        """In place: global expert ids to local ones; -1 and 0.0 for those not in the table."""
 
     def align(
         self, topk_ids_TK: Tensor, block_size: int, num_experts: int, capacity: int

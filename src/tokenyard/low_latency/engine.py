@@ -22,6 +22,7 @@ from torch import Tensor, from_numpy
 
 from tokenyard import validate
 from tokenyard.agreement import STAGES, Agreement, Call, Terms, stage_in
+from tokenyard.comm.base import Communicator
 from tokenyard.errors import CallMismatch, PeerError, PeerInputError, PeerLeft
 from tokenyard.kernels import Kernels
 from tokenyard.low_latency.inputs import Asked, Fp8, Inputs, bad_pair, counters, unsent_pair
@@ -33,7 +34,11 @@ from tokenyard.runtime.events import (
     Worker,
 )
 from tokenyard.slots import COMBINE, DISPATCH, Back, LowLatencyHandle, Received, SlotShape, Stray
-from tokenyard.transports import Communicator, SharedSlots, Transport, open_slots
+from tokenyard.transports import (
+    SharedSlots,
+    Transport,
+    open_slots,
+)
 from tokenyard.types import ROW_DTYPES
 
 _LEAVING = 5.0  # seconds that a Buffer waits, when it is closed, for others to map its memory

@@ -11,8 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
+from tokenyard.comm.loopback import (
+    LoopbackGroup,
+    LoopbackWorld,
+)
 from tokenyard.errors import PeerError, name_ranks
-from tokenyard.transports.loopback import LoopbackGroup, LoopbackWorld
 
 
 @dataclass(frozen=True)

@@ -1,43 +1,22 @@
-"""What a transport does, and what it may stand on.
+"""What a transport does.
 
-A *communicator* is the little that every engine of this field can do: an all-to-all of byte rows. A
-*transport* makes the two row exchanges of expert parallelism out of whatever it has: a
+A *transport* makes the two row exchanges of expert parallelism out of whatever it has: a
 communicator, memory that ranks share, or other transports. Kernels are handed to it; it never
-imports them.
+imports a set of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tokenyard.comm.base import Move
 from tokenyard.errors import PeerError
-from tokenyard.transports.watch import Watch
-from tokenyard.types import Config, Flow, Handle, Route
-
-
-class RowKernels(Protocol):
-    """The kernels that every transport asks for."""
-
-    def pack(self, x_TB: Tensor, index_N: Tensor | None, out_NB: Tensor) -> Tensor: ...
-
-    def route(self, is_token_in_rank_TR: Tensor) -> Route: ...
-
-    def reduce(
-        self,
-        rows_by_rank: Sequence[Tensor],
-        route: Route,
-        node_of_rank: Sequence[int],
-        biases_TD: Sequence[Tensor],
-        out_TD: Tensor,
-    ) -> Tensor: ...
-
-
-Move = Callable[[], None]
+from tokenyard.types import Config, Flow, Handle
 
 
 class Sum(NamedTuple):
@@ -46,63 +25,6 @@ class Sum(NamedTuple):
     rows_ND: Tensor  # by source rank, as dispatch delivered them
     biases_TD: Sequence[Tensor]
     out_TD: Tensor
-
-
-class Communicator(Protocol):
-    """Blocks, but never for ever: PeerDied or PeerTimeout say who did not come, and where."""
-
-    rank: int
-    size: int
-    name: str
-    device: torch.device  # of the rows that it moves
-    members: Sequence[int]  # what its ranks are called in the whole group, and in errors
-
-    def all_to_all(
-        self,
-        out_NB: Tensor,
-        rows_NB: Tensor,
-        out_counts: Sequence[int],
-        counts: Sequence[int],
-        stage: str,
-    ) -> None:
-        """Send counts[r] rows to each rank r, in order; out_counts[r] rows come from it."""
-
-    def start(
-        self,
-        out_NB: Tensor,
-        rows_NB: Tensor,
-        out_counts: Sequence[int],
-        counts: Sequence[int],
-        stage: str,
-    ) -> Move:
-        """The same, begun: what it returns waits for the end. Ends are awaited in order."""
-
-    def part(self, members: Sequence[int], name: str) -> Communicator:
-        """A communicator of some ranks, which all of them make at once under the same name."""
-
-    def own(self, name: str) -> Communicator:
-        """All ranks, on connections that nobody else uses, so that any thread may: they make it at
-        once, under a name that is new for every Buffer, and close it with that.
-        """
-
-    def watch(self, look: Callable[[str], None]) -> None:
-        """Whoever waits long here calls look(stage), which may raise, now and then."""
-
-    def explain(self, stage: str, error: RuntimeError) -> PeerError:
-        """Who is to blame for an error of the engine beneath."""
-
-    def settle(self, label: str, watch: Watch) -> None:
-        """Ranks have met: from now on words that they leave are those of one Buffer."""
-
-    def dead_ranks(self) -> tuple[int, ...]:
-        """Those of this machine that can be seen to have died."""
-
-    def leave_word(self, error: PeerError | None = None) -> None:
-        """This rank lives, and has noticed that something is wrong, or goes (PeerLeft, with its own
-        number): so the others know whom to blame. The first word that names somebody stays.
-        """
-
-    def close(self) -> None: ...
 
 
 class Transport(Protocol):

@@ -15,8 +15,8 @@ import numpy as np
 from torch import Tensor
 
 from tokenyard.errors import SharedMemoryError, name_ranks
+from tokenyard.kernels.base import RowKernels
 from tokenyard.runtime.memory import as_bytes
-from tokenyard.transports.base import RowKernels
 from tokenyard.transports.symmetric import LINE, Pool, rows
 from tokenyard.types import Flow, round_up
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
+from tokenyard.comm.base import Communicator
+from tokenyard.kernels.base import RowKernels
 from tokenyard.topology import Topology
-from tokenyard.transports.base import Communicator, RowKernels, Transport
+from tokenyard.transports.base import Transport
 from tokenyard.transports.collective import CollectiveTransport
 from tokenyard.transports.direct import DirectKernels, DirectTransport
 from tokenyard.transports.exchanged_slots import ExchangedSlots
@@ -18,9 +20,6 @@ from tokenyard.transports.ring import RingKernels, RingTransport
 from tokenyard.transports.shared_slots import SharedSlots
 from tokenyard.transports.symmetric import why_not
 from tokenyard.transports.team import Team
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _log = logging.getLogger("tokenyard")
 _TRANSPORTS = ("direct", "ring", "collective", "hierarchical")
@@ -39,16 +38,6 @@ def available() -> tuple[str, ...]:
 def check_name(name: str) -> None:
     if name not in ("auto", *_TRANSPORTS, *_BY_NAME):
         raise ValueError(f"unknown transport {name!r}; available: auto, {', '.join(_TRANSPORTS)}")
-
-
-def connect(group: ProcessGroup | Any, timeout: float) -> Communicator:
-    """The communicator of a torch.distributed group, or of a virtual one (tokenyard.testing)."""
-    if hasattr(group, "communicator"):
-        return group.communicator(timeout)
-    # torch.distributed is not there on every build of torch, and virtual ranks do without.
-    from tokenyard.transports.torch_group import TorchCommunicator
-
-    return TorchCommunicator(group, timeout)
 
 
 def why_not_shared(kernels: RowKernels) -> str | None:

@@ -13,14 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokenyard.comm.base import (
+    Communicator,
+    Move,
+)
 from tokenyard.errors import PeerError
+from tokenyard.kernels.base import RowKernels
 from tokenyard.runtime import memory
 from tokenyard.runtime.memory import as_bytes
 from tokenyard.runtime.streams import (
     to_device,
     to_host,
 )
-from tokenyard.transports.base import Communicator, Move, RowKernels, Sum
+from tokenyard.transports.base import Sum
 from tokenyard.types import Config, Flow, Handle
 
 

@@ -20,9 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokenyard.comm.base import Move
 from tokenyard.errors import PeerError
+from tokenyard.kernels.base import RowKernels
 from tokenyard.transports import blocks
-from tokenyard.transports.base import Move, RowKernels, Sum
+from tokenyard.transports.base import Sum
 from tokenyard.transports.blocks import Block
 from tokenyard.transports.symmetric import size_class
 from tokenyard.transports.team import READ, ROWS, SignalKernels, Team

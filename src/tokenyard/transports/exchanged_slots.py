@@ -21,10 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokenyard.comm.base import Communicator
+from tokenyard.kernels.base import RowKernels
 from tokenyard.runtime import memory
 from tokenyard.runtime.memory import as_bytes
 from tokenyard.slots import COMBINE, DISPATCH, LOW, NO_CAST, Back, Received, SlotShape
-from tokenyard.transports.base import Communicator, RowKernels, Transport
+from tokenyard.transports.base import Transport
 from tokenyard.transports.collective import pack_records, unpack_records
 from tokenyard.types import round_up
 

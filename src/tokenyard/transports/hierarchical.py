@@ -20,10 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokenyard.comm.base import (
+    Communicator,
+    Move,
+)
 from tokenyard.errors import PeerError, name_ranks
 from tokenyard.topology import Topology
 from tokenyard.transports import blocks
-from tokenyard.transports.base import Communicator, Move, Sum
+from tokenyard.transports.base import Sum
 from tokenyard.transports.blocks import NO_MEMORY, Block
 from tokenyard.transports.direct import DirectKernels
 from tokenyard.transports.legs import CombineLeg, DispatchLeg

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokenyard.comm.base import Communicator
 from tokenyard.errors import PeerError, PeerTimeout, SharedMemoryError, name_ranks
 from tokenyard.transports import blocks
-from tokenyard.transports.base import Communicator
 from tokenyard.transports.blocks import NOTHING
 from tokenyard.transports.symmetric import rows
 from tokenyard.transports.team import Mapped, Team, tell_all

@@ -19,11 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokenyard.comm.base import (
+    Communicator,
+    Move,
+)
 from tokenyard.errors import PeerError
+from tokenyard.kernels.base import RowKernels
 from tokenyard.runtime import memory
 from tokenyard.runtime.memory import as_bytes
 from tokenyard.transports import blocks
-from tokenyard.transports.base import Communicator, Move, RowKernels, Sum
+from tokenyard.transports.base import Sum
 from tokenyard.transports.collective import exchange_words
 from tokenyard.transports.peers import Block, PeerMemory
 from tokenyard.transports.symmetric import LINE, size_class

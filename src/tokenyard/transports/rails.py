@@ -15,9 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokenyard.comm.base import (
+    Communicator,
+    Move,
+)
 from tokenyard.runtime import memory
 from tokenyard.topology import Topology
-from tokenyard.transports.base import Communicator, Move
 
 _IN_FLIGHT = 2  # chunks of a rail on their way at once: as many as gloo has threads
 

@@ -16,10 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokenyard.comm.base import Move
 from tokenyard.errors import OnAllRanks, PeerError
+from tokenyard.kernels.base import RowKernels
 from tokenyard.runtime import memory
 from tokenyard.runtime.threads import in_channels
-from tokenyard.transports.base import Move, RowKernels, Sum
+from tokenyard.transports.base import Sum
 from tokenyard.transports.symmetric import LINE
 from tokenyard.transports.team import ROWS, SignalKernels, Team
 from tokenyard.types import Config, Flow, Handle, Route, round_up

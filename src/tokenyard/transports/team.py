@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from tokenyard.comm.base import Communicator
 from tokenyard.errors import (
     TEXT_WORDS,
     PeerDied,
@@ -34,7 +35,6 @@ from tokenyard.errors import (
     words_to_text,
 )
 from tokenyard.transports import blocks
-from tokenyard.transports.base import Communicator
 from tokenyard.transports.blocks import NOTHING
 from tokenyard.transports.symmetric import LINE, Gone, Pool, Segment, attach
 from tokenyard.types import round_up

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokenyard.kernels.base import RowKernels
 from tokenyard.topology import Topology
-from tokenyard.transports.base import RowKernels
 from tokenyard.types import Route
 
 _CHUNK = 1 << 20  # bytes of a source's tokens that travel together

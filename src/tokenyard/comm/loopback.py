@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokenyard.comm.base import Move
+from tokenyard.comm.process_table import Watch
 from tokenyard.errors import PeerDied, PeerError, PeerLeft, PeerTimeout, name_ranks
-from tokenyard.transports.base import Move
-from tokenyard.transports.watch import Watch
 
 
 class _Post(NamedTuple):

@@ -14,10 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tokenyard.comm.base import (
+    Communicator,
+    Move,
+)
+from tokenyard.comm.failure_board import (
+    KINDS,
+    StoreLost,
+    Word,
+    Words,
+)
+from tokenyard.comm.process_table import Watch
 from tokenyard.errors import BufferClosed, PeerDied, PeerError, PeerLeft, PeerTimeout, name_ranks
-from tokenyard.transports.base import Communicator, Move
-from tokenyard.transports.watch import Watch
-from tokenyard.transports.words import KINDS, StoreLost, Word, Words
 
 _LOOK = 0.1  # seconds between looks for words of a failure
 _LET_GO = 0.1  # seconds to close connections that nobody uses
