@@ -35,12 +35,15 @@ from tokenyard.runtime.streams import (
     Finish,
     Streams,
 )
+from tokenyard.shm.shared_rows import (
+    NO_MEMORY,
+    check,
+)
 from tokenyard.topology import Placement, Topology
 from tokenyard.transports import (
     Sum,
     Transport,
 )
-from tokenyard.transports.blocks import NO_MEMORY, check
 from tokenyard.types import (
     ROW_DTYPES,
     SCALE_DTYPES,

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import tokenyard
+from tokenyard.shm import node
 from tokenyard.testing import Processes
-from tokenyard.transports import team
 
 pytestmark = [pytest.mark.faults, pytest.mark.processes]
 
@@ -38,20 +38,20 @@ def wake_up_late(group: Any) -> Any:
             go(buffer, 0.0)  # compiles the kernels
         buffer = tokenyard.Buffer(pair, timeout=1)
         if me == 1:
-            attach = team.attach
+            attach = node.attach
 
             def slow(*args: Any) -> Any:
                 time.sleep(2.5)
                 return attach(*args)
 
-            team.attach = slow
+            node.attach = slow
         try:
             go(buffer, 1.0 + me)
         except tokenyard.PeerError as error:
             said = f"{type(error).__name__}: {error}"
         finally:
             if me == 1:
-                team.attach = attach
+                node.attach = attach
         buffer.close()
     if me in (0, 2):
         with tokenyard.Buffer(other, timeout=30) as buffer:

@@ -27,11 +27,11 @@ _ALL = ("direct", "ring", "collective", "hierarchical")
 # whose calls pass there; "low" for those of the low-latency mode alone.
 POINTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "Agreement.meet": ("tokenyard.agreement", "Agreement.meet", _ALL),
-    "Team.exchange": ("tokenyard.transports.team", "Team.exchange", _SHARED),
-    "Team.meet": ("tokenyard.transports.team", "Team.meet", ("direct", "hierarchical")),
-    "Team.memory": ("tokenyard.transports.team", "Team.memory", (*_SHARED, "low")),
-    "attach": ("tokenyard.transports.team", "attach", (*_SHARED, "low")),
-    "Pool.take": ("tokenyard.transports.symmetric", "Pool.take", ("direct", "hierarchical")),
+    "Team.exchange": ("tokenyard.shm.node", "Team.exchange", _SHARED),
+    "Team.meet": ("tokenyard.shm.node", "Team.meet", ("direct", "hierarchical")),
+    "Team.memory": ("tokenyard.shm.node", "Team.memory", (*_SHARED, "low")),
+    "attach": ("tokenyard.shm.node", "attach", (*_SHARED, "low")),
+    "Pool.take": ("tokenyard.shm.pool", "Pool.take", ("direct", "hierarchical")),
     "Worker._do": ("tokenyard.runtime.events", "Worker._do", _ALL),
     "scatter": ("tokenyard.kernels.numba", "scatter", ("direct",)),
     "reduce_at": ("tokenyard.kernels.numba", "reduce_at", ("direct",)),
@@ -61,7 +61,7 @@ _SYSTEM: dict[str, str] = {
     "posix_fallocate": "os",
     "open": "os",
     "pidfd_open": "os",
-    "_map": "tokenyard.transports.symmetric",
+    "_map": "tokenyard.shm.segment",
     "readlink": "os",
     "fcntl": "fcntl",
 }

@@ -13,13 +13,13 @@ from numba import njit, types
 
 from tokenyard.kernels.numba import signals
 from tokenyard.kernels.numba.atomics import (
-    LINE,
     fence_stores,
     load_acquire,
     store_release,
     stream_line,
 )
 from tokenyard.kernels.numba.rows import _scatter_kernel
+from tokenyard.wire.columns import LINE
 
 x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="reads x86-64 code")
 I64 = types.int64

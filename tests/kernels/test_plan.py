@@ -9,7 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenyard.kernels.plan import LINE, Plan, plan
+from tokenyard.kernels.plan import (
+    Plan,
+    plan,
+)
+from tokenyard.wire.columns import LINE
 
 
 def offsets(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> np.ndarray:

@@ -14,9 +14,10 @@ import torch
 
 import tokenyard
 from tokenyard import SharedMemoryError
+from tokenyard.shm import segment
+from tokenyard.shm.pool import Pool
+from tokenyard.shm.segment import Segment
 from tokenyard.testing import Processes, assert_same, numbered_tokens, routing, run_virtual
-from tokenyard.transports import symmetric
-from tokenyard.transports.symmetric import Pool, Segment
 
 pytestmark = pytest.mark.processes
 
@@ -157,7 +158,7 @@ def cannot_attach(group: Any, transport: str) -> str:
         return real(path, *args, **kwargs)
 
     if group.rank() == 2:
-        symmetric.os.open = refuse
+        segment.os.open = refuse
     try:
         with tokenyard.Buffer(group, transport=transport) as buffer:
             dispatch(buffer, 0)
@@ -165,7 +166,7 @@ def cannot_attach(group: Any, transport: str) -> str:
     except ValueError as error:
         return str(error)
     finally:
-        symmetric.os.open = real
+        segment.os.open = real
 
 
 def test_ranks_that_cannot_share_memory_take_the_collective_transport(ranks: Processes) -> None:
@@ -179,18 +180,18 @@ def no_memory_at_all(group: Any) -> str:
     """Rank 0 can make no segment, as where a profile of seccomp forbids it: a mock of that. (A
     limit on files would stop the store of the test's group too.)
     """
-    real = symmetric.os.memfd_create
+    real = segment.os.memfd_create
 
     def forbidden(*args: Any) -> int:
         raise PermissionError(1, "Operation not permitted")
 
     if group.rank() == 0:
-        symmetric.os.memfd_create = forbidden
+        segment.os.memfd_create = forbidden
     try:
         with tokenyard.Buffer(group, timeout=5) as buffer:
             return buffer._engine.transport.name
     finally:
-        symmetric.os.memfd_create = real
+        segment.os.memfd_create = real
 
 
 def test_without_any_shared_memory_all_take_the_collective_transport(
@@ -198,7 +199,7 @@ def test_without_any_shared_memory_all_take_the_collective_transport(
 ) -> None:
     assert ranks.run(no_memory_at_all) == ["collective over gloo"] * 3
     monkeypatch.delattr(os, "memfd_create")
-    assert symmetric.why_not() == "this system has no memfd or no pidfd (they are Linux's)"
+    assert segment.why_not() == "this system has no memfd or no pidfd (they are Linux's)"
 
 
 def reference_kernels(group: Any, transport: str) -> str:

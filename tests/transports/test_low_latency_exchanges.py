@@ -9,8 +9,8 @@ import torch
 
 import tokenyard
 from tokenyard.comm.torch_dist import GlooPart
+from tokenyard.shm.node import Team
 from tokenyard.testing import Processes
-from tokenyard.transports.team import Team
 
 HIDDEN, TOKENS = 7168, 64
 

@@ -14,9 +14,9 @@ import tokenyard
 from tests.transports.test_async import both_ways
 from tokenyard import opening
 from tokenyard.errors import SharedMemoryError
+from tokenyard.shm import segment
 from tokenyard.testing import Processes, run_virtual
 from tokenyard.topology import Topology
-from tokenyard.transports import symmetric
 
 pytestmark = pytest.mark.processes
 
@@ -100,14 +100,14 @@ def in_two_containers(group: Any) -> tuple[str, tuple[int, ...], list[str]]:
             raise PermissionError(13, "Permission denied", path)
         return real(path, *args, **kwargs)
 
-    symmetric.os.open = refuse
+    segment.os.open = refuse
     try:
         with Told() as told, tokenyard.Buffer(group) as buffer:
             assert dispatch(buffer) == 24
             nodes = buffer._engine.topology.node_of_rank
             return buffer._engine.transport.name, nodes, told
     finally:
-        symmetric.os.open = real
+        segment.os.open = real
 
 
 NO_MEMORY = "is on the machine of rank 0 and cannot use its memory, so they count as two nodes: "

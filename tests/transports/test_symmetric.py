@@ -24,7 +24,7 @@ from tokenyard.kernels import load
 from tokenyard.kernels.base import interprets_triton
 from tokenyard.testing import Exited, Processes, assert_same, numbered_tokens, routing
 from tokenyard.topology import Placement
-from tokenyard.transports.peers import Block, SharedSegments, TorchSymmetricMemory
+from tokenyard.transports.peers import SharedSegments, SymmetricBlock, TorchSymmetricMemory
 from tokenyard.transports.puts import SymmetricTransport
 from tokenyard.types import Flow
 
@@ -151,7 +151,7 @@ class StandIn:
 
     def __init__(self, shared: SharedSegments) -> None:
         self.shared = shared
-        self.made: list[Block] = []
+        self.made: list[SymmetricBlock] = []
 
     def empty(self, num_bytes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         assert dtype == torch.uint8

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-LINE = 64  # bytes of a cache line
+from tokenyard.wire.columns import LINE
+
 LONG_UNIT = 64  # from here on a unit is a run of bytes, copied by itself
 
 # Below this dst may be read again from the cache; from here on it is written around it.

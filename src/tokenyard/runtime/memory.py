@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.runtime import limits
-
-_LINE = 64  # bytes that the memory moves at once
+from tokenyard.wire.columns import LINE
 
 # For small results on CPU: torch.empty takes twice as long as torch.empty_like, and as
 # torch.from_numpy(np.empty), which knows fewer dtypes.
@@ -51,11 +50,11 @@ def _lasting(num_bytes: int) -> np.ndarray:
     A tensor made of it keeps it alive, and so does every view of that tensor.
     """
     step = 1 << (num_bytes.bit_length() - 4)  # an eighth at most, so that sizes meet again
-    wanted = (num_bytes + _LINE + step - 1) // step * step
+    wanted = (num_bytes + LINE + step - 1) // step * step
     block = _take(wanted)
     if block is None:
         block = _fresh(wanted)
-    begin = -block.ctypes.data % _LINE
+    begin = -block.ctypes.data % LINE
     array = block[begin : begin + num_bytes]
     weakref.finalize(array, _keep, block).atexit = False
     return array

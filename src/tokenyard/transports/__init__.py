@@ -1,5 +1,9 @@
 """Transports: how rows get from rank to rank. They know bytes and counts, not tokens or experts."""
 
+from tokenyard.shm.segment import (
+    Probe,
+    why_not_attached,
+)
 from tokenyard.transports.base import Sum, Transport
 from tokenyard.transports.choose import (
     available,
@@ -10,7 +14,6 @@ from tokenyard.transports.choose import (
 )
 from tokenyard.transports.collective import CollectiveTransport
 from tokenyard.transports.shared_slots import SharedSlots
-from tokenyard.transports.symmetric import Probe, why_not_attached
 
 __all__ = [
     "CollectiveTransport",

@@ -8,6 +8,8 @@ from typing import Any, Protocol, cast
 
 from tokenyard.comm.base import Communicator
 from tokenyard.kernels.base import RowKernels
+from tokenyard.shm.node import Team
+from tokenyard.shm.segment import why_not
 from tokenyard.topology import Topology
 from tokenyard.transports.base import Transport
 from tokenyard.transports.collective import CollectiveTransport
@@ -18,8 +20,6 @@ from tokenyard.transports.peers import PeerMemory, SharedSegments, TorchSymmetri
 from tokenyard.transports.puts import PutKernels, SymmetricTransport
 from tokenyard.transports.ring import RingKernels, RingTransport
 from tokenyard.transports.shared_slots import SharedSlots
-from tokenyard.transports.symmetric import why_not
-from tokenyard.transports.team import Team
 
 _log = logging.getLogger("tokenyard")
 _TRANSPORTS = ("direct", "ring", "collective", "hierarchical")

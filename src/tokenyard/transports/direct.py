@@ -23,12 +23,18 @@ from torch import Tensor
 from tokenyard.comm.base import Move
 from tokenyard.errors import PeerError
 from tokenyard.kernels.base import RowKernels
-from tokenyard.transports import blocks
+from tokenyard.shm import shared_rows
+from tokenyard.shm.node import (
+    READ,
+    ROWS,
+    SignalKernels,
+    Team,
+)
+from tokenyard.shm.pool import size_class
+from tokenyard.shm.shared_rows import SharedRows
 from tokenyard.transports.base import Sum
-from tokenyard.transports.blocks import Block
-from tokenyard.transports.symmetric import size_class
-from tokenyard.transports.team import READ, ROWS, SignalKernels, Team
 from tokenyard.types import Config, Flow, Handle, Route
+from tokenyard.wire.columns import column_offsets, row_widths
 
 
 class DirectKernels(RowKernels, SignalKernels, Protocol):
@@ -62,7 +68,7 @@ class DirectTransport:
         self._node_of_rank = node_of_rank
         self.rank, self.size = team.rank, team.size
         self._last_bytes = 0  # of a dispatch
-        self._offered: list[Block] = []
+        self._offered: list[SharedRows] = []
 
     @property
     def team(self) -> Team:
@@ -73,9 +79,9 @@ class DirectTransport:
 
     def offer_rows(self, flow: Flow | None, widths: Sequence[int]) -> Sequence[int]:
         num_bytes = (
-            self._last_bytes if flow is None else blocks.offsets(flow.num_rows, tuple(widths))[-1]
+            self._last_bytes if flow is None else column_offsets(flow.num_rows, tuple(widths))[-1]
         )
-        block = blocks.take(self._team.pool, num_bytes)
+        block = shared_rows.take(self._team.pool, num_bytes)
         self._offered = [block]
         return block.told
 
@@ -91,8 +97,8 @@ class DirectTransport:
         config: Config,
         stage: str,
     ) -> tuple[list[Tensor], Move]:
-        widths = blocks.widths(columns)
-        offsets = blocks.offsets(flow.num_rows, widths)
+        widths = row_widths(columns)
+        offsets = column_offsets(flow.num_rows, widths)
         self._last_bytes = offsets[-1]
         (block,) = self._offered
         self._offered = []
@@ -101,12 +107,12 @@ class DirectTransport:
             starts_R = sent_RR[: self.rank].sum(0)
         else:
             del block  # so that its memory can be taken again
-            block = blocks.take(self._team.pool, offsets[-1])
+            block = shared_rows.take(self._team.pool, offsets[-1])
             message = np.empty((self.size, 5), np.int64)
             message[:] = *block.told, 0, flow.num_rows
             message[:, 3] = list(accumulate(flow.recv_counts, initial=0))[:-1]
             told_RW = self._team.exchange(message, stage)
-            blocks.check(told_RW[:, :1], [block.error], stage, self.rank)
+            shared_rows.check(told_RW[:, :1], [block.error], stage, self.rank)
             starts_R, rows_R = told_RW[:, 3].copy(), told_RW[:, 4].copy()
             for rank, count in enumerate(flow.route.send_counts):
                 start, num_rows, size = (
@@ -114,7 +120,7 @@ class DirectTransport:
                     int(rows_R[rank]),
                     int(told_RW[rank, 1]),
                 )
-                fits = blocks.offsets(num_rows, widths)[-1] <= size
+                fits = column_offsets(num_rows, widths)[-1] <= size
                 if count and not (0 <= start <= num_rows - count and fits):
                     raise self._team.stray(rank, stage)
         counts = flow.route.send_counts
@@ -131,14 +137,14 @@ class DirectTransport:
             self._kernels.scatter(columns, flow.route, blocks_R, starts_R, rows_R)
             self._team.meet(ROWS, stage)
 
-        return blocks.views(block, offsets, flow.num_rows, columns), move
+        return shared_rows.views(block, offsets, flow.num_rows, columns), move
 
     def offer_back(self, columns: Sequence[Tensor], flow: Flow, ready: bool) -> np.ndarray:
         words_RW = np.empty((self.size, 1 + 4 * len(columns)), np.int64)
         self._offered = []
         for place, column in enumerate(columns):
             width = column.shape[1] * column.element_size()
-            block, begin = blocks.find_or_take(self._team.pool, column, flow.num_received)
+            block, begin = shared_rows.find_or_take(self._team.pool, column, flow.num_received)
             ready = ready and block.error is None and block.array is None
             self._offered.append(block)
             starts = list(accumulate((count * width for count in flow.recv_counts), initial=begin))
@@ -158,7 +164,7 @@ class DirectTransport:
         flow, mine = handle.flow, self._offered
         self._offered = []
         told_fds = told_RW[:, 1 : 1 + 4 * len(mine) : 4]
-        blocks.check(told_fds, [block.error for block in mine], stage, self.rank)
+        shared_rows.check(told_fds, [block.error for block in mine], stage, self.rank)
         own = sum(flow.recv_counts[: self.rank])
         addresses, held = [], []
         for place, one in enumerate(sums):
@@ -176,7 +182,7 @@ class DirectTransport:
 
         def move(held: Any = held) -> None:
             for one, block in zip(sums, mine):
-                blocks.share(one.rows_ND, block, flow, self.rank, self._kernels)
+                shared_rows.share(one.rows_ND, block, flow, self.rank, self._kernels)
             if not all_ready:
                 self._team.meet(ROWS, stage)
             for one, bases_R in zip(sums, addresses):
@@ -209,7 +215,7 @@ def _all_fit(rows_R: np.ndarray, widths: tuple[int, ...], sizes_R: np.ndarray) -
     the same.
     """
     for num_rows, size in zip(rows_R.tolist(), sizes_R.tolist()):
-        needed = blocks.offsets(num_rows, widths)[-1]
+        needed = column_offsets(num_rows, widths)[-1]
         if not needed <= size <= 2 * size_class(needed):
             return False
     return True

@@ -25,16 +25,25 @@ from tokenyard.comm.base import (
     Move,
 )
 from tokenyard.errors import PeerError, name_ranks
+from tokenyard.shm import shared_rows
+from tokenyard.shm.node import (
+    READ,
+    ROWS,
+    Team,
+    tell_all,
+)
+from tokenyard.shm.shared_rows import (
+    NO_MEMORY,
+    SharedRows,
+)
 from tokenyard.topology import Topology
-from tokenyard.transports import blocks
 from tokenyard.transports.base import Sum
-from tokenyard.transports.blocks import NO_MEMORY, Block
 from tokenyard.transports.direct import DirectKernels
 from tokenyard.transports.legs import CombineLeg, DispatchLeg
 from tokenyard.transports.rails import Rails
-from tokenyard.transports.team import READ, ROWS, Team, tell_all
 from tokenyard.transports.way import Way, list_hops, pack_marks, read_relay
 from tokenyard.types import Config, Flow, Handle
+from tokenyard.wire.columns import column_offsets, row_widths
 
 # int64s that ranks of a node pass on at once: for each partner the agreement's, if they fit.
 _MESSAGE, _MOST_AT_ONCE = 128, 4096
@@ -66,7 +75,7 @@ class HierarchicalTransport:
         self._upstream = [topology.upstream(rank) for rank in self._locals]
         self._mine = topology.upstream(self.rank)
         self._most = 1 + max(map(len, self._upstream))
-        self._blocks: list[Block] = []
+        self._blocks: list[SharedRows] = []
         self._told: list[list[int]] | None = None  # of a dispatch that was surveyed
         self._opened = ExitStack()
         with ExitStack() as opened:
@@ -115,14 +124,14 @@ class HierarchicalTransport:
         self._told = None
         if flow is None:
             return ()  # memory is found once counts are known, in `survey`
-        block = blocks.take(self._team.pool, blocks.offsets(flow.num_rows, tuple(widths))[-1])
+        block = shared_rows.take(self._team.pool, column_offsets(flow.num_rows, tuple(widths))[-1])
         self._blocks = [block]
         return block.told
 
     def survey(
         self, flow: Flow, is_token_in_rank_TR: Tensor, widths: Sequence[int], stage: str
     ) -> Way:
-        block = blocks.take(self._team.pool, blocks.offsets(flow.num_rows, tuple(widths))[-1])
+        block = shared_rows.take(self._team.pool, column_offsets(flow.num_rows, tuple(widths))[-1])
         self._blocks = [block]
         told = self._tell_neighbours(block, flow, stage)
         self._told = told[:, :3].tolist()
@@ -156,7 +165,7 @@ class HierarchicalTransport:
         (block,), self._blocks = self._blocks, []
         told, self._told = self._told, None
         if told is None:
-            blocks.check(told_RW[:, :1], [block.error], stage, self.rank)
+            shared_rows.check(told_RW[:, :1], [block.error], stage, self.rank)
             told = told_RW[list(self._locals), :3].tolist()
         mapped = [
             self._team.memory(local, one, stage) if local != self._team.rank else None
@@ -171,14 +180,14 @@ class HierarchicalTransport:
                 self._rails.stream(leg, stage)
             self._team.meet(ROWS, stage)
 
-        offsets = blocks.offsets(flow.num_rows, blocks.widths(columns))
-        return blocks.views(block, offsets, flow.num_rows, columns), move
+        offsets = column_offsets(flow.num_rows, row_widths(columns))
+        return shared_rows.views(block, offsets, flow.num_rows, columns), move
 
     def offer_back(self, columns: Sequence[Tensor], flow: Flow, ready: bool) -> np.ndarray:
         words: list[int] = []
         self._blocks = []
         for column in columns:
-            block, begin = blocks.find_or_take(self._team.pool, column, flow.num_received)
+            block, begin = shared_rows.find_or_take(self._team.pool, column, flow.num_received)
             ready = ready and block.error is None and block.array is None
             self._blocks.append(block)
             words += [*block.told, begin]
@@ -195,7 +204,7 @@ class HierarchicalTransport:
         flow, mine = handle.flow, self._blocks
         self._blocks = []
         told_fds = told_RW[:, 1 : 1 + 4 * len(mine) : 4]
-        blocks.check(told_fds, [block.error for block in mine], stage, self.rank)
+        shared_rows.check(told_fds, [block.error for block in mine], stage, self.rank)
         told_LW = told_RW[list(self._locals)]
         bases, held = [], []
         for place, one in enumerate(sums):
@@ -212,7 +221,7 @@ class HierarchicalTransport:
 
         def move(held: Any = held) -> None:
             for one, block in zip(sums, mine):
-                blocks.share(one.rows_ND, block, flow, self.rank, self._kernels)
+                shared_rows.share(one.rows_ND, block, flow, self.rank, self._kernels)
             if not all_ready:
                 self._team.meet(ROWS, stage)
             for one, bases_L in zip(sums, bases):
@@ -239,7 +248,7 @@ class HierarchicalTransport:
     def close(self) -> None:
         self._opened.close()
 
-    def _tell_neighbours(self, block: Block, flow: Flow, stage: str) -> np.ndarray:
+    def _tell_neighbours(self, block: SharedRows, flow: Flow, stage: str) -> np.ndarray:
         """To each rank of the node: this rank's block, how many rows it holds, and where the rows
         of that rank, and of each of its partners, begin in it. Their answers, by place.
         """
@@ -287,14 +296,14 @@ class HierarchicalTransport:
         sources = [self._topology.source(rail, node) for node in range(self._topology.num_nodes)]
         return max(tokens_R[source] for source in sources if source is not None)
 
-    def _check_all(self, failed: Sequence[int], block: Block, stage: str) -> None:
+    def _check_all(self, failed: Sequence[int], block: SharedRows, stage: str) -> None:
         """If a rank of any node has no memory for its rows, all ranks of all nodes raise: numbers
         above 0 are such ranks, plus 1.
         """
         worst = max(failed, default=0)
         told = self._team.exchange(np.full((len(self._locals), 1), worst, np.int64), stage)
         if told.any():
-            raise blocks.no_memory([int(told.max()) - 1], block.error, stage, self.rank)
+            raise shared_rows.no_memory([int(told.max()) - 1], block.error, stage, self.rank)
 
     @contextmanager
     def _telling(self) -> Iterator[None]:

@@ -16,13 +16,17 @@ from torch import Tensor
 
 from tokenyard.comm.base import Communicator
 from tokenyard.errors import PeerError, PeerTimeout, SharedMemoryError, name_ranks
-from tokenyard.transports import blocks
-from tokenyard.transports.blocks import NOTHING
-from tokenyard.transports.symmetric import rows
-from tokenyard.transports.team import Mapped, Team, tell_all
+from tokenyard.shm import shared_rows
+from tokenyard.shm.node import (
+    Mapped,
+    Team,
+    tell_all,
+)
+from tokenyard.shm.pool import rows
+from tokenyard.shm.shared_rows import NOTHING
 
 
-class Block(NamedTuple):
+class SymmetricBlock(NamedTuple):
     """Zeros when it is made."""
 
     addresses: tuple[int, ...]  # by rank, as this rank sees them
@@ -32,7 +36,7 @@ class Block(NamedTuple):
 class PeerMemory(Protocol):
     device: torch.device
 
-    def make(self, num_bytes: int, stage: str) -> Block:
+    def make(self, num_bytes: int, stage: str) -> SymmetricBlock:
         """All ranks together, with the same number."""
 
     def wait(self, look: Callable[[Tensor, int, int], None], num_flags: int, stage: str) -> None:
@@ -64,7 +68,7 @@ class SharedSegments:
         self._communicator = communicator
         self._mapped: list[Mapped] = []
 
-    def make(self, num_bytes: int, stage: str) -> Block:
+    def make(self, num_bytes: int, stage: str) -> SymmetricBlock:
         error, words = None, NOTHING
         try:
             own = self._team.keep(num_bytes)
@@ -72,12 +76,12 @@ class SharedSegments:
         except SharedMemoryError as problem:
             error = problem
         told = list(zip(*tell_all(self._communicator, list(words))))
-        blocks.check(np.array(told)[:, :1], [error], stage, self._team.rank)
+        shared_rows.check(np.array(told)[:, :1], [error], stage, self._team.rank)
         self._mapped += self._team.map_all(told, Mapped(own.array(), own.address), stage)
         addresses = [one.address for one in self._mapped[-len(told) :]]
         # No peer may close its segment, nor write to it, before all have mapped it.
         tell_all(self._communicator, [0])
-        return Block(tuple(addresses), rows(own.array(), 0, 1, num_bytes, torch.uint8)[0])
+        return SymmetricBlock(tuple(addresses), rows(own.array(), 0, 1, num_bytes, torch.uint8)[0])
 
     def wait(self, look: Callable[[Tensor, int, int], None], num_flags: int, stage: str) -> None:
         missing = torch.zeros(1, dtype=torch.int32)
@@ -128,13 +132,13 @@ class TorchSymmetricMemory:
         self._missing = _host_counter(device)
         self._flags = -1  # of the last wait
 
-    def make(self, num_bytes: int, stage: str) -> Block:
+    def make(self, num_bytes: int, stage: str) -> SymmetricBlock:
         own = self._symmetric.empty(num_bytes, dtype=torch.uint8, device=self.device)
         own.zero_()
         _synchronise(self.device)  # or a peer's first flag might be overwritten
         handle = self._symmetric.rendezvous(own, self._group)
         self._kept.append((own, handle))
-        return Block(tuple(handle.buffer_ptrs), own)
+        return SymmetricBlock(tuple(handle.buffer_ptrs), own)
 
     def wait(self, look: Callable[[Tensor, int, int], None], num_flags: int, stage: str) -> None:
         self._flags = num_flags

@@ -27,12 +27,12 @@ from tokenyard.errors import PeerError
 from tokenyard.kernels.base import RowKernels
 from tokenyard.runtime import memory
 from tokenyard.runtime.memory import as_bytes
-from tokenyard.transports import blocks
+from tokenyard.shm.pool import size_class
 from tokenyard.transports.base import Sum
 from tokenyard.transports.collective import exchange_words
-from tokenyard.transports.peers import Block, PeerMemory
-from tokenyard.transports.symmetric import LINE, size_class
+from tokenyard.transports.peers import PeerMemory, SymmetricBlock
 from tokenyard.types import Config, Flow, Handle, Route
+from tokenyard.wire.columns import LINE, column_offsets
 
 _ROWS, _READ = range(2)  # flags: rows were written; they were read
 _KINDS = 2
@@ -62,7 +62,7 @@ class PutKernels(RowKernels, Protocol):
 class _Room:
     """A block in use: flags first, then columns."""
 
-    def __init__(self, block: Block, rank: int, room: int) -> None:
+    def __init__(self, block: SymmetricBlock, rank: int, room: int) -> None:
         size = len(block.addresses)
         self.own = block.own[LINE * _KINDS * size :]
         self.room = room
@@ -190,7 +190,7 @@ class SymmetricTransport:
         """
         rows_R, starts_R = self._counts(flow, stage)
         widths = [column.shape[1] for column in columns]
-        offsets = [blocks.offsets(num_rows, tuple(widths)) for num_rows in rows_R]
+        offsets = [column_offsets(num_rows, tuple(widths)) for num_rows in rows_R]
         needed = max(ends[-1] for ends in offsets)
         if self._room is None or self._room.room < needed:
             room = size_class(needed)

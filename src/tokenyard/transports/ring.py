@@ -21,10 +21,14 @@ from tokenyard.errors import OnAllRanks, PeerError
 from tokenyard.kernels.base import RowKernels
 from tokenyard.runtime import memory
 from tokenyard.runtime.threads import in_channels
+from tokenyard.shm.node import (
+    ROWS,
+    SignalKernels,
+    Team,
+)
 from tokenyard.transports.base import Sum
-from tokenyard.transports.symmetric import LINE
-from tokenyard.transports.team import ROWS, SignalKernels, Team
 from tokenyard.types import Config, Flow, Handle, Route, round_up
+from tokenyard.wire.columns import LINE
 
 DEFAULT_BYTES = 16 << 20  # of a rank
 _PAGE = mmap.PAGESIZE

@@ -16,6 +16,11 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import CallMismatch, PeerDied, PeerError, PeerLeft
+from tokenyard.shm.node import (
+    Mapped,
+    Team,
+)
+from tokenyard.shm.segment import Segment
 from tokenyard.slots import (
     BAD,
     COMBINE,
@@ -47,8 +52,6 @@ from tokenyard.slots import (
     say_difference,
 )
 from tokenyard.transports.slot_lanes import Differs, Lane, LaneKernels, Lanes, words
-from tokenyard.transports.symmetric import Segment
-from tokenyard.transports.team import Mapped, Team
 from tokenyard.types import ROW_DTYPES
 
 _MANY = 16  # segments of a rank

@@ -37,10 +37,14 @@ import numpy as np
 from torch import Tensor
 
 from tokenyard.errors import TEXT_WORDS, rejected, text_to_words
+from tokenyard.shm.node import (
+    SignalKernels,
+    Stopped,
+    Team,
+)
 from tokenyard.slots import POST_WORDS, TEXT
-from tokenyard.transports.symmetric import LINE
-from tokenyard.transports.team import SignalKernels, Stopped, Team
 from tokenyard.types import round_up
+from tokenyard.wire.columns import LINE
 
 _POST = 8 * POST_WORDS
 _READS = 4 * _POST  # after the posts of both kinds and parities

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor, from_numpy
 
-from tokenyard.kernels.numba.atomics import LINE
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import pointer
 from tokenyard.runtime import memory
@@ -24,6 +23,7 @@ from tokenyard.runtime.threads import (
     num_channels,
 )
 from tokenyard.types import Aligned, channel_ranges
+from tokenyard.wire.columns import LINE
 
 _ENTRY = np.dtype(np.int32)
 _SIZE = 4  # bytes of an entry

@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-LINE = 64  # bytes that one streaming store writes
+from tokenyard.wire.columns import LINE
 
 _IS_X86 = platform.machine() in ("x86_64", "AMD64")
 _I64 = ir.IntType(64)

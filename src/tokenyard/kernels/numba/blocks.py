@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from tokenyard.kernels.numba.atomics import LINE
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import copy_bytes
 from tokenyard.kernels.numba.shuffles import (
@@ -27,6 +26,7 @@ from tokenyard.kernels.numba.shuffles import (
     transpose_streaming,
 )
 from tokenyard.kernels.plan import LEAST_TILE
+from tokenyard.wire.columns import LINE
 
 # One compiled kernel serves each of these.
 LIKE: dict[int, np.ndarray] = {

@@ -35,6 +35,7 @@ _ELSEWHERE = (
     "runtime/limits.py",
     "runtime/memory.py",
     "slots.py",
+    "wire/columns.py",
     "runtime/threads.py",
     "topology.py",
     "types.py",

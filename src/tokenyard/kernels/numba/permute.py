@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, from_numpy
 
 from tokenyard.kernels.numba.align import count_ids, slot_of
-from tokenyard.kernels.numba.atomics import LINE, fence_stores
+from tokenyard.kernels.numba.atomics import fence_stores
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import LIKE, pointer
 from tokenyard.kernels.numba.rows import copy_row, may_stream
@@ -15,6 +15,7 @@ from tokenyard.kernels.numba.sums import sum_scaled
 from tokenyard.runtime import memory
 from tokenyard.runtime.threads import in_channels
 from tokenyard.types import Places
+from tokenyard.wire.columns import LINE
 
 _UINT8 = np.empty(0, np.uint8)
 _INT32 = np.empty(0, np.int32)

@@ -12,7 +12,7 @@ from functools import cache
 import numpy as np
 from torch import Tensor
 
-from tokenyard.kernels.numba.atomics import LINE, fence_stores
+from tokenyard.kernels.numba.atomics import fence_stores
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import (
     LANES,
@@ -30,6 +30,7 @@ from tokenyard.kernels.numba.intrinsics import (
 )
 from tokenyard.runtime.threads import in_channels
 from tokenyard.types import Route
+from tokenyard.wire.columns import LINE
 
 _INT32 = np.empty(0, np.int32)
 _INT64 = np.empty(0, np.int64)

@@ -62,11 +62,15 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from tokenyard.kernels.numba.atomics import LINE, load_acquire, store_release
+from tokenyard.kernels.numba.atomics import (
+    load_acquire,
+    store_release,
+)
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import pointer
 from tokenyard.kernels.numba.rows import copy_row, may_stream
 from tokenyard.types import round_up
+from tokenyard.wire.columns import LINE
 
 _INT32 = np.empty(0, np.int32)
 _INT64 = np.empty(0, np.int64)

@@ -7,11 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from tokenyard.kernels.numba.atomics import LINE, fence_stores, stream_line
+from tokenyard.kernels.numba.atomics import (
+    fence_stores,
+    stream_line,
+)
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import copy_bytes, pointer
 from tokenyard.runtime.threads import in_channels
 from tokenyard.types import Route
+from tokenyard.wire.columns import LINE
 
 _LONG_ROW = 1024
 _MUCH = 1 << 20

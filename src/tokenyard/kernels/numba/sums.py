@@ -11,9 +11,9 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from tokenyard.kernels.numba import vectors
-from tokenyard.kernels.numba.atomics import LINE
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import LANES, WIDE_LANES
+from tokenyard.wire.columns import LINE
 
 
 def _make(num_vectors, lanes, streaming=False):

@@ -34,10 +34,16 @@ from tokenyard.errors import (
     text_to_words,
     words_to_text,
 )
-from tokenyard.transports import blocks
-from tokenyard.transports.blocks import NOTHING
-from tokenyard.transports.symmetric import LINE, Gone, Pool, Segment, attach
+from tokenyard.shm import shared_rows
+from tokenyard.shm.pool import Pool
+from tokenyard.shm.segment import (
+    Gone,
+    Segment,
+    attach,
+)
+from tokenyard.shm.shared_rows import NOTHING
 from tokenyard.types import round_up
+from tokenyard.wire.columns import LINE
 
 MAIL, ROWS, READ = range(3)  # a message is there; rows were written; rows were read
 _KINDS = 3
@@ -292,7 +298,7 @@ class Team:
         except SharedMemoryError as problem:
             error = problem
         told_R3 = self.exchange(np.array([told] * self.size, np.int64), stage)
-        blocks.check(told_R3[:, :1], [error], stage, self.rank)
+        shared_rows.check(told_R3[:, :1], [error], stage, self.rank)
         addresses_R = np.zeros(self.size, np.int64)
         try:
             own = Mapped(self._kept[-1].array(), self._kept[-1].address)
@@ -302,8 +308,10 @@ class Team:
         except SharedMemoryError as problem:
             error = problem
         # No rank may close its segment before all have mapped it.
-        able_R1 = self.exchange(np.full((self.size, 1), blocks.NO_MEMORY if error else 0), stage)
-        blocks.check(able_R1, [error], stage, self.rank)
+        able_R1 = self.exchange(
+            np.full((self.size, 1), shared_rows.NO_MEMORY if error else 0), stage
+        )
+        shared_rows.check(able_R1, [error], stage, self.rank)
         return addresses_R
 
     def map_all(self, told: Sequence[Sequence[int]], own: Mapped, stage: str) -> list[Mapped]:

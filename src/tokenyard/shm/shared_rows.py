@@ -8,7 +8,6 @@ stands for a block that could not be had, which raises on all ranks once all hav
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -17,14 +16,17 @@ from torch import Tensor
 from tokenyard.errors import SharedMemoryError, name_ranks
 from tokenyard.kernels.base import RowKernels
 from tokenyard.runtime.memory import as_bytes
-from tokenyard.transports.symmetric import LINE, Pool, rows
-from tokenyard.types import Flow, round_up
+from tokenyard.shm.pool import (
+    Pool,
+    rows,
+)
+from tokenyard.types import Flow
 
 NO_MEMORY = -1  # told instead of a file descriptor
 NOTHING = (NO_MEMORY, 0, 0)  # instead of what is told of a segment
 
 
-class Block(NamedTuple):
+class SharedRows(NamedTuple):
     """Rows of this rank in shared memory, kept there by `array`; or why there is none for them.
 
     `array` is None too where the rows lay in shared memory already.
@@ -36,15 +38,15 @@ class Block(NamedTuple):
     error: SharedMemoryError | None = None
 
 
-def take(pool: Pool, num_bytes: int) -> Block:
+def take(pool: Pool, num_bytes: int) -> SharedRows:
     try:
         segment, array = pool.take(num_bytes)
     except SharedMemoryError as error:
-        return Block(None, error=error)
-    return Block(array, segment.told, segment.address)
+        return SharedRows(None, error=error)
+    return SharedRows(array, segment.told, segment.address)
 
 
-def find_or_take(pool: Pool, column: Tensor, num_rows: int) -> tuple[Block, int]:
+def find_or_take(pool: Pool, column: Tensor, num_rows: int) -> tuple[SharedRows, int]:
     """The block that a column's rows lie in already, with where they begin in it, or one that they
     must be copied to (see `share`), from its beginning on.
     """
@@ -52,25 +54,20 @@ def find_or_take(pool: Pool, column: Tensor, num_rows: int) -> tuple[Block, int]
     segment = pool.find(address, num_bytes)
     if segment is None:
         return take(pool, num_bytes), 0
-    return Block(None, segment.told, segment.address), address - segment.address
+    return SharedRows(None, segment.told, segment.address), address - segment.address
 
 
 def views(
-    block: Block, begins: Sequence[int], num_rows: int, columns: Sequence[Tensor]
+    block: SharedRows, begins: Sequence[int], num_rows: int, columns: Sequence[Tensor]
 ) -> list[Tensor]:
-    """So many rows of columns like these, where they begin in a block (see `offsets`)."""
+    """So many rows of columns like these, where they begin in a block (see `wire.columns`)."""
     return [
         rows(block.array, at, num_rows, column.shape[1], column.dtype)
         for at, column in zip(begins, columns)
     ]
 
 
-def widths(columns: Sequence[Tensor]) -> tuple[int, ...]:
-    """Bytes of a row of each column."""
-    return tuple([column.shape[1] * column.element_size() for column in columns])
-
-
-def share(rows_ND: Tensor, block: Block, flow: Flow, rank: int, kernels: RowKernels) -> None:
+def share(rows_ND: Tensor, block: SharedRows, flow: Flow, rank: int, kernels: RowKernels) -> None:
     """Copy rows into the block that was taken for them, if one was, but for those of this rank."""
     if block.array is None:
         return
@@ -103,16 +100,3 @@ def no_memory(
     error = own or SharedMemoryError(f"{stage}: {who} rows, on rank {rank}")
     error.on_all_ranks = True
     return error
-
-
-@lru_cache(maxsize=256)
-def offsets(num_rows: int, widths: tuple[int, ...]) -> list[int]:
-    """Where columns begin in a block, and where the last ends.
-
-    >>> offsets(3, (100, 4, 8))
-    [0, 320, 384, 448]
-    """
-    begins = [0]
-    for width in widths:
-        begins.append(begins[-1] + round_up(num_rows * width, LINE))
-    return begins

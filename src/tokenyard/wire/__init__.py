@@ -1,0 +1,1 @@
+"""Byte layouts that kernels and transports must both know."""
