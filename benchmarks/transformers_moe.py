@@ -22,10 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers.distributed.expert_parallel import EpDispatchExpertsParallel, MoEParamShard
 from transformers.distributed.parallel_utils import _WaitTensor
-from transformers.models.qwen3_moe.modeling_qwen3_moe import (
-    Qwen3MoeConfig,
-    Qwen3MoeSparseMoeBlock,
-)
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
 
 from tokenyard.integrations.transformers import expert_parallel
 from tokenyard.nn import functional

@@ -26,14 +26,8 @@ from tokenyard.low_latency.calls import LowLatencyCalls
 from tokenyard.low_latency.engine import LowLatency
 from tokenyard.opening import check_group, open_engine
 from tokenyard.prepare import DispatchRequest
-from tokenyard.runtime.events import (
-    EventHandle,
-    EventOverlap,
-)
-from tokenyard.runtime.streams import (
-    Finish,
-    capture,
-)
+from tokenyard.runtime.events import EventHandle, EventOverlap
+from tokenyard.runtime.streams import Finish, capture
 from tokenyard.types import Config, Handle
 
 if TYPE_CHECKING:

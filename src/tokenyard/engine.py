@@ -16,43 +16,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard import (
-    notify,
-    validate,
-)
+from tokenyard import notify, validate
 from tokenyard.agreement import STAGES, Agreed, Agreement, Call, Terms
 from tokenyard.comm.base import Communicator
 from tokenyard.errors import CallMismatch, PeerError, PeerLeft, SharedMemoryError
 from tokenyard.kernels import Kernels
 from tokenyard.prepare import DispatchRequest, Outgoing, Preparation, wait
 from tokenyard.runtime import memory
-from tokenyard.runtime.events import (
-    EventHandle,
-    EventOverlap,
-    Worker,
-)
-from tokenyard.runtime.streams import (
-    Finish,
-    Streams,
-)
-from tokenyard.shm.shared_rows import (
-    NO_MEMORY,
-    check,
-)
+from tokenyard.runtime.events import EventHandle, EventOverlap, Worker
+from tokenyard.runtime.streams import Finish, Streams
+from tokenyard.shm.shared_rows import NO_MEMORY, check
 from tokenyard.topology import Placement, Topology
-from tokenyard.transports import (
-    Sum,
-    Transport,
-)
-from tokenyard.types import (
-    ROW_DTYPES,
-    SCALE_DTYPES,
-    Config,
-    Flow,
-    Handle,
-    Layout,
-    Received,
-)
+from tokenyard.transports import Sum, Transport
+from tokenyard.types import ROW_DTYPES, SCALE_DTYPES, Config, Flow, Handle, Layout, Received
 
 _LARGE = 32 << 20  # bytes of a result that a rank may not have: ranks ask each other first
 _SMALL = 1 << 16  # bytes of a sum that are not worth a segment of shared memory
@@ -158,9 +134,11 @@ class Engine:
             out.topk_weights,
             self.local.token_numbers(out.x.shape[0]),
         ]
-        way = self.transport.survey(flow, out.layout.is_token_in_rank, _widths(columns), stage)
-        if way is not None:
-            flow = flow._replace(way=way)
+        two_level = self.transport.learn_route(
+            flow, out.layout.is_token_in_rank, _widths(columns), stage
+        )
+        if two_level is not None:
+            flow = flow._replace(two_level=two_level)
         arrive, move = self._send(columns, flow, agreed, out.config, stage)
         x, scales, topk_idx, topk_weights, src_idx = arrive
         assert x is not None

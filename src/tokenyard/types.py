@@ -156,7 +156,7 @@ class Flow(NamedTuple):
     rows_R: np.ndarray | None  # int64, num_rows of each rank; this and the next on one node only
     sent_RR: np.ndarray | None  # int64, rows from rank i to rank j; on several nodes O(R * R)
     most_rows: int = 0  # of any rank's result, at most: a bound that all ranks know
-    way: Any = None  # what the transport knows of it besides
+    two_level: Any = None  # the route between nodes, if there are several
 
     @property
     def num_received(self) -> int:

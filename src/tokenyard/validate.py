@@ -13,20 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenyard.runtime.events import (
-    EventHandle,
-    EventOverlap,
-)
+from tokenyard.runtime.events import EventHandle, EventOverlap
 from tokenyard.slots import LowLatencyHandle
-from tokenyard.types import (
-    ROW_DTYPES,
-    SCALE_DTYPES,
-    Config,
-    Handle,
-    Layout,
-    Route,
-    topk_idx_t,
-)
+from tokenyard.types import ROW_DTYPES, SCALE_DTYPES, Config, Handle, Layout, Route, topk_idx_t
 
 # What combine can sum. FP8 rows have scales, and a sum of them has none.
 SUMMABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

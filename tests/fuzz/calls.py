@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 
 import tokenyard
-from tests.fuzz.expected import (
-    Expected,
-    Named,
-    combine_biases,
-    combine_rows,
-    combine_weights,
-)
+from tests.fuzz.expected import Expected, Named, combine_biases, combine_rows, combine_weights
 from tests.fuzz.steps import (
     Cached,
     Call,

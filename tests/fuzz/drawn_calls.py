@@ -8,16 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from tests.fuzz.steps import (
-    Cached,
-    Call,
-    Combine,
-    Dispatch,
-    LowCombine,
-    LowDispatch,
-    Open,
-    Step,
-)
+from tests.fuzz.steps import Cached, Call, Combine, Dispatch, LowCombine, LowDispatch, Open, Step
 from tests.transports import exchange_case, low_latency_case
 from tests.transports.exchange_case import FP8
 from tokenyard.testing import ROUTINGS

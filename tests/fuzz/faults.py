@@ -38,7 +38,7 @@ POINTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "ring_dispatch": ("tokenyard.kernels.numba", "ring_dispatch", ("ring",)),
     "ring_combine": ("tokenyard.kernels.numba", "ring_combine", ("ring",)),
     "pack": ("tokenyard.kernels.numba", "pack", _GLOO),
-    "Rails.stream": ("tokenyard.transports.rails", "Rails.stream", ("hierarchical",)),
+    "Links.stream": ("tokenyard.transports.hierarchical.links", "Links.stream", ("hierarchical",)),
     "gloo": ("tokenyard.comm.torch_dist", "_TorchExchange.start", _GLOO),
     "send_dispatch": ("tokenyard.transports.shared_slots", "SharedSlots.send_dispatch", ("low",)),
     "receive_dispatch": (

@@ -39,10 +39,7 @@ from tests.fuzz.steps import (
 )
 from tests.transports import exchange_case, low_latency_case
 from tests.transports.exchange_case import FP8
-from tokenyard.runtime.events import (
-    EventHandle,
-    EventOverlap,
-)
+from tokenyard.runtime.events import EventHandle, EventOverlap
 from tokenyard.transports import available
 
 # Made once a process, since all processes must make them together.

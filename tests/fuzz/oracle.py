@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tests.fuzz.steps import (
-    Call,
-    LowCombine,
-    LowDispatch,
-    Open,
-    Program,
-    Trouble,
-    show,
-)
+from tests.fuzz.steps import Call, LowCombine, LowDispatch, Open, Program, Trouble, show
 from tokenyard.testing import Exited
 
 # Seconds for a step on a busy machine, well below the Buffers' time limit: nobody waits for that.

@@ -12,7 +12,7 @@ from tests.transports.exchange_case import Case, inputs, job
 from tests.transports.test_conformance import CASES, SAMPLED, case_of, check
 from tokenyard import spec
 from tokenyard.testing import Processes, run_virtual
-from tokenyard.transports import way
+from tokenyard.transports.hierarchical import route
 
 SHAPES = [(2, 2), (3, 2, 1)]
 MORE_SHAPES = [(4, 4), (2, 2, 2, 2)]
@@ -48,7 +48,7 @@ def check_virtual(case: Case) -> None:
 @pytest.mark.parametrize("name", ["plain", "long-rows", "no-tokens-on-some", "holes", "fp8"])
 def test_many_chunks(name: str, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of two or three tokens, and of one where a row is longer than that."""
-    monkeypatch.setattr(way, "_CHUNK", 500)
+    monkeypatch.setattr(route, "_CHUNK", 500)
     check_virtual(on_nodes(name, sizes))
 
 

@@ -24,8 +24,12 @@ from tokenyard.kernels import load
 from tokenyard.kernels.base import interprets_triton
 from tokenyard.testing import Exited, Processes, assert_same, numbered_tokens, routing
 from tokenyard.topology import Placement
-from tokenyard.transports.peers import SharedSegments, SymmetricBlock, TorchSymmetricMemory
-from tokenyard.transports.puts import SymmetricTransport
+from tokenyard.transports.symmetric import SymmetricTransport
+from tokenyard.transports.symmetric_memory import (
+    SharedSegments,
+    SymmetricBlock,
+    TorchSymmetricMemory,
+)
 from tokenyard.types import Flow
 
 pytestmark = [

@@ -13,10 +13,7 @@ from torch import Tensor
 
 import tokenyard
 from tokenyard import opening, spec
-from tokenyard.runtime.streams import (
-    Streams,
-    streams_for,
-)
+from tokenyard.runtime.streams import Streams, streams_for
 from tokenyard.testing import assert_same, numbered_tokens, routing, run_virtual
 
 

@@ -12,16 +12,8 @@ import torch.distributed as dist
 
 from tokenyard import PeerDied, PeerLeft, PeerTimeout
 from tokenyard.comm import process_table as watch_module
-from tokenyard.comm.failure_board import (
-    StoreLost,
-    Word,
-    Words,
-)
-from tokenyard.comm.process_table import (
-    Watch,
-    Who,
-    who_am_i,
-)
+from tokenyard.comm.failure_board import StoreLost, Word, Words
+from tokenyard.comm.process_table import Watch, Who, who_am_i
 from tokenyard.comm.torch_dist import GlooPart
 
 

@@ -28,11 +28,7 @@ with warnings.catch_warnings():
     from transformers import Trainer, TrainingArguments
 
 from tokenyard.integrations.accelerate import prepare_accelerator
-from tokenyard.integrations.transformers import (
-    expert_parallel,
-    prepare_trainer,
-    save_pretrained,
-)
+from tokenyard.integrations.transformers import expert_parallel, prepare_trainer, save_pretrained
 from tokenyard.integrations.transformers.lora import by_expert
 from tokenyard.nn import (
     average_expert_gradients,

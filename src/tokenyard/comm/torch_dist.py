@@ -14,16 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tokenyard.comm.base import (
-    Communicator,
-    Move,
-)
-from tokenyard.comm.failure_board import (
-    KINDS,
-    StoreLost,
-    Word,
-    Words,
-)
+from tokenyard.comm.base import Communicator, Move
+from tokenyard.comm.failure_board import KINDS, StoreLost, Word, Words
 from tokenyard.comm.process_table import Watch
 from tokenyard.errors import BufferClosed, PeerDied, PeerError, PeerLeft, PeerTimeout, name_ranks
 

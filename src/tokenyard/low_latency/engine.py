@@ -29,16 +29,9 @@ from tokenyard.low_latency.inputs import Asked, Fp8, Inputs, bad_pair, counters,
 from tokenyard.low_latency.results import LaterEvent, Receipt, Results
 from tokenyard.prepare import Preparation
 from tokenyard.runtime import memory
-from tokenyard.runtime.events import (
-    EventOverlap,
-    Worker,
-)
+from tokenyard.runtime.events import EventOverlap, Worker
 from tokenyard.slots import COMBINE, DISPATCH, Back, LowLatencyHandle, Received, SlotShape, Stray
-from tokenyard.transports import (
-    SharedSlots,
-    Transport,
-    open_slots,
-)
+from tokenyard.transports import SharedSlots, Transport, open_slots
 from tokenyard.types import ROW_DTYPES
 
 _LEAVING = 5.0  # seconds that a Buffer waits, when it is closed, for others to map its memory

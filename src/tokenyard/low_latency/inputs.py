@@ -12,15 +12,7 @@ from torch import Tensor
 from tokenyard import validate
 from tokenyard.prepare import Preparation
 from tokenyard.runtime import memory
-from tokenyard.slots import (
-    GROUP,
-    NO_CAST,
-    PACKED,
-    PLAIN,
-    ROUNDED,
-    LowLatencyHandle,
-    SlotShape,
-)
+from tokenyard.slots import GROUP, NO_CAST, PACKED, PLAIN, ROUNDED, LowLatencyHandle, SlotShape
 from tokenyard.types import ROW_DTYPES, round_up
 
 _WORDS = 1 << 16  # bytes of control segments, and of rounding to pages

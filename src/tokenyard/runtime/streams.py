@@ -15,10 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.runtime.events import (
-    EventHandle,
-    EventOverlap,
-)
+from tokenyard.runtime.events import EventHandle, EventOverlap
 
 
 class Finish(NamedTuple):

@@ -36,11 +36,7 @@ from tokenyard.errors import (
 )
 from tokenyard.shm import shared_rows
 from tokenyard.shm.pool import Pool
-from tokenyard.shm.segment import (
-    Gone,
-    Segment,
-    attach,
-)
+from tokenyard.shm.segment import Gone, Segment, attach
 from tokenyard.shm.shared_rows import NOTHING
 from tokenyard.types import round_up
 from tokenyard.wire.columns import LINE

@@ -16,10 +16,7 @@ from torch import Tensor
 from tokenyard.errors import SharedMemoryError, name_ranks
 from tokenyard.kernels.base import RowKernels
 from tokenyard.runtime.memory import as_bytes
-from tokenyard.shm.pool import (
-    Pool,
-    rows,
-)
+from tokenyard.shm.pool import Pool, rows
 from tokenyard.types import Flow
 
 NO_MEMORY = -1  # told instead of a file descriptor

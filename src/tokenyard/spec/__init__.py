@@ -31,11 +31,7 @@ from tokenyard.spec.local import (
     unpermute,
     unpermute_backward,
 )
-from tokenyard.spec.low_latency import (
-    LowLatencyReceived,
-    low_latency_combine,
-    low_latency_dispatch,
-)
+from tokenyard.spec.low_latency import LowLatencyReceived, low_latency_combine, low_latency_dispatch
 
 __all__ = [
     "Aligned",

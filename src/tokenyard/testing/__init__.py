@@ -17,13 +17,7 @@ Both call `job(group, *args)` on every rank and return what the ranks returned, 
 from tokenyard.testing.cluster import Cluster, why_no_cluster
 from tokenyard.testing.compare import assert_same, poisoned
 from tokenyard.testing.processes import Exited, Processes, RankFailed, run_processes
-from tokenyard.testing.routing import (
-    ROUTINGS,
-    fake_experts,
-    layout_of,
-    numbered_tokens,
-    routing,
-)
+from tokenyard.testing.routing import ROUTINGS, fake_experts, layout_of, numbered_tokens, routing
 from tokenyard.testing.virtual import VirtualRun, run_virtual
 
 __all__ = [

@@ -11,10 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tokenyard.comm.loopback import (
-    LoopbackGroup,
-    LoopbackWorld,
-)
+from tokenyard.comm.loopback import LoopbackGroup, LoopbackWorld
 from tokenyard.errors import PeerError, name_ranks
 
 

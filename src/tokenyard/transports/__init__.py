@@ -1,9 +1,6 @@
 """Transports: how rows get from rank to rank. They know bytes and counts, not tokens or experts."""
 
-from tokenyard.shm.segment import (
-    Probe,
-    why_not_attached,
-)
+from tokenyard.shm.segment import Probe, why_not_attached
 from tokenyard.transports.base import Sum, Transport
 from tokenyard.transports.choose import (
     available,

@@ -49,11 +49,11 @@ class Transport(Protocol):
     def offer_rows(self, flow: Flow | None, widths: Sequence[int]) -> Sequence[int]:
         """Before a dispatch: of this flow, or of one that is not known yet."""
 
-    def survey(
+    def learn_route(
         self, flow: Flow, is_token_in_rank_TR: Tensor, widths: Sequence[int], stage: str
     ) -> Any:
         """Once a dispatch's counts are known: what this transport needs to know besides, now and
-        whenever rows go the same way again. It becomes `flow.way`.
+        whenever rows go the same way again. It becomes `flow.two_level`.
         """
 
     def send(

@@ -16,10 +16,10 @@ from tokenyard.transports.collective import CollectiveTransport
 from tokenyard.transports.direct import DirectKernels, DirectTransport
 from tokenyard.transports.exchanged_slots import ExchangedSlots
 from tokenyard.transports.hierarchical import HierarchicalTransport
-from tokenyard.transports.peers import PeerMemory, SharedSegments, TorchSymmetricMemory
-from tokenyard.transports.puts import PutKernels, SymmetricTransport
 from tokenyard.transports.ring import RingKernels, RingTransport
 from tokenyard.transports.shared_slots import SharedSlots
+from tokenyard.transports.symmetric import PutKernels, SymmetricTransport
+from tokenyard.transports.symmetric_memory import PeerMemory, SharedSegments, TorchSymmetricMemory
 
 _log = logging.getLogger("tokenyard")
 _TRANSPORTS = ("direct", "ring", "collective", "hierarchical")

@@ -13,18 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.comm.base import (
-    Communicator,
-    Move,
-)
+from tokenyard.comm.base import Communicator, Move
 from tokenyard.errors import PeerError
 from tokenyard.kernels.base import RowKernels
 from tokenyard.runtime import memory
 from tokenyard.runtime.memory import as_bytes
-from tokenyard.runtime.streams import (
-    to_device,
-    to_host,
-)
+from tokenyard.runtime.streams import to_device, to_host
 from tokenyard.transports.base import Sum
 from tokenyard.types import Config, Flow, Handle
 
@@ -53,7 +47,7 @@ class CollectiveTransport:
     def offer_rows(self, flow: Flow | None, widths: Sequence[int]) -> Sequence[int]:
         return ()
 
-    def survey(
+    def learn_route(
         self, flow: Flow, is_token_in_rank_TR: Tensor, widths: Sequence[int], stage: str
     ) -> None: ...
 

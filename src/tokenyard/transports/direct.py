@@ -24,12 +24,7 @@ from tokenyard.comm.base import Move
 from tokenyard.errors import PeerError
 from tokenyard.kernels.base import RowKernels
 from tokenyard.shm import shared_rows
-from tokenyard.shm.node import (
-    READ,
-    ROWS,
-    SignalKernels,
-    Team,
-)
+from tokenyard.shm.node import READ, ROWS, SignalKernels, Team
 from tokenyard.shm.pool import size_class
 from tokenyard.shm.shared_rows import SharedRows
 from tokenyard.transports.base import Sum
@@ -85,7 +80,7 @@ class DirectTransport:
         self._offered = [block]
         return block.told
 
-    def survey(
+    def learn_route(
         self, flow: Flow, is_token_in_rank_TR: Tensor, widths: Sequence[int], stage: str
     ) -> None: ...
 

@@ -21,11 +21,7 @@ from tokenyard.errors import OnAllRanks, PeerError
 from tokenyard.kernels.base import RowKernels
 from tokenyard.runtime import memory
 from tokenyard.runtime.threads import in_channels
-from tokenyard.shm.node import (
-    ROWS,
-    SignalKernels,
-    Team,
-)
+from tokenyard.shm.node import ROWS, SignalKernels, Team
 from tokenyard.transports.base import Sum
 from tokenyard.types import Config, Flow, Handle, Route, round_up
 from tokenyard.wire.columns import LINE
@@ -114,7 +110,7 @@ class RingTransport:
     def offer_rows(self, flow: Flow | None, widths: Sequence[int]) -> Sequence[int]:
         return ()
 
-    def survey(
+    def learn_route(
         self, flow: Flow, is_token_in_rank_TR: Tensor, widths: Sequence[int], stage: str
     ) -> None: ...
 

@@ -16,10 +16,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import CallMismatch, PeerDied, PeerError, PeerLeft
-from tokenyard.shm.node import (
-    Mapped,
-    Team,
-)
+from tokenyard.shm.node import Mapped, Team
 from tokenyard.shm.segment import Segment
 from tokenyard.slots import (
     BAD,

@@ -37,11 +37,7 @@ import numpy as np
 from torch import Tensor
 
 from tokenyard.errors import TEXT_WORDS, rejected, text_to_words
-from tokenyard.shm.node import (
-    SignalKernels,
-    Stopped,
-    Team,
-)
+from tokenyard.shm.node import SignalKernels, Stopped, Team
 from tokenyard.slots import POST_WORDS, TEXT
 from tokenyard.types import round_up
 from tokenyard.wire.columns import LINE

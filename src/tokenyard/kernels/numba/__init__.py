@@ -35,13 +35,7 @@ from tokenyard.kernels.numba.slot_calls import (
     find_failure,
     signal,
 )
-from tokenyard.kernels.numba.slots import (
-    fill_slots,
-    pick_slots,
-    stage_back,
-    stage_slots,
-    sum_slots,
-)
+from tokenyard.kernels.numba.slots import fill_slots, pick_slots, stage_back, stage_slots, sum_slots
 
 __all__ = [
     "align",

@@ -18,10 +18,7 @@ from torch import Tensor, from_numpy
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import pointer
 from tokenyard.runtime import memory
-from tokenyard.runtime.threads import (
-    in_channels,
-    num_channels,
-)
+from tokenyard.runtime.threads import in_channels, num_channels
 from tokenyard.types import Aligned, channel_ranges
 from tokenyard.wire.columns import LINE
 

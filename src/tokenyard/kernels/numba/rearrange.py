@@ -15,10 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from tokenyard.kernels.base import Array
-from tokenyard.kernels.numba.atomics import (
-    fence_stores,
-    stream_line,
-)
+from tokenyard.kernels.numba.atomics import fence_stores, stream_line
 from tokenyard.kernels.numba.blocks import KERNELS, LIKE, RUNS, fill_block
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import copy_bytes, pointer

@@ -62,10 +62,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from tokenyard.kernels.numba.atomics import (
-    load_acquire,
-    store_release,
-)
+from tokenyard.kernels.numba.atomics import load_acquire, store_release
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import pointer
 from tokenyard.kernels.numba.rows import copy_row, may_stream

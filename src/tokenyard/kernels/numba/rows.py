@@ -7,10 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from tokenyard.kernels.numba.atomics import (
-    fence_stores,
-    stream_line,
-)
+from tokenyard.kernels.numba.atomics import fence_stores, stream_line
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.intrinsics import copy_bytes, pointer
 from tokenyard.runtime.threads import in_channels

@@ -4,13 +4,7 @@ Choose it to read what a kernel does, to step through it, or on devices that no 
 """
 
 from tokenyard.kernels.reference.align import align
-from tokenyard.kernels.reference.exchange import (
-    layout,
-    localise,
-    pack,
-    reduce,
-    route,
-)
+from tokenyard.kernels.reference.exchange import layout, localise, pack, reduce, route
 from tokenyard.kernels.reference.permute import place, spread, unpermute, unpermute_backward
 from tokenyard.kernels.reference.quantize import plan_from_fp8, plan_to_fp8
 from tokenyard.kernels.reference.rearrange import rearrange

@@ -14,13 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenyard.kernels.triton.launch import (
-    blocks,
-    first_bad,
-    launch,
-    power_of_two,
-    read_first_bad,
-)
+from tokenyard.kernels.triton.launch import blocks, first_bad, launch, power_of_two, read_first_bad
 from tokenyard.kernels.triton.layout import scan
 from tokenyard.runtime import memory
 from tokenyard.types import Aligned, Places

@@ -22,14 +22,7 @@ from tokenyard.kernels.triton.launch import (
     power_of_two,
     read_first_bad,
 )
-from tokenyard.kernels.triton.numbers import (
-    FLOAT64,
-    as_element,
-    as_passed,
-    kind_of,
-    narrow,
-    widen,
-)
+from tokenyard.kernels.triton.numbers import FLOAT64, as_element, as_passed, kind_of, narrow, widen
 from tokenyard.types import Route
 
 _BYTES = 4096  # of a row that a program takes

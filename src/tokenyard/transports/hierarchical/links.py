@@ -15,17 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.comm.base import (
-    Communicator,
-    Move,
-)
+from tokenyard.comm.base import Communicator, Move
 from tokenyard.runtime import memory
 from tokenyard.topology import Topology
 
 _IN_FLIGHT = 2  # chunks of a rail on their way at once: as many as gloo has threads
 
 
-class Leg(Protocol):
+class ChunkStream(Protocol):
     """A stream of rows between nodes, in chunks, as one rank sees it."""
 
     width: int  # bytes of a row
@@ -46,7 +43,7 @@ class Leg(Protocol):
         """Read the rows that came, by node."""
 
 
-class Rails:
+class Links:
     def __init__(
         self,
         communicator: Communicator,
@@ -88,24 +85,24 @@ class Rails:
             answer[rail] = np.split(out.numpy()[:, 0], np.cumsum(sizes[rail])[:-1])
         return answer
 
-    def stream(self, leg: Leg, stage: str) -> None:
-        """All chunks of a leg, so that the network has work while this rank fills and takes."""
+    def stream(self, stream: ChunkStream, stage: str) -> None:
+        """All chunks of a stream, so that the network has work while this rank fills and takes."""
         ends: deque[Move] = deque()
-        for chunk in range(max(map(leg.num_chunks, self.numbers))):
+        for chunk in range(max(map(stream.num_chunks, self.numbers))):
             for rail in self.numbers:
-                if chunk < leg.num_chunks(rail):
-                    ends.append(self._start(leg, rail, chunk, stage))
-            leg.meanwhile(chunk)
+                if chunk < stream.num_chunks(rail):
+                    ends.append(self._start(stream, rail, chunk, stage))
+            stream.meanwhile(chunk)
             while len(ends) > _IN_FLIGHT * len(self.numbers):
                 ends.popleft()()
         while ends:
             ends.popleft()()
 
-    def _start(self, leg: Leg, rail: int, chunk: int, stage: str) -> Move:
-        counts, out_counts = leg.counts(rail, chunk)
-        sent = memory.empty(sum(counts), leg.width)
-        out = memory.empty(sum(out_counts), leg.width)
-        leg.fill(rail, chunk, sent)
+    def _start(self, stream: ChunkStream, rail: int, chunk: int, stage: str) -> Move:
+        counts, out_counts = stream.counts(rail, chunk)
+        sent = memory.empty(sum(counts), stream.width)
+        out = memory.empty(sum(out_counts), stream.width)
+        stream.fill(rail, chunk, sent)
         arrive: Move | None = None
         if rail in self._rows:
             arrive = self._rows[rail].start(out, sent, out_counts, counts, stage)
@@ -113,7 +110,7 @@ class Rails:
         def end() -> None:
             if arrive is not None:
                 arrive()
-            leg.take(rail, chunk, out)
+            stream.take(rail, chunk, out)
 
         return end
 

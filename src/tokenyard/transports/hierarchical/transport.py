@@ -3,7 +3,7 @@
 Two exchanges, one after the other. Between nodes ranks send to their partners on a rail (`rails`);
 inside a node they write into each other's memory, as `direct` does (`team`). On the way back the
 rank that passed a token on sums what its node has for it, rounds that to the rows' dtype, and sends
-one row. Chunks follow each other, so that the network has work while rows move in memory (`legs`).
+one row. Chunks follow each other, so that the network has work while rows move in memory.
 
 The default where ranks are on several nodes and those of each node share memory. It takes memory
 for every result in full, and for a few chunks.
@@ -20,28 +20,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.comm.base import (
-    Communicator,
-    Move,
-)
+from tokenyard.comm.base import Communicator, Move
 from tokenyard.errors import PeerError, name_ranks
 from tokenyard.shm import shared_rows
-from tokenyard.shm.node import (
-    READ,
-    ROWS,
-    Team,
-    tell_all,
-)
-from tokenyard.shm.shared_rows import (
-    NO_MEMORY,
-    SharedRows,
-)
+from tokenyard.shm.node import READ, ROWS, Team, tell_all
+from tokenyard.shm.shared_rows import NO_MEMORY, SharedRows
 from tokenyard.topology import Topology
 from tokenyard.transports.base import Sum
 from tokenyard.transports.direct import DirectKernels
-from tokenyard.transports.legs import CombineLeg, DispatchLeg
-from tokenyard.transports.rails import Rails
-from tokenyard.transports.way import Way, list_hops, pack_marks, read_relay
+from tokenyard.transports.hierarchical.links import Links
+from tokenyard.transports.hierarchical.route import TwoLevelRoute, list_hops, pack_marks, read_relay
+from tokenyard.transports.hierarchical.stream import CombineStream, DispatchStream
 from tokenyard.types import Config, Flow, Handle
 from tokenyard.wire.columns import column_offsets, row_widths
 
@@ -92,8 +81,8 @@ class HierarchicalTransport:
             if any(failed):
                 culprits = name_ranks([rank for rank, one in enumerate(failed) if one])
                 raise failure or OSError(f"{culprits} cannot attach memory of their node")
-            self._rails = Rails(communicator, topology, name, self._team.raise_told)
-            opened.callback(self._rails.close)
+            self._links = Links(communicator, topology, name, self._team.raise_told)
+            opened.callback(self._links.close)
             self._opened = opened.pop_all()
 
     def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
@@ -123,14 +112,14 @@ class HierarchicalTransport:
     def offer_rows(self, flow: Flow | None, widths: Sequence[int]) -> Sequence[int]:
         self._told = None
         if flow is None:
-            return ()  # memory is found once counts are known, in `survey`
+            return ()  # memory is found once counts are known, in `learn_route`
         block = shared_rows.take(self._team.pool, column_offsets(flow.num_rows, tuple(widths))[-1])
         self._blocks = [block]
         return block.told
 
-    def survey(
+    def learn_route(
         self, flow: Flow, is_token_in_rank_TR: Tensor, widths: Sequence[int], stage: str
-    ) -> Way:
+    ) -> TwoLevelRoute:
         block = shared_rows.take(self._team.pool, column_offsets(flow.num_rows, tuple(widths))[-1])
         self._blocks = [block]
         told = self._tell_neighbours(block, flow, stage)
@@ -139,20 +128,20 @@ class HierarchicalTransport:
         tokens, marks_TR = flow.tokens_R.tolist(), is_token_in_rank_TR.numpy()
         said = self._tell_partners(marks_TR, tokens, 1 + without[0] if without else 0, stage)
         self._check_all([1 + rank for rank in without] + [one for one, _ in said], block, stage)
-        way = Way(
+        path = TwoLevelRoute(
             topology=self._topology,
-            own_rail=self._rails.own,
-            num_tokens={rail: self._most_tokens(rail, tokens) for rail in self._rails.numbers},
+            own_rail=self._links.own,
+            num_tokens={rail: self._most_tokens(rail, tokens) for rail in self._links.numbers},
             hops=list_hops(marks_TR, self._topology, self.rank, self._kernels),
-            relays={rail: [] for rail in self._rails.numbers},
+            relays={rail: [] for rail in self._links.numbers},
             starts=told[:, 4].copy(),
             num_rows=told[:, 3].copy(),
         )
         for place, ((rail, source), (_, bits)) in enumerate(zip(self._mine, said)):
             starts_L, home = told[:, 5 + place].copy(), self._topology.node_of_rank[source]
             relay = read_relay(bits, home, tokens[source], starts_L, self._kernels)
-            way.relays[rail].append(relay)
-        return way
+            path.relays[rail].append(relay)
+        return path
 
     def send(
         self,
@@ -175,9 +164,11 @@ class HierarchicalTransport:
 
         def move(held: Any = (block, mapped)) -> None:
             # `held` lives until all ranks have written, even if nobody wants the result any more.
-            leg = DispatchLeg(flow.way, columns, blocks_L, self._kernels, self._team.beat)
+            stream = DispatchStream(
+                flow.two_level, columns, blocks_L, self._kernels, self._team.beat
+            )
             with self._telling():
-                self._rails.stream(leg, stage)
+                self._links.stream(stream, stage)
             self._team.meet(ROWS, stage)
 
         offsets = column_offsets(flow.num_rows, row_widths(columns))
@@ -225,9 +216,9 @@ class HierarchicalTransport:
             if not all_ready:
                 self._team.meet(ROWS, stage)
             for one, bases_L in zip(sums, bases):
-                leg = CombineLeg(flow.way, one, bases_L, self._kernels, self._team.beat)
+                stream = CombineStream(flow.two_level, one, bases_L, self._kernels, self._team.beat)
                 with self._telling():
-                    self._rails.stream(leg, stage)
+                    self._links.stream(stream, stage)
             # The rows are the user's again after this, so all must have read them.
             self._team.meet(READ, stage)
 
@@ -284,12 +275,12 @@ class HierarchicalTransport:
         says how many bytes a rank sends to this one's node.
         """
         nodes = range(self._topology.num_nodes)
-        sizes = {rail: [0] * len(nodes) for rail in self._rails.numbers}
+        sizes = {rail: [0] * len(nodes) for rail in self._links.numbers}
         homes = [self._topology.node_of_rank[source] for _, source in self._mine]
         for (rail, source), home in zip(self._mine, homes):
             sizes[rail][home] = sizes_R[source]
         flat = [parcel.reshape(-1).view(np.uint8) for parcel in parcels]
-        answer = self._rails.exchange(flat, sizes, stage)
+        answer = self._links.exchange(flat, sizes, stage)
         return [answer[rail][home] for (rail, _), home in zip(self._mine, homes)]
 
     def _most_tokens(self, rail: int, tokens_R: Sequence[int]) -> int:

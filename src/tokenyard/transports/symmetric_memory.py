@@ -17,11 +17,7 @@ from torch import Tensor
 from tokenyard.comm.base import Communicator
 from tokenyard.errors import PeerError, PeerTimeout, SharedMemoryError, name_ranks
 from tokenyard.shm import shared_rows
-from tokenyard.shm.node import (
-    Mapped,
-    Team,
-    tell_all,
-)
+from tokenyard.shm.node import Mapped, Team, tell_all
 from tokenyard.shm.pool import rows
 from tokenyard.shm.shared_rows import NOTHING
 

@@ -65,7 +65,7 @@ class Chunks(NamedTuple):
 
 
 @dataclass(eq=False)
-class Way:
+class TwoLevelRoute:
     topology: Topology
     own_rail: int
     num_tokens: dict[int, int]  # by rail: the most that a rank on it has

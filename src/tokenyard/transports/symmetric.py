@@ -19,10 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.comm.base import (
-    Communicator,
-    Move,
-)
+from tokenyard.comm.base import Communicator, Move
 from tokenyard.errors import PeerError
 from tokenyard.kernels.base import RowKernels
 from tokenyard.runtime import memory
@@ -30,7 +27,7 @@ from tokenyard.runtime.memory import as_bytes
 from tokenyard.shm.pool import size_class
 from tokenyard.transports.base import Sum
 from tokenyard.transports.collective import exchange_words
-from tokenyard.transports.peers import PeerMemory, SymmetricBlock
+from tokenyard.transports.symmetric_memory import PeerMemory, SymmetricBlock
 from tokenyard.types import Config, Flow, Handle, Route
 from tokenyard.wire.columns import LINE, column_offsets
 
@@ -108,7 +105,7 @@ class SymmetricTransport:
     def offer_rows(self, flow: Flow | None, widths: Sequence[int]) -> Sequence[int]:
         return ()
 
-    def survey(
+    def learn_route(
         self, flow: Flow, is_token_in_rank_TR: Tensor, widths: Sequence[int], stage: str
     ) -> None: ...
 
