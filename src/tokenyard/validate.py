@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from tokenyard.runtime.events import EventHandle, EventOverlap
-from tokenyard.slots import LowLatencyHandle
 from tokenyard.types import ROW_DTYPES, SCALE_DTYPES, Config, Handle, Layout, Route, topk_idx_t
 
 # What combine can sum. FP8 rows have scales, and a sum of them has none.
@@ -431,19 +430,6 @@ def handle(value: Any, buffer_id: int) -> Handle:
         value.buffer_id == buffer_id,
         f"handle is of dispatch call {value.call} on another Buffer or rank, want one that this "
         "Buffer's dispatch returned here",
-    )
-    return value
-
-
-def low_latency_handle(value: Any, buffer_id: int) -> LowLatencyHandle:
-    require(
-        isinstance(value, LowLatencyHandle),
-        f"handle is {kind(value)}, want the handle that low_latency_dispatch returned",
-    )
-    require(
-        value.buffer_id == buffer_id,
-        f"handle is of dispatch call {value.number} on another Buffer or rank, want one that this "
-        "Buffer's low_latency_dispatch returned here",
     )
     return value
 

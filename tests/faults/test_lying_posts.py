@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 import tokenyard
 from tests.transports.low_latency_rounds import Rounds
-from tokenyard import slots
+from tokenyard.low_latency.posts import words
 from tokenyard.testing import Processes
-from tokenyard.transports.slot_lanes import words
+from tokenyard.wire import slots
 
 FAR = 1 << 44
 

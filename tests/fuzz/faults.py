@@ -40,19 +40,19 @@ POINTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "pack": ("tokenyard.kernels.numba", "pack", _GLOO),
     "Links.stream": ("tokenyard.transports.hierarchical.links", "Links.stream", ("hierarchical",)),
     "gloo": ("tokenyard.comm.torch_dist", "_TorchExchange.start", _GLOO),
-    "send_dispatch": ("tokenyard.transports.shared_slots", "SharedSlots.send_dispatch", ("low",)),
+    "send_dispatch": ("tokenyard.low_latency.shared", "SharedSlots.send_dispatch", ("low",)),
     "receive_dispatch": (
-        "tokenyard.transports.shared_slots",
+        "tokenyard.low_latency.shared",
         "SharedSlots.receive_dispatch",
         ("low",),
     ),
-    "send_combine": ("tokenyard.transports.shared_slots", "SharedSlots.send_combine", ("low",)),
+    "send_combine": ("tokenyard.low_latency.shared", "SharedSlots.send_combine", ("low",)),
     "receive_combine": (
-        "tokenyard.transports.shared_slots",
+        "tokenyard.low_latency.shared",
         "SharedSlots.receive_combine",
         ("low",),
     ),
-    "travel": ("tokenyard.transports.exchanged_slots", "ExchangedSlots.travel", _GLOO),
+    "travel": ("tokenyard.low_latency.exchanged", "ExchangedSlots.travel", _GLOO),
 }
 
 # System calls as the library makes them, and the module it makes them through.

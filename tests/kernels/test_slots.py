@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from tokenyard import kernels
-from tokenyard.slots import NO_CAST, PACKED, PLAIN, ROUNDED, Received, SlotShape, Stray
 from tokenyard.testing import assert_same, numbered_tokens, poisoned, routing
 from tokenyard.topology import Placement
 from tokenyard.types import ROW_DTYPES
 from tokenyard.validate import SUMMABLE
+from tokenyard.wire.fp8 import NO_CAST, PACKED, PLAIN, ROUNDED
+from tokenyard.wire.slots import SlotResults, SlotShape, Stray
 
 RANKS, MOST, EXPERTS, TOPK = 3, 6, 7, 3
 WHERE = torch.tensor([2, 0, 2, 2, 0, 0, 2], dtype=torch.int32)  # rank 1 has none
@@ -103,13 +104,13 @@ def there_and_back(
     return [one.cpu() for one in written]
 
 
-def received(shape: SlotShape) -> Received:
+def received(shape: SlotShape) -> SlotResults:
     zeros = partial(torch.zeros, device=shape.placement.rank_of_expert.device)
     scales = None
     if shape.cast != NO_CAST:
         width = shape.scale_bytes // 4
         scales = zeros(*shape.x_shape[:2], width, dtype=shape.scales_dtype)
-    return Received(
+    return SlotResults(
         zeros(shape.x_shape, dtype=shape.row_dtype),
         scales,
         zeros(shape.num_local, dtype=torch.int32),

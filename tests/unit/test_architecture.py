@@ -15,7 +15,6 @@ FLOORS = {
     "errors": 0,
     "topology": 0,
     "wire": 1,
-    "slots": 1,
     "runtime": 2,
     "kernels": 3,
     "comm": 3,

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.slots import Received, SlotShape
 from tokenyard.types import Aligned, Layout, Places, Route
+from tokenyard.wire.slots import SlotResults, SlotShape
 
 _log = logging.getLogger("tokenyard")
 _SETS = ("numba", "reference", "triton")
@@ -146,7 +146,7 @@ class Kernels(RowKernels, Protocol):
         block_B: Tensor,
         sent_2TK: Tensor,
     ) -> int:
-        """Lay tokens out in a block (see `tokenyard.slots`), cast if the shape says so.
+        """Lay tokens out in a block (see `tokenyard.wire.slots`), cast if the shape says so.
 
         `sent` gets topk_idx, and each pair's place among those of its expert. -1, or p where pair p
         is no expert, or -2 - p where it names its token's expert again; the block is then not to be
@@ -158,7 +158,7 @@ class Kernels(RowKernels, Protocol):
         blocks: Sequence[Tensor],
         tokens: Sequence[int],
         shape: SlotShape,
-        out: Received,
+        out: SlotResults,
     ) -> None:
         """Take this rank's rows out of all ranks' blocks, by (source rank, token). Stray if a block
         is none that a rank has written.

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tokenyard.low_latency.engine import LowLatency
+from tokenyard.low_latency.handle import LowLatencyHandle
 from tokenyard.low_latency.inputs import Asked, Fp8, most_bytes
 from tokenyard.low_latency.results import Receipt
 from tokenyard.runtime.events import EventOverlap
-from tokenyard.slots import LowLatencyHandle
 
 
 class LowLatencyDispatched(NamedTuple):

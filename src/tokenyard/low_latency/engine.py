@@ -25,14 +25,25 @@ from tokenyard.agreement import STAGES, Agreement, Call, Terms, stage_in
 from tokenyard.comm.base import Communicator
 from tokenyard.errors import CallMismatch, PeerError, PeerInputError, PeerLeft
 from tokenyard.kernels import Kernels
-from tokenyard.low_latency.inputs import Asked, Fp8, Inputs, bad_pair, counters, unsent_pair
+from tokenyard.low_latency.exchanged import ExchangedSlots
+from tokenyard.low_latency.handle import LowLatencyHandle, PendingCombine
+from tokenyard.low_latency.inputs import (
+    Asked,
+    Fp8,
+    Inputs,
+    bad_pair,
+    counters,
+    known_handle,
+    unsent_pair,
+)
 from tokenyard.low_latency.results import LaterEvent, Receipt, Results
+from tokenyard.low_latency.shared import SharedSlots
 from tokenyard.prepare import Preparation
 from tokenyard.runtime import memory
 from tokenyard.runtime.events import EventOverlap, Worker
-from tokenyard.slots import COMBINE, DISPATCH, Back, LowLatencyHandle, Received, SlotShape, Stray
-from tokenyard.transports import SharedSlots, Transport, open_slots
+from tokenyard.transports import Transport
 from tokenyard.types import ROW_DTYPES
+from tokenyard.wire.slots import COMBINE, DISPATCH, SlotResults, SlotShape, Stray
 
 _LEAVING = 5.0  # seconds that a Buffer waits, when it is closed, for others to map its memory
 _STAGES = ("low-latency dispatch", "low-latency combine")
@@ -63,7 +74,7 @@ class LowLatency:
         self._agreement, self._worker = agreement, worker
         self._buffer_id, self._shrink = buffer_id, enable_shrink
         stage = "Buffer (low latency)"
-        self.slots = open_slots(transport, kernels, enable_shrink, stage, connect_all)
+        self.slots = _open_exchange(transport, kernels, enable_shrink, stage, connect_all)
         watch = getattr(self.slots, "watch", None)
         if watch is not None:
             own = weakref.WeakMethod(self._differs)  # slots must not keep who keeps them
@@ -98,7 +109,7 @@ class LowLatency:
         totals: Any,
         fp8: Fp8,
         asked: Asked,
-    ) -> tuple[Received, LowLatencyHandle, EventOverlap, Receipt | None]:
+    ) -> tuple[SlotResults, LowLatencyHandle, EventOverlap, Receipt | None]:
         """`totals`, if given, are increased by each expert's count."""
         number, stage = self._begin(DISPATCH), _STAGES[DISPATCH]
         try:
@@ -166,7 +177,7 @@ class LowLatency:
             )
             out = self._inputs.out(out, topk_idx.shape[0], y)
             picked = from_numpy(memory.empty_array(tuple(topk_idx.shape), np.int64))
-            back = Back(y, y.dtype, topk_idx, weights, known, picked, zero_copy)
+            back = PendingCombine(y, y.dtype, topk_idx, weights, known, picked, zero_copy)
             if asked.is_later:  # what was given is the user's again when this returns
                 own = y if zero_copy else None
                 back = back._replace(own=own, topk_idx=topk_idx.clone(), weights=weights.clone())
@@ -189,7 +200,7 @@ class LowLatency:
     def combine_buffer(self, handle: Any) -> Tensor:
         """[L, S, D] for the experts' output, where combine finds it without copying."""
         try:
-            known = validate.low_latency_handle(handle, self._buffer_id)
+            known = known_handle(handle, self._buffer_id)
         except ValueError as error:
             raise self._agreement.named("get_next_low_latency_combine_buffer", error) from None
         dtype = known.shape.dtype
@@ -227,7 +238,7 @@ class LowLatency:
         self._numbers[kind] += 1
         return self._numbers[kind]
 
-    def _take(self, shape: SlotShape, number: int) -> Received:
+    def _take(self, shape: SlotShape, number: int) -> SlotResults:
         """Memory for what arrives. A result that nobody wants any more may still be held by a call
         that ends on the Buffer's thread: that is waited for.
         """
@@ -371,3 +382,24 @@ class LowLatency:
 def _together(error: BaseException) -> bool:
     """Do all ranks raise, and go on?"""
     return getattr(error, "on_all_ranks", False)
+
+
+def _open_exchange(
+    transport: Transport,
+    kernels: Any,
+    shrink: bool,
+    stage: str,
+    connect_all: Callable[[], Communicator],
+) -> SharedSlots | ExchangedSlots:
+    """The low-latency mode's exchange, beside a transport. All ranks together; where they share no
+    memory it has connections of its own.
+    """
+    team = getattr(transport, "team", None)
+    if team is not None:
+        return SharedSlots(team, kernels, shrink, stage)
+    if shrink:
+        raise ValueError(
+            f"enable_shrink is True on transport {transport.name!r}, want ranks that share memory "
+            "(direct or ring): nobody can be left out of a collective"
+        )
+    return ExchangedSlots(transport, kernels, connect_all())

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from tokenyard import validate
+from tokenyard.low_latency.handle import LowLatencyHandle
 from tokenyard.prepare import Preparation
 from tokenyard.runtime import memory
-from tokenyard.slots import GROUP, NO_CAST, PACKED, PLAIN, ROUNDED, LowLatencyHandle, SlotShape
 from tokenyard.types import ROW_DTYPES, round_up
+from tokenyard.wire.fp8 import GROUP, NO_CAST, PACKED, PLAIN, ROUNDED
+from tokenyard.wire.slots import SlotShape
 
 _WORDS = 1 << 16  # bytes of control segments, and of rounding to pages
 _CASTABLE = (torch.bfloat16, torch.float16, torch.float32)
@@ -87,7 +89,7 @@ class Inputs:
     def rows(
         self, x: Any, topk_idx: Any, topk_weights: Any, handle: Any
     ) -> tuple[LowLatencyHandle, Tensor, Tensor, Tensor]:
-        known = validate.low_latency_handle(handle, self._buffer_id)
+        known = known_handle(handle, self._buffer_id)
         validate.require(
             known.receipt is None or known.receipt.is_over,
             f"handle is of dispatch call {known.number}, whose rows have not been received, want "
@@ -238,3 +240,16 @@ def unsent_pair(topk_idx: Tensor, place: int) -> ValueError:
         f"topk_idx[{token}, {k}] is {int(topk_idx[token, k])}, want an expert that the token had "
         "in dispatch, or -1"
     )
+
+
+def known_handle(value: Any, buffer_id: int) -> LowLatencyHandle:
+    validate.require(
+        isinstance(value, LowLatencyHandle),
+        f"handle is {validate.kind(value)}, want the handle that low_latency_dispatch returned",
+    )
+    validate.require(
+        value.buffer_id == buffer_id,
+        f"handle is of dispatch call {value.number} on another Buffer or rank, want one that this "
+        "Buffer's low_latency_dispatch returned here",
+    )
+    return value

@@ -12,8 +12,9 @@ from torch import Tensor, from_numpy
 
 from tokenyard.runtime import memory
 from tokenyard.runtime.events import EventHandle
-from tokenyard.slots import NO_CAST, Received, SlotShape
 from tokenyard.types import round_up
+from tokenyard.wire.fp8 import NO_CAST
+from tokenyard.wire.slots import SlotResults, SlotShape
 
 
 class Results:
@@ -23,7 +24,7 @@ class Results:
         self._blocks = [np.empty(0, np.uint8)] * 2
         self._lent: list[tuple[int, weakref.ref[np.ndarray]] | None] = [None] * 2
 
-    def take(self, shape: SlotShape, number: int) -> Received:
+    def take(self, shape: SlotShape, number: int) -> SlotResults:
         """Memory for what arrives. Rows and scales are the result whose life is watched."""
         num_local, num_slots, _ = shape.x_shape
         x_bytes = round_up(num_local * num_slots * shape.row_bytes, 64)
@@ -32,7 +33,7 @@ class Results:
         if shape.cast != NO_CAST:
             width = shape.scale_bytes // 4
             scales = _view(array, x_bytes, (num_local, num_slots, width), shape.scales_dtype)
-        return Received(
+        return SlotResults(
             _view(array, 0, shape.x_shape, shape.row_dtype),
             scales,
             from_numpy(memory.empty_array(num_local, np.int32)),

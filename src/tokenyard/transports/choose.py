@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 from tokenyard.comm.base import Communicator
@@ -14,10 +14,8 @@ from tokenyard.topology import Topology
 from tokenyard.transports.base import Transport
 from tokenyard.transports.collective import CollectiveTransport
 from tokenyard.transports.direct import DirectKernels, DirectTransport
-from tokenyard.transports.exchanged_slots import ExchangedSlots
 from tokenyard.transports.hierarchical import HierarchicalTransport
 from tokenyard.transports.ring import RingKernels, RingTransport
-from tokenyard.transports.shared_slots import SharedSlots
 from tokenyard.transports.symmetric import PutKernels, SymmetricTransport
 from tokenyard.transports.symmetric_memory import PeerMemory, SharedSegments, TorchSymmetricMemory
 
@@ -105,27 +103,6 @@ def open_transport(
         _log.log(level, "transport: collective over %s, since %s", communicator.name, why)
     own = communicator.own(f"{label}/rows")
     return CollectiveTransport(own, kernels, topology.node_of_rank)
-
-
-def open_slots(
-    transport: Transport,
-    kernels: Any,
-    shrink: bool,
-    stage: str,
-    connect_all: Callable[[], Communicator],
-) -> SharedSlots | ExchangedSlots:
-    """The low-latency mode's exchange, beside a transport. All ranks together; where they share no
-    memory it has connections of its own.
-    """
-    team = getattr(transport, "team", None)
-    if team is not None:
-        return SharedSlots(team, kernels, shrink, stage)
-    if shrink:
-        raise ValueError(
-            f"enable_shrink is True on transport {transport.name!r}, want ranks that share memory "
-            "(direct or ring): nobody can be left out of a collective"
-        )
-    return ExchangedSlots(transport, kernels, connect_all())
 
 
 def _open_symmetric(

@@ -11,7 +11,7 @@ read: only when all ranks have done so is a block written again, two calls later
     flags   [R] addresses of a word each, which says whether that rank has left this one out
 
 Nothing waits for ever, and nothing is decided here: what did not work is returned (see
-`tokenyard.slots`), and the call may be made again. What another rank wrote is compared with what it
+`wire.slots`), and the call may be made again. What another rank wrote is compared with what it
 may be before it becomes an address, a place or a count.
 """
 
@@ -40,7 +40,7 @@ from tokenyard.kernels.numba.slots import (
     sum_tokens,
     wide_scratch,
 )
-from tokenyard.slots import (
+from tokenyard.wire.slots import (
     BAD,
     DIFFERS,
     HANDLE,

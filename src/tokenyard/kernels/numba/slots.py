@@ -18,7 +18,8 @@ from tokenyard.kernels.numba.intrinsics import LIKE, copy_bytes, pointer
 from tokenyard.kernels.numba.quantize import to_fp8_groups
 from tokenyard.kernels.numba.rows import copy_row, streams
 from tokenyard.kernels.numba.sums import sum_scaled
-from tokenyard.slots import GROUP, LOW, NO_CAST, Received, SlotShape, Stray
+from tokenyard.wire.fp8 import GROUP, NO_CAST
+from tokenyard.wire.slots import LOW, SlotResults, SlotShape, Stray
 
 _INT32 = np.empty(0, np.int32)
 _INT64 = np.empty(0, np.int64)
@@ -256,7 +257,7 @@ def cast_like(shape: SlotShape) -> np.ndarray:
 
 
 def fill_slots(
-    blocks: Sequence[Tensor], tokens: Sequence[int], shape: SlotShape, out: Received
+    blocks: Sequence[Tensor], tokens: Sequence[int], shape: SlotShape, out: SlotResults
 ) -> None:
     out.counts.zero_()
     counts, ranges = out.counts.data_ptr(), out.layout_range.data_ptr()

@@ -2,7 +2,7 @@
 
 Two ranks with an expert each; rank 0 has three tokens:
 
->>> from tokenyard.slots import NO_CAST
+>>> from tokenyard.wire.slots import NO_CAST
 >>> from tokenyard.topology import Placement
 >>> def shape(rank):
 ...     return SlotShape(rank=rank, num_ranks=2, num_max=4, hidden=1, num_topk=2,
@@ -14,7 +14,7 @@ Two ranks with an expert each; rank 0 has three tokens:
 -1
 >>> sent[1].tolist()  # the second and third pairs of expert 1
 [[0, 0], [-1, 1], [2, -1]]
->>> got = Received(x=torch.zeros(1, 8, 1), scales=None, counts=torch.zeros(1, dtype=torch.int32),
+>>> got = SlotResults(x=torch.zeros(1, 8, 1), scales=None, counts=torch.zeros(1, dtype=torch.int32),
 ...     src_info=torch.zeros(1, 8, dtype=torch.int32), layout_range=torch.zeros(1, 2).long())
 >>> fill_slots([block, block], [3, 0], shape(1), got)
 >>> got.x.flatten().tolist(), got.src_info.flatten().tolist(), got.counts.tolist()
@@ -43,7 +43,8 @@ from torch import Tensor
 
 from tokenyard.kernels.base import wide_dtype
 from tokenyard.kernels.reference.quantize import plan_to_fp8
-from tokenyard.slots import NO_CAST, PACKED, PLAIN, Received, SlotShape, Stray
+from tokenyard.wire.fp8 import NO_CAST, PACKED, PLAIN
+from tokenyard.wire.slots import SlotResults, SlotShape, Stray
 
 
 def stage_slots(
@@ -78,7 +79,7 @@ def stage_slots(
 
 
 def fill_slots(
-    blocks: Sequence[Tensor], tokens: Sequence[int], shape: SlotShape, out: Received
+    blocks: Sequence[Tensor], tokens: Sequence[int], shape: SlotShape, out: SlotResults
 ) -> None:
     own, num_experts = shape.placement.experts_of_rank[shape.rank], shape.placement.num_experts
     for source, block in enumerate(blocks):

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from tokenyard.kernels import triton as kernels
-from tokenyard.slots import NO_CAST, PACKED, PLAIN, ROUNDED, Received, SlotShape
 from tokenyard.topology import Placement
 from tokenyard.types import ROW_DTYPES, Route
+from tokenyard.wire.fp8 import NO_CAST, PACKED, PLAIN, ROUNDED
+from tokenyard.wire.slots import SlotResults, SlotShape
 
 TOKENS, TOPK, HIDDEN, EXPERTS, RANKS = 256, 8, 7168, 64, 8
 FEW = 16  # tokens of a rank in the low-latency mode, whose slots are many times as many
@@ -169,9 +170,9 @@ def _low_latency() -> Iterator[Case]:
     yield "pick_slots", partial(kernels.pick_slots, ids, sent, ids)
 
 
-def _received(shape: SlotShape) -> Received:
+def _received(shape: SlotShape) -> SlotResults:
     slots, packed = shape.x_shape[:2], shape.scale_bytes // 4
-    return Received(
+    return SlotResults(
         x=torch.zeros(shape.x_shape, dtype=shape.row_dtype),
         scales=torch.zeros(*slots, packed, dtype=shape.scales_dtype) if packed else None,
         counts=torch.zeros(shape.num_local, dtype=torch.int32),

@@ -31,7 +31,8 @@ from tokenyard.kernels.triton.quantize import cast_into
 from tokenyard.kernels.triton.rows import pack
 from tokenyard.kernels.triton.sums import column_block
 from tokenyard.runtime import memory
-from tokenyard.slots import NO_CAST, PACKED, Received, SlotShape, Stray
+from tokenyard.wire.fp8 import NO_CAST, PACKED
+from tokenyard.wire.slots import SlotResults, SlotShape, Stray
 
 _PAIRS = 32  # of a program, each compared with as many others at once
 _PICKED = 256
@@ -243,7 +244,7 @@ def _fill_kernel(
 
 
 def fill_slots(
-    blocks: Sequence[Tensor], tokens: Sequence[int], shape: SlotShape, out: Received
+    blocks: Sequence[Tensor], tokens: Sequence[int], shape: SlotShape, out: SlotResults
 ) -> None:
     device, num_ranks, num_max = out.x.device, shape.num_ranks, shape.num_max
     both = shape.num_local * num_ranks

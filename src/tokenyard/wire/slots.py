@@ -12,21 +12,18 @@ an expert, R * num_max.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tokenyard.errors import TEXT_WORDS
 from tokenyard.topology import Placement
-from tokenyard.types import ROW_DTYPES, digest, round_up
+from tokenyard.types import digest, round_up
+from tokenyard.wire.fp8 import GROUP, NO_CAST, PACKED, PLAIN, ROUNDED
 
 DISPATCH, COMBINE = 0, 1  # the kinds of calls
-GROUP = 128  # elements that share a scale
-NO_CAST, PLAIN, ROUNDED, PACKED = -1, 0, 1, 2  # how rows are cast to FP8, if they are
 
 # The words of a post, int64. The first line holds all that the usual case looks at.
 NUMBER, FAILED, TOKENS, HANDLE, SIGNATURE, FD, SIZE, IDENTITY = range(
@@ -38,14 +35,6 @@ TEXT = 24
 POST_WORDS = TEXT + TEXT_WORDS
 
 DTYPE_TERM = 4  # among the terms
-_TERM_NAMES = (
-    "num_max_dispatch_tokens_per_rank",
-    "hidden size",
-    "top-k",
-    "num_experts",
-    "dtype of x",
-    "use_fp8, round_scale or use_ue8m0",
-)
 
 
 # How a compiled call ended: OK, or one of the others times 2**32 plus a rank, a place or a number.
@@ -70,10 +59,7 @@ class Stray(Exception):
         self.rank = rank
 
 
-_CASTS = {NO_CAST: "none", PLAIN: "use_fp8", ROUNDED: "round_scale", PACKED: "use_ue8m0"}
-
-
-class Received(NamedTuple):
+class SlotResults(NamedTuple):
     """Where a dispatch puts what arrives."""
 
     x: Tensor  # [L, S, D]
@@ -152,86 +138,3 @@ class SlotShape:
     @property
     def scales_dtype(self) -> torch.dtype:
         return torch.int32 if self.cast == PACKED else torch.float32
-
-
-@dataclass(kw_only=True, eq=False)
-class LowLatencyHandle:
-    """The memory of a low-latency dispatch. It reads as DeepEP's tuple too:
-    (src_info, layout_range, num_max, hidden, num_experts).
-    """
-
-    src_info: Tensor  # [L, S] int32, the token's index on its source rank
-    layout_range: Tensor  # [L, R] int64, begin << 32 | count of the rows from each source rank
-    shape: SlotShape
-    sent: Tensor  # [2, T, K] int64: topk_idx, and each pair's place among those of its expert
-    buffer_id: int  # the Buffer and rank that made it; others refuse it
-    number: int  # of the dispatch; all ranks must combine the same
-    receipt: Any = None  # its `is_over` says whether rows have arrived, if that was left for later
-
-    def _v1(self) -> tuple[Any, ...]:
-        shape = self.shape
-        return (
-            self.src_info,
-            self.layout_range,
-            shape.num_max,
-            shape.hidden,
-            shape.placement.num_experts,
-        )
-
-    def __len__(self) -> int:
-        return 5
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._v1())
-
-    def __getitem__(self, index: int) -> Any:
-        return self._v1()[index]
-
-    def __repr__(self) -> str:
-        shape = self.shape
-        return (
-            f"<tokenyard.LowLatencyHandle of dispatch call {self.number}: {self.sent.shape[1]} "
-            f"tokens sent, {shape.num_local} experts of {shape.num_slots} slots, "
-            f"hidden {shape.hidden}>"
-        )
-
-
-class Back(NamedTuple):
-    """A combine, as its two halves know it."""
-
-    own: Tensor | None  # [L, S, D] y, if it can be read until the end; a copy is kept if not
-    dtype: torch.dtype  # of y
-    topk_idx: Tensor  # [T, K] int64
-    weights: Tensor  # [T, K] float32
-    handle: LowLatencyHandle
-    picked: Tensor  # [T, K] int64, for the place of each pair's row among those of its expert
-    zero_copy: bool
-
-
-def say_difference(stage: str, rank: int, mine: np.ndarray, other: int, theirs: np.ndarray) -> str:
-    """What two posts that cannot meet differ in. Stray if the other's is no post of any call."""
-    _check_terms(other, theirs)
-    what, own, their = "how many low-latency calls they made", mine[NUMBER], theirs[NUMBER]
-    if own == their:
-        what, own, their = "the handle (by its dispatch's number)", mine[HANDLE], theirs[HANDLE]
-        for place, name in enumerate(_TERM_NAMES):
-            if mine[TERMS + place] != theirs[TERMS + place]:
-                what, own, their = name, mine[TERMS + place], theirs[TERMS + place]
-                break
-    if own == their:
-        raise Stray(other)
-    if what == _TERM_NAMES[DTYPE_TERM]:
-        own, their = (str(ROW_DTYPES[one]).removeprefix("torch.") for one in (own, their))
-    elif what == _TERM_NAMES[-1]:
-        own, their = (_CASTS[one] for one in (int(own), int(their)))
-    return f"{stage}: ranks differ in {what}: {own} on rank {rank}, {their} on rank {other}"
-
-
-def _check_terms(rank: int, post: np.ndarray) -> None:
-    *sizes, dtype, cast = post[TERMS : TERMS + len(_TERM_NAMES)].tolist()
-    if (
-        not all(0 <= size < 1 << 48 for size in sizes)
-        or not 0 <= dtype < len(ROW_DTYPES)
-        or cast not in _CASTS
-    ):
-        raise Stray(rank)

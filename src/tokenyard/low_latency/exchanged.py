@@ -23,12 +23,14 @@ from torch import Tensor
 
 from tokenyard.comm.base import Communicator
 from tokenyard.kernels.base import RowKernels
+from tokenyard.low_latency.handle import PendingCombine
 from tokenyard.runtime import memory
 from tokenyard.runtime.memory import as_bytes
-from tokenyard.slots import COMBINE, DISPATCH, LOW, NO_CAST, Back, Received, SlotShape
 from tokenyard.transports.base import Transport
 from tokenyard.transports.collective import pack_records, unpack_records
 from tokenyard.types import round_up
+from tokenyard.wire.fp8 import NO_CAST
+from tokenyard.wire.slots import COMBINE, DISPATCH, LOW, SlotResults, SlotShape
 
 _WORD = 8  # bytes: what goes back is sent in words, so that all of it is aligned
 
@@ -48,7 +50,7 @@ class SlotKernels(RowKernels, Protocol):
         blocks: Sequence[Tensor],
         tokens: Sequence[int],
         shape: SlotShape,
-        out: Received,
+        out: SlotResults,
     ) -> None: ...
 
     def stage_back(
@@ -112,7 +114,7 @@ class ExchangedSlots:
         self,
         number: int,
         shape: SlotShape,
-        out: Received,
+        out: SlotResults,
         totals: Tensor | None,
         waits: Tensor | None,
         stage: str,
@@ -134,7 +136,7 @@ class ExchangedSlots:
         if totals is not None:
             totals += out.counts
 
-    def send_combine(self, number: int, y: Tensor, back: Back, stage: str) -> int:
+    def send_combine(self, number: int, y: Tensor, back: PendingCombine, stage: str) -> int:
         """Lay rows out. -1, or the place of a pair that dispatch did not send."""
         shape, ranges = back.handle.shape, back.handle.layout_range
         rows_to = (ranges & LOW).sum(0).tolist()
@@ -149,7 +151,7 @@ class ExchangedSlots:
         return self._kernels.pick_slots(back.topk_idx, back.handle.sent, back.picked)
 
     def receive_combine(
-        self, number: int, back: Back, out: Tensor, waits: Tensor | None, stage: str
+        self, number: int, back: PendingCombine, out: Tensor, waits: Tensor | None, stage: str
     ) -> None:
         mail, shape = self._read(COMBINE, number, waits), back.handle.shape
         tables, rows = zip(*_back_parts(mail.came_NB, mail.rows_from, shape, back.dtype))

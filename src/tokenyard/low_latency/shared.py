@@ -16,9 +16,13 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import CallMismatch, PeerDied, PeerError, PeerLeft
+from tokenyard.low_latency.handle import PendingCombine
+from tokenyard.low_latency.mismatch import say_difference
+from tokenyard.low_latency.posts import Differs, Lane, LaneKernels, Lanes, words
 from tokenyard.shm.node import Mapped, Team
 from tokenyard.shm.segment import Segment
-from tokenyard.slots import (
+from tokenyard.types import ROW_DTYPES
+from tokenyard.wire.slots import (
     BAD,
     COMBINE,
     DIFFERS,
@@ -42,14 +46,10 @@ from tokenyard.slots import (
     STRAY,
     TERMS,
     TWICE,
-    Back,
-    Received,
+    SlotResults,
     SlotShape,
     Stray,
-    say_difference,
 )
-from tokenyard.transports.slot_lanes import Differs, Lane, LaneKernels, Lanes, words
-from tokenyard.types import ROW_DTYPES
 
 _MANY = 16  # segments of a rank
 _ALWAYS_KEPT = 1 << 20  # bytes of a block
@@ -130,7 +130,7 @@ class SharedSlots:
         self,
         number: int,
         shape: SlotShape,
-        out: Received,
+        out: SlotResults,
         totals: Tensor | None,
         waits: Tensor | None,
         stage: str,
@@ -170,7 +170,7 @@ class SharedSlots:
             self._answer(code, lane, number, stage)
         self._after_reading(lane, number, stage)
 
-    def send_combine(self, number: int, y: Tensor, back: Back, stage: str) -> int:
+    def send_combine(self, number: int, y: Tensor, back: PendingCombine, stage: str) -> int:
         """Lay rows out and say so. -1, or the place of a pair that dispatch did not send."""
         handle, shape, place = back.handle, back.handle.shape, 2 + number % 2
         self.lanes.begin(COMBINE, number)
@@ -242,7 +242,7 @@ class SharedSlots:
             head[ROWS_FD : ROWS_BEGIN + 1] = *given.told, y.data_ptr() - given.address
 
     def receive_combine(
-        self, number: int, back: Back, out: Tensor, waits: Tensor | None, stage: str
+        self, number: int, back: PendingCombine, out: Tensor, waits: Tensor | None, stage: str
     ) -> None:
         handle, shape, lane = back.handle, back.handle.shape, self.lanes[2 + number % 2]
         if waits is not None:

@@ -38,9 +38,9 @@ from torch import Tensor
 
 from tokenyard.errors import TEXT_WORDS, rejected, text_to_words
 from tokenyard.shm.node import SignalKernels, Stopped, Team
-from tokenyard.slots import POST_WORDS, TEXT
 from tokenyard.types import round_up
 from tokenyard.wire.columns import LINE
+from tokenyard.wire.slots import POST_WORDS, TEXT
 
 _POST = 8 * POST_WORDS
 _READS = 4 * _POST  # after the posts of both kinds and parities
