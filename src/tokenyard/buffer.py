@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from tokenyard import validate
-from tokenyard.engine import Engine
+from tokenyard.engine.inputs import DispatchRequest
+from tokenyard.engine.stages import Engine
 from tokenyard.errors import BufferClosed, BufferInUse, PeerError
 from tokenyard.low_latency.calls import LowLatencyCalls
 from tokenyard.low_latency.engine import LowLatency
 from tokenyard.opening import check_group, open_engine
-from tokenyard.prepare import DispatchRequest
 from tokenyard.runtime.events import EventHandle, EventOverlap
 from tokenyard.runtime.streams import Finish, capture
 from tokenyard.types import Config, Handle

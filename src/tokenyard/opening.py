@@ -15,10 +15,10 @@ from torch import Tensor
 
 from tokenyard import kernels as kernel_sets
 from tokenyard import validate
-from tokenyard.agreement import STAGES, Agreement, Call, Terms
 from tokenyard.comm import connect
 from tokenyard.comm.process_table import Watch, Who, who_am_i
-from tokenyard.engine import Engine
+from tokenyard.engine.agreement import STAGES, Agreement, Call, Terms
+from tokenyard.engine.stages import Engine
 from tokenyard.errors import PeerError, SharedMemoryError
 from tokenyard.low_latency.engine import LowLatency
 from tokenyard.runtime.streams import streams_for

@@ -26,7 +26,7 @@ _ALL = ("direct", "ring", "collective", "hierarchical")
 # Where a stall, an exception or a death may come: the module, the name in it, and the transports
 # whose calls pass there; "low" for those of the low-latency mode alone.
 POINTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "Agreement.meet": ("tokenyard.agreement", "Agreement.meet", _ALL),
+    "Agreement.meet": ("tokenyard.engine.agreement", "Agreement.meet", _ALL),
     "Team.exchange": ("tokenyard.shm.node", "Team.exchange", _SHARED),
     "Team.meet": ("tokenyard.shm.node", "Team.meet", ("direct", "hierarchical")),
     "Team.memory": ("tokenyard.shm.node", "Team.memory", (*_SHARED, "low")),

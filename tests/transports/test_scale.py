@@ -15,7 +15,7 @@ import tokenyard
 from tests.transports.exchange_case import Case, expected, inputs, job
 from tests.transports.test_conformance import check
 from tokenyard import spec
-from tokenyard.agreement import Call
+from tokenyard.engine.agreement import Call
 from tokenyard.testing import run_virtual
 
 

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, from_numpy
 
 from tokenyard import validate
-from tokenyard.agreement import STAGES, Agreement, Call, Terms, stage_in
 from tokenyard.comm.base import Communicator
+from tokenyard.engine.agreement import STAGES, Agreement, Call, Terms, stage_in
+from tokenyard.engine.inputs import Preparation
 from tokenyard.errors import CallMismatch, PeerError, PeerInputError, PeerLeft
 from tokenyard.kernels import Kernels
 from tokenyard.low_latency.exchanged import ExchangedSlots
@@ -38,7 +39,6 @@ from tokenyard.low_latency.inputs import (
 )
 from tokenyard.low_latency.results import LaterEvent, Receipt, Results
 from tokenyard.low_latency.shared import SharedSlots
-from tokenyard.prepare import Preparation
 from tokenyard.runtime import memory
 from tokenyard.runtime.events import EventOverlap, Worker
 from tokenyard.transports import Transport

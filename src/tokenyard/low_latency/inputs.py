@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tokenyard import validate
+from tokenyard.engine.inputs import Preparation
 from tokenyard.low_latency.handle import LowLatencyHandle
-from tokenyard.prepare import Preparation
 from tokenyard.runtime import memory
 from tokenyard.types import ROW_DTYPES, round_up
 from tokenyard.wire.fp8 import GROUP, NO_CAST, PACKED, PLAIN, ROUNDED

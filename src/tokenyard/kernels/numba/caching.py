@@ -34,7 +34,6 @@ _ELSEWHERE = (
     "kernels/plan.py",
     "runtime/limits.py",
     "runtime/memory.py",
-    "wire/slots.py",
     "wire/columns.py",
     "wire/fp8.py",
     "wire/slots.py",

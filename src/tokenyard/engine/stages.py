@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard import notify, validate
-from tokenyard.agreement import STAGES, Agreed, Agreement, Call, Terms
+from tokenyard import validate
 from tokenyard.comm.base import Communicator
+from tokenyard.engine import counts
+from tokenyard.engine.agreement import STAGES, Agreed, Agreement, Call, Terms
+from tokenyard.engine.inputs import DispatchRequest, Outgoing, Preparation, wait
 from tokenyard.errors import CallMismatch, PeerError, PeerLeft, SharedMemoryError
 from tokenyard.kernels import Kernels
-from tokenyard.prepare import DispatchRequest, Outgoing, Preparation, wait
 from tokenyard.runtime import memory
 from tokenyard.runtime.events import EventHandle, EventOverlap, Worker
 from tokenyard.runtime.streams import Finish, Streams
@@ -118,7 +119,7 @@ class Engine:
         out, agreed = self._agreement.agree(
             stage, lambda: self.local.dispatch(request), self._terms
         )
-        flow, per_expert = notify.hear(
+        flow, per_expert = counts.hear(
             agreed.payload,
             out.route,
             out.placement,
@@ -375,7 +376,7 @@ class Engine:
             tag=out.tag,
             **_rings(out.config),
         )
-        payload = notify.tell(out.route, out.layout, out.placement, self._one_node)
+        payload = counts.tell(out.route, out.layout, out.placement, self._one_node)
         offer = self.transport.offer_rows(None, ())
         return Terms(call, offer, payload, out.x.shape[0], out.num_worst_tokens)
 

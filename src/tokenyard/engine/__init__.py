@@ -1,0 +1,1 @@
+"""A call: inputs are checked and counted, ranks agree, rows move."""
