@@ -1,6 +1,6 @@
 """What the compiler made of the Triton kernels, as the tables of docs/gpu.md. Needs no GPU.
 
-    python benchmarks/gpu_code.py
+    python -m benchmarks.gpu_code
 
 Registers, shared memory and spills are the compilers' own figures. The last table is an estimate:
 nothing was run.
@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 
-from tokenyard.kernels.triton import ahead
-from tokenyard.kernels.triton.ahead import TARGETS, Compiled
+from tools.triton_aot import compile as ahead
+from tools.triton_aot.compile import TARGETS, Compiled
 
 # Bytes of memory a second; instructions that all schedulers can start in a second (SMs or CUs,
 # times four, times clock); SMs or CUs. From the vendors' data sheets.
@@ -23,7 +23,7 @@ ROOFS = {
 LATENCY = 700e-9  # about: as much as is read in this time must be on its way to fill the memory
 
 # Bytes that a program reads and writes in one go through its code: elements of a tile, times their
-# size, times reads and writes. What a kernel is compiled for is in kernels/triton/catalogue.py.
+# size, times reads and writes. What a kernel is compiled for is in tools/triton_aot/catalogue.py.
 MOVED = {
     "pack bfloat16": ("_pack_kernel", 2 * 4096),
     "put bfloat16": ("_put_kernel", 2 * 4096),

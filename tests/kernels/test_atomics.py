@@ -12,7 +12,12 @@ import pytest
 from numba import njit, types
 
 from tokenyard.kernels.numba import signals
-from tokenyard.kernels.numba.atomics import fence_stores, load_acquire, store_release, stream_line
+from tokenyard.kernels.numba.llvm.atomics import (
+    fence_stores,
+    load_acquire,
+    store_release,
+    stream_line,
+)
 from tokenyard.kernels.numba.rows import _scatter_kernel
 from tokenyard.wire.columns import LINE
 

@@ -21,15 +21,15 @@ from numba.core.extending import _Intrinsic
 from numba.extending import is_jitted
 
 from tokenyard.kernels import numba as kernels
-from tokenyard.kernels.numba.ring import Call
-from tokenyard.kernels.numba.ring_combine import _Sum
+from tokenyard.kernels.numba.ring.combine import _Sum
+from tokenyard.kernels.numba.ring.protocol import RingCall
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="reads x86-64 code")
 
 I64, FLAG = types.int64, types.boolean
 BFLOAT16, WIDE = types.uint16[::1], types.float32[::1]
 WORDS, TABLE = types.int64[::1], types.int64[:, ::1]
-CALL = typeof(Call(*[0] * 12))
+CALL = typeof(RingCall(*[0] * 12))
 SUMS = typeof(_Sum(*[0] * 10, False, 0, 0))
 
 # Kernels in which something may be streamed, as Python calls them.

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenyard.kernels.plan import Plan, plan
+from tokenyard.kernels.rearrange_plan import Plan, plan
 from tokenyard.wire.columns import LINE
 
 

@@ -23,10 +23,10 @@ from torch import Tensor
 
 import tokenyard
 from tokenyard import kernels, spec
-from tokenyard.kernels import plan as planning
+from tokenyard.kernels import rearrange_plan as planning
 from tokenyard.kernels.base import interprets_triton
-from tokenyard.kernels.numba.rearrange import _job, _part
-from tokenyard.kernels.numba.shuffles import transpose_streaming
+from tokenyard.kernels.numba.llvm.transpose import transpose_streaming
+from tokenyard.kernels.numba.rearrange.boxes import _job, _part
 from tokenyard.testing import assert_same, poisoned
 
 SETS = kernels.available()

@@ -15,8 +15,8 @@ if not has_triton() or interprets_triton():
     pytest.skip("needs triton, not interpreted", allow_module_level=True)
 
 from tokenyard.kernels import triton as kernels
-from tokenyard.kernels.triton import ahead
-from tokenyard.kernels.triton.ahead import TARGETS, Compiled
+from tools.triton_aot import compile as ahead
+from tools.triton_aot.compile import TARGETS, Compiled
 
 NVIDIA = [name for name in TARGETS if name.startswith("sm_")]
 AMD = [name for name in TARGETS if name.startswith("gfx")]

@@ -1,5 +1,5 @@
 /*
- * The ring protocol of src/tokenyard/kernels/numba/ring.py, for few ranks, all routings of two tokens
+ * The ring protocol of src/tokenyard/kernels/numba/ring/protocol.py, for few ranks, all routings of two tokens
  * a rank, and all interleavings of sequentially consistent steps. tests/models/test_models.py runs it.
  *
  * A call is a dispatch (D) or a combine (K). Its slots are of one cell or of two, so that slots of one

@@ -98,3 +98,22 @@ def test_no_pickled_collectives() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             called = getattr(node, "attr", "")
             assert not called.endswith(("_object", "_object_list")), f"{path} calls {called}"
+
+
+# What only some sets have: how a set is built, and what its hardware alone can do.
+OWN_KERNELS = {
+    "reference": set(),
+    "numba": {"caching", "llvm", "ring", "signals"},
+    "triton": {"floats", "launch", "symmetric"},
+}
+
+
+def test_kernel_sets_have_the_same_files() -> None:
+    """So that whoever knows where one set's reduce is finds the others'."""
+    names = {}
+    for kernels, own in OWN_KERNELS.items():
+        inside = (SOURCE / "kernels" / kernels).iterdir()
+        found = {path.stem for path in inside if path.stem[:2] != "__"}
+        assert own <= found, f"{kernels} has no {own - found}"
+        names[kernels] = found - own
+    assert names["numba"] == names["triton"] == names["reference"]

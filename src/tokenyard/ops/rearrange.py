@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tokenyard import validate
 from tokenyard.kernels.base import Array, pick
-from tokenyard.kernels.plan import MOST_AXES
+from tokenyard.kernels.rearrange_plan import MOST_AXES
 
 _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, from_numpy
 
 from tokenyard.kernels.numba.caching import njit
-from tokenyard.kernels.numba.intrinsics import pointer
+from tokenyard.kernels.numba.llvm.pointers import pointer
 from tokenyard.runtime import memory
 from tokenyard.runtime.threads import in_channels, num_channels
 from tokenyard.types import Aligned, channel_ranges

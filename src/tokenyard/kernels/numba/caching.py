@@ -31,7 +31,7 @@ _HERE = Path(__file__).parent
 _ELSEWHERE = (
     "errors.py",
     "kernels/base.py",
-    "kernels/plan.py",
+    "kernels/rearrange_plan.py",
     "runtime/limits.py",
     "runtime/memory.py",
     "wire/columns.py",

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor, from_numpy
 
 from tokenyard.kernels.numba.caching import njit
-from tokenyard.kernels.numba.intrinsics import pointer, trailing_zeros
+from tokenyard.kernels.numba.llvm.pointers import pointer, trailing_zeros
 from tokenyard.runtime import memory
 from tokenyard.types import Layout, Route
 

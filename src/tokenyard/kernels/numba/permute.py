@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, from_numpy
 
 from tokenyard.kernels.numba.align import count_ids, slot_of
-from tokenyard.kernels.numba.atomics import fence_stores
 from tokenyard.kernels.numba.caching import njit
-from tokenyard.kernels.numba.intrinsics import LIKE, pointer
+from tokenyard.kernels.numba.llvm.atomics import fence_stores
+from tokenyard.kernels.numba.llvm.pointers import LIKE, pointer
+from tokenyard.kernels.numba.llvm.sums import sum_scaled
 from tokenyard.kernels.numba.rows import copy_row, may_stream
-from tokenyard.kernels.numba.sums import sum_scaled
 from tokenyard.runtime import memory
 from tokenyard.runtime.threads import in_channels
 from tokenyard.types import Places

@@ -7,13 +7,14 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from tokenyard.kernels.numba import vectors
-from tokenyard.kernels.numba.atomics import fence_stores
 from tokenyard.kernels.numba.caching import njit
-from tokenyard.kernels.numba.intrinsics import LANES, LIKE, pointer
+from tokenyard.kernels.numba.llvm import vectors
+from tokenyard.kernels.numba.llvm.atomics import fence_stores
+from tokenyard.kernels.numba.llvm.pointers import LIKE, pointer
+from tokenyard.kernels.numba.llvm.sums import _broadcast, _put
+from tokenyard.kernels.numba.llvm.vectors import LANES
 from tokenyard.kernels.numba.permute import _find_outside, _mark_kernel, _zero_kernel
 from tokenyard.kernels.numba.rows import may_stream
-from tokenyard.kernels.numba.sums import _broadcast, _put
 from tokenyard.runtime.threads import in_channels
 from tokenyard.wire.columns import LINE
 

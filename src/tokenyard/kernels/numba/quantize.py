@@ -9,9 +9,9 @@ import torch
 from numba import int64, typeof
 from torch import Tensor, bfloat16, float8_e4m3fn, from_numpy
 
-from tokenyard.kernels.numba.atomics import fence_stores
 from tokenyard.kernels.numba.caching import njit
-from tokenyard.kernels.numba.fp8 import (
+from tokenyard.kernels.numba.llvm.atomics import fence_stores
+from tokenyard.kernels.numba.llvm.fp8 import (
     GROUP,
     bits_float,
     float_bits,
@@ -21,7 +21,7 @@ from tokenyard.kernels.numba.fp8 import (
     group_to_fp8,
     group_to_fp8_streaming,
 )
-from tokenyard.kernels.numba.intrinsics import LIKE, pointer
+from tokenyard.kernels.numba.llvm.pointers import LIKE, pointer
 from tokenyard.runtime import memory
 from tokenyard.runtime.threads import in_channels
 

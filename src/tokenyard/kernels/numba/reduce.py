@@ -12,22 +12,21 @@ from functools import cache
 import numpy as np
 from torch import Tensor
 
-from tokenyard.kernels.numba.atomics import fence_stores
 from tokenyard.kernels.numba.caching import njit
-from tokenyard.kernels.numba.intrinsics import (
-    LANES,
-    LIKE,
+from tokenyard.kernels.numba.llvm.atomics import fence_stores
+from tokenyard.kernels.numba.llvm.pointers import LIKE, pointer
+from tokenyard.kernels.numba.llvm.sums import (
     WIDE_LANES,
     add_lanes,
     add_one,
     fold_lanes,
     fold_one,
-    pointer,
     put_lanes,
     put_one,
     sum_rows,
     sum_rows_streaming,
 )
+from tokenyard.kernels.numba.llvm.vectors import LANES
 from tokenyard.runtime.threads import in_channels
 from tokenyard.types import Route
 from tokenyard.wire.columns import LINE

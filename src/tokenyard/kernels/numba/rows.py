@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from tokenyard.kernels.numba.atomics import fence_stores, stream_line
 from tokenyard.kernels.numba.caching import njit
-from tokenyard.kernels.numba.intrinsics import copy_bytes, pointer
+from tokenyard.kernels.numba.llvm.atomics import fence_stores, stream_line
+from tokenyard.kernels.numba.llvm.pointers import copy_bytes, pointer
 from tokenyard.runtime.threads import in_channels
 from tokenyard.types import Route
 from tokenyard.wire.columns import LINE

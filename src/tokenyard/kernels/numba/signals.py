@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from tokenyard.kernels.numba.atomics import fence_stores, load_acquire, pause, store_release
 from tokenyard.kernels.numba.caching import njit
-from tokenyard.kernels.numba.intrinsics import copy_bytes, pointer
+from tokenyard.kernels.numba.llvm.atomics import fence_stores, load_acquire, pause, store_release
+from tokenyard.kernels.numba.llvm.pointers import copy_bytes, pointer
 
 _INT64 = np.empty(0, np.int64)
 

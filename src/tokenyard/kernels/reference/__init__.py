@@ -4,17 +4,20 @@ Choose it to read what a kernel does, to step through it, or on devices that no 
 """
 
 from tokenyard.kernels.reference.align import align
-from tokenyard.kernels.reference.exchange import layout, localise, pack, reduce, route
-from tokenyard.kernels.reference.permute import place, spread, unpermute, unpermute_backward
-from tokenyard.kernels.reference.quantize import plan_from_fp8, plan_to_fp8
-from tokenyard.kernels.reference.rearrange import rearrange
-from tokenyard.kernels.reference.slots import (
+from tokenyard.kernels.reference.layout import layout, route
+from tokenyard.kernels.reference.low_latency import (
     fill_slots,
     pick_slots,
     stage_back,
     stage_slots,
     sum_slots,
 )
+from tokenyard.kernels.reference.permute import place, spread, unpermute
+from tokenyard.kernels.reference.permute_backward import unpermute_backward
+from tokenyard.kernels.reference.quantize import plan_from_fp8, plan_to_fp8
+from tokenyard.kernels.reference.rearrange import rearrange
+from tokenyard.kernels.reference.reduce import reduce
+from tokenyard.kernels.reference.rows import localise, pack
 
 __all__ = [
     "align",

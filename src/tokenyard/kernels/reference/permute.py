@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from tokenyard.kernels.base import wide_dtype
 from tokenyard.kernels.reference.align import by_expert
@@ -45,7 +44,7 @@ def unpermute(y_MD: Tensor, row_of_NK: Tensor, weights_NK: Tensor | None, out_ND
     >>> unpermute(y, torch.tensor([[2, 0], [-1, 1]]), None, out), out.tolist()
     (-1, [[5.0], [2.0]])
     """
-    first_bad = _find_outside(row_of_NK, y_MD.shape[0])
+    first_bad = find_outside(row_of_NK, y_MD.shape[0])
     if first_bad >= 0:
         return first_bad
     total_ND = torch.zeros_like(out_ND, dtype=wide_dtype(out_ND.dtype))
@@ -59,48 +58,6 @@ def unpermute(y_MD: Tensor, row_of_NK: Tensor, weights_NK: Tensor | None, out_ND
     return -1
 
 
-def unpermute_backward(
-    grad_ND: Tensor,
-    y_MD: Tensor,
-    row_of_NK: Tensor,
-    weights_NK: Tensor,
-    grad_y_MD: Tensor,
-    grad_weights_NK: Tensor,
-) -> int:
-    """
-    >>> grad, y = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0], [0.5, 7.0]])
-    >>> grad_y, grad_weights = torch.empty(2, 2), torch.empty(1, 2)
-    >>> row_of, weights = torch.tensor([[1, -1]]), torch.tensor([[10.0, 5.0]])
-    >>> unpermute_backward(grad, y, row_of, weights, grad_y, grad_weights)
-    -1
-    >>> grad_y.tolist(), grad_weights.tolist()
-    ([[0.0, 0.0], [10.0, 20.0]], [[14.5, 0.0]])
-    """
-    first_bad = _find_outside(row_of_NK, y_MD.shape[0])
-    if first_bad >= 0:
-        return first_bad
-    row, k = (row_of_NK >= 0).nonzero(as_tuple=True)
-    place = row_of_NK[row, k]
-    grad = grad_ND[row].to(weights_NK.dtype)
-    grad_y_MD.zero_()
-    grad_y_MD[place] = (weights_NK[row, k, None] * grad).to(grad_y_MD.dtype)
-    grad_weights_NK.zero_()
-    grad_weights_NK[row, k] = _dots(grad, y_MD[place].to(grad.dtype))
-    return -1
-
-
-def _dots(one_ND: Tensor, other_ND: Tensor) -> Tensor:
-    """[N]: 16 sums a row, element d goes to sum d % 16; then these by halves."""
-    products = pad(one_ND * other_ND, (0, -one_ND.shape[1] % 16))
-    sums = torch.zeros_like(products[:, :16])
-    for part in products.split(16, dim=1):
-        sums += part
-    while sums.shape[1] > 1:
-        low, high = sums.chunk(2, dim=1)
-        sums = low + high
-    return sums[:, 0]
-
-
-def _find_outside(row_of_NK: Tensor, num_rows: int) -> int:
+def find_outside(row_of_NK: Tensor, num_rows: int) -> int:
     outside = ((row_of_NK < -1) | (row_of_NK >= num_rows)).flatten().nonzero()
     return int(outside[0, 0]) if len(outside) else -1

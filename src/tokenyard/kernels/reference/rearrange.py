@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from tokenyard.kernels.base import Array
-from tokenyard.kernels.plan import plan
+from tokenyard.kernels.rearrange_plan import plan
 
 
 def rearrange(dst: Array, src: Array) -> None:

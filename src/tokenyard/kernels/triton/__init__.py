@@ -1,37 +1,37 @@
 """The kernels in Triton: for tensors on NVIDIA and AMD devices.
 
 Nobody has run them on a device yet. What was shown without one, and how, is in docs/gpu.md: each
-agrees with `spec` in Triton's interpreter, and compiles for five targets.
+agrees with `spec` in Triton's interpreter, and compiles for five targets (tools/triton_aot).
 
-    launch     how kernels are started
-    numbers    floats that have the same bits everywhere
-    layout     who gets each token, and the lists of rows
-    rows       pack, spread and localise: moving bytes, renaming experts
-    sums       reduce and unpermute
-    gradients  those of unpermute
-    experts    align and place: pairs by expert
-    rearrange  copies between any two strides
-    quantize   to FP8 and back
-    slots      the low-latency mode
-    peers      rows into other ranks' memory, and flags
-    ahead      all of it compiled without a device; `catalogue` says what
+    launch       how kernels are started
+    floats       floats that have the same bits everywhere
+    layout       who gets each token, and the lists of rows
+    rows         pack and localise: moving bytes, renaming experts
+    reduce       the sum of combine
+    align        pairs by expert, in whole blocks
+    permute      rows by local expert, and back; permute_backward its gradients
+    rearrange    copies between any two strides
+    quantize     to FP8 and back
+    low_latency  the steps of the low-latency mode
+    symmetric    rows into other ranks' memory, and flags
 """
 
-from tokenyard.kernels.triton.experts import align, place
-from tokenyard.kernels.triton.gradients import unpermute_backward
+from tokenyard.kernels.triton.align import align
 from tokenyard.kernels.triton.layout import layout, route
-from tokenyard.kernels.triton.peers import await_flags, put, raise_flags
-from tokenyard.kernels.triton.quantize import plan_from_fp8, plan_to_fp8
-from tokenyard.kernels.triton.rearrange import rearrange
-from tokenyard.kernels.triton.rows import localise, pack, spread
-from tokenyard.kernels.triton.slots import (
+from tokenyard.kernels.triton.low_latency import (
     fill_slots,
     pick_slots,
     stage_back,
     stage_slots,
     sum_slots,
 )
-from tokenyard.kernels.triton.sums import reduce, reduce_at, unpermute
+from tokenyard.kernels.triton.permute import place, spread, unpermute
+from tokenyard.kernels.triton.permute_backward import unpermute_backward
+from tokenyard.kernels.triton.quantize import plan_from_fp8, plan_to_fp8
+from tokenyard.kernels.triton.rearrange import rearrange
+from tokenyard.kernels.triton.reduce import reduce, reduce_at
+from tokenyard.kernels.triton.rows import localise, pack
+from tokenyard.kernels.triton.symmetric import await_flags, put, raise_flags
 
 __all__ = [
     "align",

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokenyard.kernels.triton.floats import ABS, INF, as_passed, kind_of, to_bfloat16, widen
 from tokenyard.kernels.triton.launch import blocks, launch
-from tokenyard.kernels.triton.numbers import ABS, INF, as_passed, kind_of, to_bfloat16, widen
 from tokenyard.runtime import memory
 
 GROUP = tl.constexpr(128)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenyard.kernels.base import Array
-from tokenyard.kernels.plan import Plan, plan
+from tokenyard.kernels.rearrange_plan import Plan, plan
 from tokenyard.kernels.triton.launch import blocks, kept_numbers, launch, power_of_two, words
 
 _TILE = 1024  # elements of a tile whose rows are contiguous in both

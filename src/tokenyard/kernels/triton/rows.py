@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -29,7 +28,7 @@ class _Shape(NamedTuple):
     constants: dict[str, Any]
 
 
-def _shape(x_NB: Tensor, out_MB: Tensor) -> _Shape:
+def row_shape(x_NB: Tensor, out_MB: Tensor) -> _Shape:
     width, x_stride, out_stride = x_NB.shape[1], x_NB.stride(0), out_MB.stride(0)
     addresses = x_NB.data_ptr(), out_MB.data_ptr()
     granule = math.gcd(16, width, x_stride, out_stride, *addresses)
@@ -77,7 +76,7 @@ def pack(x_TB: Tensor, index_N: Tensor | None, out_NB: Tensor) -> Tensor:
     num_rows, num_bytes = out_NB.shape
     if num_rows == 0 or num_bytes == 0:
         return out_NB
-    shape = _shape(x_TB, out_NB)
+    shape = row_shape(x_TB, out_NB)
     launch(
         _pack_kernel,
         (blocks(num_rows, shape.constants["ROWS"]),),
@@ -90,102 +89,6 @@ def pack(x_TB: Tensor, index_N: Tensor | None, out_NB: Tensor) -> Tensor:
         **shape.constants,
     )
     return out_NB
-
-
-@triton.jit
-def _spread_kernel(
-    x,
-    row_of,
-    out,
-    written,
-    num_rows,
-    num_topk,
-    num_places,
-    width,
-    x_stride,
-    out_stride,
-    ELEMENT: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """A row is read once, and written to each of its places, which are marked as written."""
-    x, out = x.to(tl.pointer_type(ELEMENT)), out.to(tl.pointer_type(ELEMENT))
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    live = rows < num_rows
-    read = x + (rows * x_stride * GROUP)[:, None]
-    for first in range(0, width * GROUP, COLUMNS):
-        columns = first + tl.arange(0, COLUMNS)
-        inside = (columns < width * GROUP)[None, :]
-        values = tl.load(read + columns[None, :], mask=live[:, None] & inside)
-        for k in range(num_topk):
-            place = tl.load(row_of + rows * num_topk + k, mask=live, other=-1)
-            goes = (place >= 0) & (place < num_places)
-            write = out + (place * out_stride * GROUP)[:, None]
-            tl.store(write + columns[None, :], values, mask=goes[:, None] & inside)
-            if first == 0:
-                tl.store(written + place, 1, mask=goes)
-
-
-@triton.jit
-def _zero_kernel(
-    out,
-    written,
-    num_rows,
-    width,
-    out_stride,
-    ELEMENT: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Zeros where nothing was written."""
-    out = out.to(tl.pointer_type(ELEMENT))
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    empty = tl.load(written + rows, mask=rows < num_rows, other=1) == 0
-    write = out + (rows * out_stride * GROUP)[:, None]
-    zeros = tl.zeros([ROWS, COLUMNS], ELEMENT)
-    for first in range(0, width * GROUP, COLUMNS):
-        columns = first + tl.arange(0, COLUMNS)
-        mask = empty[:, None] & (columns < width * GROUP)[None, :]
-        tl.store(write + columns[None, :], zeros, mask=mask)
-
-
-def spread(x_NB: Tensor, row_of_NK: Tensor, out_MB: Tensor) -> Tensor:
-    (num_rows, num_topk), (num_places, num_bytes) = row_of_NK.shape, out_MB.shape
-    if num_places == 0 or num_bytes == 0:
-        return out_MB
-    written = torch.zeros(num_places, dtype=torch.int8, device=out_MB.device)
-    shape = _shape(x_NB, out_MB)
-    launch(
-        _spread_kernel,
-        (blocks(num_rows, shape.constants["ROWS"]),),
-        x_NB,
-        row_of_NK,
-        out_MB,
-        written,
-        num_rows,
-        num_topk,
-        num_places,
-        *shape[:3],
-        **shape.constants,
-    )
-    zero_unwritten(out_MB, written)
-    return out_MB
-
-
-def zero_unwritten(out_MB: Tensor, written_M: Tensor) -> None:
-    shape = _shape(out_MB, out_MB)
-    launch(
-        _zero_kernel,
-        (blocks(out_MB.shape[0], shape.constants["ROWS"]),),
-        out_MB,
-        written_M,
-        out_MB.shape[0],
-        shape.width,
-        shape.out_stride,
-        **shape.constants,
-    )
 
 
 @triton.jit

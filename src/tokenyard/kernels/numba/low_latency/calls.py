@@ -24,11 +24,10 @@ import numpy as np
 import torch
 from numba import int64, typeof
 
-from tokenyard.kernels.numba.atomics import fence_stores, load_acquire, store_release
 from tokenyard.kernels.numba.caching import njit
-from tokenyard.kernels.numba.intrinsics import LIKE, copy_bytes, pointer
-from tokenyard.kernels.numba.signals import reaches
-from tokenyard.kernels.numba.slots import (
+from tokenyard.kernels.numba.llvm.atomics import fence_stores, load_acquire, store_release
+from tokenyard.kernels.numba.llvm.pointers import LIKE, copy_bytes, pointer
+from tokenyard.kernels.numba.low_latency.steps import (
     begin_ranges,
     cast_like,
     count_rows,
@@ -40,6 +39,7 @@ from tokenyard.kernels.numba.slots import (
     sum_tokens,
     wide_scratch,
 )
+from tokenyard.kernels.numba.signals import reaches
 from tokenyard.wire.slots import (
     BAD,
     DIFFERS,

@@ -15,12 +15,12 @@ import numpy as np
 from torch import Tensor
 
 from tokenyard.kernels.base import Array
-from tokenyard.kernels.numba.atomics import fence_stores, stream_line
-from tokenyard.kernels.numba.blocks import KERNELS, LIKE, RUNS, fill_block
 from tokenyard.kernels.numba.caching import njit
-from tokenyard.kernels.numba.intrinsics import copy_bytes, pointer
-from tokenyard.kernels.numba.shuffles import copy_line, stack
-from tokenyard.kernels.plan import MOST_AXES, Plan, plan
+from tokenyard.kernels.numba.llvm.atomics import fence_stores, stream_line
+from tokenyard.kernels.numba.llvm.pointers import copy_bytes, pointer
+from tokenyard.kernels.numba.llvm.transpose import copy_line, stack
+from tokenyard.kernels.numba.rearrange.blocks import KERNELS, LIKE, RUNS, fill_block
+from tokenyard.kernels.rearrange_plan import MOST_AXES, Plan, plan
 from tokenyard.runtime import memory
 from tokenyard.runtime.threads import in_channels
 from tokenyard.wire.columns import LINE

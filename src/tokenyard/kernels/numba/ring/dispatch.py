@@ -9,14 +9,14 @@ from itertools import accumulate
 import numpy as np
 from torch import Tensor
 
-from tokenyard.kernels.numba.atomics import fence_stores, pause
 from tokenyard.kernels.numba.caching import njit
-from tokenyard.kernels.numba.intrinsics import pointer
-from tokenyard.kernels.numba.ring import (
+from tokenyard.kernels.numba.llvm.atomics import fence_stores, pause
+from tokenyard.kernels.numba.llvm.pointers import pointer
+from tokenyard.kernels.numba.ring.protocol import (
     OUT,
     ROWS,
     SLOT,
-    Call,
+    RingCall,
     Rings,
     begin_call,
     copy_columns,
@@ -40,7 +40,7 @@ class RingDispatch:
     """A dispatch on its way: `ring_dispatch` is called until it has nothing left to do."""
 
     rings: Rings
-    call: Call
+    call: RingCall
     starts_R: np.ndarray  # where each source's rows begin among those that arrive
     counts_R: np.ndarray  # how many there are
     kept: tuple[object, ...]  # memory that the call has addresses of

@@ -10,14 +10,14 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from tokenyard.kernels.numba.atomics import fence_stores, pause
 from tokenyard.kernels.numba.caching import njit
-from tokenyard.kernels.numba.intrinsics import LIKE, pointer
+from tokenyard.kernels.numba.llvm.atomics import fence_stores, pause
+from tokenyard.kernels.numba.llvm.pointers import LIKE, pointer
 from tokenyard.kernels.numba.reduce import NO_NODE, may_stream, node_table, scratch, sum_token
-from tokenyard.kernels.numba.ring import (
+from tokenyard.kernels.numba.ring.protocol import (
     ROWS,
     SLOT,
-    Call,
+    RingCall,
     Rings,
     begin_call,
     column_at,
@@ -58,7 +58,7 @@ class RingCombine:
     """A combine on its way: `ring_combine` is called until it has nothing left to do."""
 
     rings: Rings
-    call: Call
+    call: RingCall
     sums: _Sum
     like: np.ndarray
     tokens_C: np.ndarray  # [C, 2]: the next token of each channel, and the end of its tokens

@@ -29,8 +29,8 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
-from tokenyard.kernels.triton.catalogue import cases
 from tokenyard.runtime import memory
+from tools.triton_aot.catalogue import cases
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

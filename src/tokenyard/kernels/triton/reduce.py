@@ -13,21 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenyard.kernels.triton.launch import (
-    NONE,
-    blocks,
-    first_bad,
-    launch,
-    numbers,
-    power_of_two,
-    read_first_bad,
-)
-from tokenyard.kernels.triton.numbers import FLOAT64, as_element, as_passed, kind_of, narrow, widen
+from tokenyard.kernels.triton.floats import FLOAT64, as_element, as_passed, kind_of, narrow, widen
+from tokenyard.kernels.triton.launch import blocks, launch, numbers, power_of_two
 from tokenyard.types import Route
 
 _BYTES = 4096  # of a row that a program takes
 _PAIRS = 256
-_NONE = tl.constexpr(NONE)
 
 
 def column_block(hidden: int, itemsize: int) -> int:
@@ -129,72 +120,3 @@ def reduce_at(
         SEVERAL_NODES=max(node_of_rank) > 0,
         BLOCK=block,
     )
-
-
-@triton.jit
-def _outside_kernel(row_of, first_bad, num_pairs, num_rows, PAIRS: tl.constexpr):
-    pairs = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
-    place = tl.load(row_of + pairs, mask=pairs < num_pairs, other=-1)
-    bad = (place < -1) | (place >= num_rows)
-    tl.atomic_min(first_bad + pairs * 0, pairs, mask=bad, sem="relaxed")
-
-
-def find_outside(row_of_NK: Tensor, num_rows: int) -> Tensor:
-    """A counter with the first place in row_of that is no row of -1..M-1."""
-    bad, pairs = first_bad(row_of_NK.device), row_of_NK.numel()
-    grid = (blocks(pairs, _PAIRS),)
-    launch(_outside_kernel, grid, row_of_NK, bad, pairs, num_rows, PAIRS=_PAIRS)
-    return bad
-
-
-@triton.jit
-def _unpermute_kernel(
-    y,
-    row_of,
-    weights,
-    out,
-    first_bad,
-    num_topk,
-    hidden,
-    y_stride,
-    out_stride,
-    KIND: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < hidden
-    total = tl.zeros([BLOCK], tl.float64 if KIND == FLOAT64 else tl.float32)
-    if tl.load(first_bad) == _NONE:
-        for k in range(num_topk):
-            place = tl.load(row_of + row * num_topk + k)
-            if place >= 0:
-                term = widen(tl.load(y + place * y_stride + columns, mask=inside), KIND)
-                if HAS_WEIGHTS:
-                    term = tl.load(weights + row * num_topk + k) * term
-                total = total + term
-        tl.store(out + row * out_stride + columns, narrow(total, KIND), mask=inside)
-
-
-def unpermute(y_MD: Tensor, row_of_NK: Tensor, weights_NK: Tensor | None, out_ND: Tensor) -> int:
-    (num_rows, num_topk), hidden = row_of_NK.shape, y_MD.shape[1]
-    bad = find_outside(row_of_NK, y_MD.shape[0])
-    block = column_block(hidden, y_MD.element_size())
-    launch(
-        _unpermute_kernel,
-        (num_rows, blocks(hidden, block)),
-        as_passed(y_MD),
-        row_of_NK,
-        bad if weights_NK is None else weights_NK,
-        as_passed(out_ND),
-        bad,
-        num_topk,
-        hidden,
-        y_MD.stride(0),
-        out_ND.stride(0),
-        KIND=kind_of(y_MD.dtype),
-        HAS_WEIGHTS=weights_NK is not None,
-        BLOCK=block,
-    )
-    return read_first_bad(bad)

@@ -17,7 +17,7 @@ from torch import Tensor
 from tokenyard.kernels.triton.launch import blocks, first_bad, launch, power_of_two, read_first_bad
 from tokenyard.kernels.triton.layout import scan
 from tokenyard.runtime import memory
-from tokenyard.types import Aligned, Places
+from tokenyard.types import Aligned
 
 _PAIRS = 32  # that are compared with each other
 _OWNED = 32  # blocks whose expert a program looks for
@@ -131,7 +131,7 @@ def _owner_kernel(
     )
 
 
-class _ByExpert:
+class ByExpert:
     """The pairs of `ids`, counted."""
 
     def __init__(self, ids: Tensor, num_experts: int, multiple: int) -> None:
@@ -171,7 +171,7 @@ def align(
     topk_ids_TK: Tensor, block_size: int, num_experts: int, capacity: int
 ) -> tuple[Aligned, int]:
     device, numel = topk_ids_TK.device, topk_ids_TK.numel()
-    pairs = _ByExpert(topk_ids_TK, num_experts, block_size)
+    pairs = ByExpert(topk_ids_TK, num_experts, block_size)
     sorted_ids = torch.full((capacity,), numel, dtype=torch.int32, device=device)
     pairs.place(sorted_ids, inverse=True)
     num_blocks = capacity // block_size
@@ -188,13 +188,3 @@ def align(
         EXPERTS=min(32, power_of_two(num_experts)),
     )
     return Aligned(sorted_ids, expert_ids, pairs.ends[-1:]), read_first_bad(pairs.first_bad)
-
-
-def place(topk_idx_NK: Tensor, num_experts: int, expert_alignment: int) -> tuple[Places, int]:
-    """Waits for the device once, for the number of rows and of the first bad index."""
-    pairs = _ByExpert(topk_idx_NK, num_experts, expert_alignment)
-    row_of = memory.empty(*topk_idx_NK.shape, dtype=torch.int64, device=topk_idx_NK.device)
-    pairs.place(row_of, inverse=False)
-    found = read_first_bad(pairs.first_bad)
-    num_rows = int(pairs.ends[-1]) if num_experts else 0
-    return Places(row_of, pairs.ends, num_rows), found

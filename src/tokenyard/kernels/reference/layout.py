@@ -1,4 +1,4 @@
-"""Layout, rows and sums of the exchange, in plain torch."""
+"""Who gets each token, and the lists of rows that follow from it, in plain torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenyard.kernels.base import wide_dtype
 from tokenyard.types import Layout, Route
 
 
@@ -72,58 +71,3 @@ def route(is_token_in_rank_TR: Tensor) -> Route:
         copy_rank=rank_N.int(),
         copy_slot=slot_TR[token_N, rank_N],
     )
-
-
-def pack(x_TB: Tensor, index_N: Tensor | None, out_NB: Tensor) -> Tensor:
-    """
-    >>> x = torch.tensor([[1, 1], [2, 2]], dtype=torch.uint8)
-    >>> pack(x, torch.tensor([1, 0, 1]), x.new_empty(3, 2)).tolist()
-    [[2, 2], [1, 1], [2, 2]]
-    """
-    return out_NB.copy_(x_TB if index_N is None else x_TB[index_N.long()])
-
-
-def localise(
-    topk_idx_NK: Tensor, topk_weights_NK: Tensor | None, local_of_expert_E: Tensor
-) -> None:
-    """
-    >>> idx, weights = torch.tensor([[0, 3], [2, -1]]), torch.tensor([[0.25, 0.75], [0.5, 0.5]])
-    >>> localise(idx, weights, torch.tensor([-1, -1, 0, 1]))
-    >>> idx.tolist(), weights.tolist()
-    ([[-1, 1], [0, -1]], [[0.0, 0.75], [0.5, 0.0]])
-    """
-    inside = (topk_idx_NK >= 0) & (topk_idx_NK < local_of_expert_E.shape[0])
-    local_NK = torch.where(inside, local_of_expert_E[torch.where(inside, topk_idx_NK, 0)], -1)
-    topk_idx_NK.copy_(local_NK)
-    if topk_weights_NK is not None:
-        topk_weights_NK.masked_fill_(local_NK < 0, 0.0)
-
-
-def reduce(
-    rows_by_rank: Sequence[Tensor],
-    route: Route,
-    node_of_rank: Sequence[int],
-    biases_TD: Sequence[Tensor],
-    out_TD: Tensor,
-) -> Tensor:
-    """
-    >>> rows = [torch.tensor([[1.0]]), torch.tensor([[10.0], [20.0]])]
-    >>> both = globals()["route"](torch.tensor([[True, True], [False, True]]))
-    >>> reduce(rows, both, (0, 0), [torch.tensor([[0.5], [0.5]])], torch.empty(2, 1)).tolist()
-    [[11.5], [20.5]]
-    """
-    dtype = out_TD.dtype
-    total_TD = torch.zeros_like(out_TD, dtype=wide_dtype(dtype))
-    for bias_TD in biases_TD:
-        total_TD += bias_TD
-    sent = route.send_token.split(list(route.send_counts))
-    num_nodes = max(node_of_rank) + 1
-    for node in range(num_nodes):
-        partial_TD = total_TD if num_nodes == 1 else torch.zeros_like(total_TD)
-        for rank, rows_ND in enumerate(rows_by_rank):
-            if node_of_rank[rank] == node:
-                # A token goes to a rank once, so the rows of one rank never meet in an element.
-                partial_TD[sent[rank].long()] += rows_ND.to(total_TD.dtype)
-        if num_nodes > 1:
-            total_TD += partial_TD.to(dtype)
-    return out_TD.copy_(total_TD)

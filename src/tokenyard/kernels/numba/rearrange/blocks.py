@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from tokenyard.kernels.numba.caching import njit
-from tokenyard.kernels.numba.intrinsics import copy_bytes
-from tokenyard.kernels.numba.shuffles import (
+from tokenyard.kernels.numba.llvm.pointers import copy_bytes
+from tokenyard.kernels.numba.llvm.transpose import (
     deinterleave_2,
     deinterleave_3,
     deinterleave_4,
@@ -25,7 +25,7 @@ from tokenyard.kernels.numba.shuffles import (
     transpose_small,
     transpose_streaming,
 )
-from tokenyard.kernels.plan import LEAST_TILE
+from tokenyard.kernels.rearrange_plan import LEAST_TILE
 from tokenyard.wire.columns import LINE
 
 # One compiled kernel serves each of these.

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.kernels.numba.atomics import fence_stores
 from tokenyard.kernels.numba.caching import njit
-from tokenyard.kernels.numba.intrinsics import LIKE, copy_bytes, pointer
+from tokenyard.kernels.numba.llvm.atomics import fence_stores
+from tokenyard.kernels.numba.llvm.pointers import LIKE, copy_bytes, pointer
+from tokenyard.kernels.numba.llvm.sums import sum_scaled
 from tokenyard.kernels.numba.quantize import to_fp8_groups
 from tokenyard.kernels.numba.rows import copy_row, streams
-from tokenyard.kernels.numba.sums import sum_scaled
 from tokenyard.wire.fp8 import GROUP, NO_CAST
 from tokenyard.wire.slots import LOW, SlotResults, SlotShape, Stray
 

@@ -12,8 +12,8 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from tokenyard.kernels.numba import vectors
-from tokenyard.kernels.numba.vectors import I32, LANES, splat, vector
+from tokenyard.kernels.numba.llvm import vectors
+from tokenyard.kernels.numba.llvm.vectors import I32, LANES, splat, vector
 from tokenyard.wire.columns import LINE
 
 GROUP = 128  # elements that share a scale

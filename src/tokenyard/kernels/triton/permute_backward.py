@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokenyard.kernels.triton.floats import FLOAT64, as_passed, kind_of, narrow, widen
 from tokenyard.kernels.triton.launch import blocks, launch, read_first_bad
-from tokenyard.kernels.triton.numbers import FLOAT64, as_passed, kind_of, narrow, widen
-from tokenyard.kernels.triton.rows import zero_unwritten
-from tokenyard.kernels.triton.sums import column_block, find_outside
+from tokenyard.kernels.triton.permute import find_outside, zero_unwritten
+from tokenyard.kernels.triton.reduce import column_block
 from tokenyard.runtime.memory import as_bytes
 
 _PAIRS = 32  # whose dot products a program makes

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokenyard.kernels.triton.floats import FLOAT64, as_element, as_passed, kind_of, narrow, widen
 from tokenyard.kernels.triton.launch import (
     blocks,
     first_bad,
@@ -26,10 +27,9 @@ from tokenyard.kernels.triton.launch import (
     read_first_bad,
     words,
 )
-from tokenyard.kernels.triton.numbers import FLOAT64, as_element, as_passed, kind_of, narrow, widen
 from tokenyard.kernels.triton.quantize import cast_into
+from tokenyard.kernels.triton.reduce import column_block
 from tokenyard.kernels.triton.rows import pack
-from tokenyard.kernels.triton.sums import column_block
 from tokenyard.runtime import memory
 from tokenyard.wire.fp8 import NO_CAST, PACKED
 from tokenyard.wire.slots import SlotResults, SlotShape, Stray

@@ -62,9 +62,9 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from tokenyard.kernels.numba.atomics import load_acquire, store_release
 from tokenyard.kernels.numba.caching import njit
-from tokenyard.kernels.numba.intrinsics import pointer
+from tokenyard.kernels.numba.llvm.atomics import load_acquire, store_release
+from tokenyard.kernels.numba.llvm.pointers import pointer
 from tokenyard.kernels.numba.rows import copy_row, may_stream
 from tokenyard.types import round_up
 from tokenyard.wire.columns import LINE
@@ -133,7 +133,7 @@ def _record(widths: tuple[int, ...]) -> tuple[list[int], int]:
     return offsets, round_up(end, LINE)
 
 
-class Call(NamedTuple):
+class RingCall(NamedTuple):
     """What kernels are told of a call: numbers, and the addresses of int64s."""
 
     rank: int
@@ -161,7 +161,7 @@ def begin_call(
     slots: int,
     chunk: int,
     num_used: int,
-) -> tuple[Call, np.ndarray]:
+) -> tuple[RingCall, np.ndarray]:
     """A call in which counts_R[r] rows of the columns go to rank r.
 
     `tokens_N` has the token of each row, ascending for each rank, `num_tokens_R` how many tokens
@@ -183,7 +183,7 @@ def begin_call(
         words[OUT + _BASE] = out.data_ptr()
     starts = np.array(list(accumulate(counts_R, initial=0)), np.int64)
     _cut_kernel(rings.lanes_RC, tokens_N.data_ptr(), starts, num_tokens_R, num_used)
-    call = Call(
+    call = RingCall(
         rank=rings.rank,
         num_ranks=num_ranks,
         num_channels=num_channels,

@@ -1,0 +1,216 @@
+"""Sums of rows in a wider type: element by element, by whole vectors in registers, and scaled.
+
+A product is rounded before it is added: LLVM fuses the two only where it is told that it may, and
+here it is not. A factor of 1 changes nothing, so that a plain sum needs no code of its own.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from tokenyard.kernels.numba.caching import njit
+from tokenyard.kernels.numba.llvm import vectors
+from tokenyard.kernels.numba.llvm.vectors import LANES
+from tokenyard.wire.columns import LINE
+
+WIDE_LANES = 8 * LANES  # eight vectors of sums fit the registers, and 128 elements are whole lines
+
+
+def _make(num_vectors, lanes, streaming=False):
+    @intrinsic
+    def scaled_sum(typingctx, out, sources, factors, count, at, like):
+        """out[at:] = narrow(0 + factors[0] * sources[0][at:] + factors[1] * sources[1][at:] ...)
+
+        For num_vectors * lanes elements. `sources` points to `count` addresses of rows, `factors`
+        to as many wide floats, `out` is the address of a row; `at` counts elements. If streaming,
+        out + at must be on a line's boundary.
+        """
+        dtype = like.dtype
+        sig = types.void(*[types.int64] * 5, like)
+
+        def codegen(context, builder, signature, args):
+            out, sources, factors, count, at, _ = args
+            narrow, wide = vectors.element(dtype), vectors.element(vectors.wide(dtype))
+            sums = [
+                cgutils.alloca_once_value(builder, vectors.splat(wide, 0.0, lanes))
+                for _ in range(num_vectors)
+            ]
+            addresses = builder.inttoptr(sources, at.type.as_pointer())
+            weights = builder.inttoptr(factors, wide.as_pointer())
+            with cgutils.for_range(builder, count) as loop:
+                row = builder.load(builder.gep(addresses, [loop.index]))
+                row = builder.inttoptr(row, narrow.as_pointer())
+                weight = builder.load(builder.gep(weights, [loop.index]))
+                weight = _broadcast(builder, weight, lanes)
+                for i, total in enumerate(sums):
+                    place = builder.add(at, at.type(i * lanes))
+                    term = vectors.widen(
+                        builder, vectors.load(builder, row, place, narrow, lanes), dtype, lanes
+                    )
+                    term = builder.fmul(weight, term)
+                    builder.store(builder.fadd(builder.load(total), term), total)
+            pointer = builder.inttoptr(out, narrow.as_pointer())
+            for i, total in enumerate(sums):
+                value = vectors.narrow(builder, builder.load(total), dtype, lanes)
+                place = builder.add(at, at.type(i * lanes))
+                _put(builder, value, pointer, place, dtype, lanes, streaming)
+            return context.get_dummy_value()
+
+        return sig, codegen
+
+    return scaled_sum
+
+
+def _put(builder, value, pointer, index, dtype, lanes, streaming):
+    """Store `lanes` elements at pointer[index], which their size divides if they are streamed."""
+    if not streaming:
+        vectors.store(builder, value, pointer, index, vectors.element(dtype), lanes)
+        return
+    place = builder.bitcast(builder.gep(pointer, [index]), value.type.as_pointer())
+    store = builder.store(value, place, align=min(LINE, lanes * dtype.bitwidth // 8))
+    store.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+
+
+def _broadcast(builder, value, lanes):
+    if lanes == 1:
+        return value
+    vector = vectors.vector(value.type, lanes)
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.IntType(32)(0))
+    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), lanes), None))
+
+
+_sum_wide = _make(WIDE_LANES // LANES, LANES)
+_sum_wide_streaming = _make(WIDE_LANES // LANES, LANES, streaming=True)
+_sum_lanes = _make(1, LANES)
+_sum_one = _make(1, 1)
+
+
+@njit(nogil=True, cache=True)
+def sum_scaled(out, sources, factors, count, hidden, streaming, like):
+    """out[:] = the sum of `count` rows times their factors, at the addresses `sources`."""
+    wide = hidden - hidden % WIDE_LANES
+    whole = hidden - hidden % LANES
+    if streaming:
+        for d in range(0, wide, WIDE_LANES):
+            _sum_wide_streaming(out, sources, factors, count, d, like)
+    else:
+        for d in range(0, wide, WIDE_LANES):
+            _sum_wide(out, sources, factors, count, d, like)
+    for d in range(wide, whole, LANES):
+        _sum_lanes(out, sources, factors, count, d, like)
+    for d in range(whole, hidden):
+        _sum_one(out, sources, factors, count, d, like)
+
+
+def _make_steps(lanes):
+    """The three steps of a sum, for `lanes` neighbouring elements at once."""
+
+    @intrinsic
+    def add(typingctx, total, rows, index, at):
+        """total[index:] += wide(rows[at:])"""
+        dtype = rows.dtype
+        sig = types.void(types.CPointer(vectors.wide(dtype)), rows, types.int64, types.int64)
+
+        def codegen(context, builder, signature, args):
+            total, rows, index, at = args
+            wide = vectors.element(vectors.wide(dtype))
+            term = vectors.widen(
+                builder,
+                vectors.load(builder, rows, at, vectors.element(dtype), lanes),
+                dtype,
+                lanes,
+            )
+            term = builder.fadd(vectors.load(builder, total, index, wide, lanes), term)
+            vectors.store(builder, term, total, index, wide, lanes)
+            return context.get_dummy_value()
+
+        return sig, codegen
+
+    @intrinsic
+    def fold(typingctx, total, partial, index, like):
+        """total[index:] += wide(narrow(partial[index:])): a node's partial sum, rounded"""
+        dtype = like.dtype
+        sum_type = types.CPointer(vectors.wide(dtype))
+        sig = types.void(sum_type, sum_type, types.int64, like)
+
+        def codegen(context, builder, signature, args):
+            total, partial, index, _ = args
+            wide = vectors.element(vectors.wide(dtype))
+            term = vectors.narrow(
+                builder, vectors.load(builder, partial, index, wide, lanes), dtype, lanes
+            )
+            term = vectors.widen(builder, term, dtype, lanes)
+            term = builder.fadd(vectors.load(builder, total, index, wide, lanes), term)
+            vectors.store(builder, term, total, index, wide, lanes)
+            return context.get_dummy_value()
+
+        return sig, codegen
+
+    @intrinsic
+    def put(typingctx, out, at, total, index):
+        """out[at:] = narrow(total[index:])"""
+        dtype = out.dtype
+        sig = types.void(out, types.int64, types.CPointer(vectors.wide(dtype)), types.int64)
+
+        def codegen(context, builder, signature, args):
+            out, at, total, index = args
+            wide = vectors.element(vectors.wide(dtype))
+            value = vectors.narrow(
+                builder, vectors.load(builder, total, index, wide, lanes), dtype, lanes
+            )
+            vectors.store(builder, value, out, at, vectors.element(dtype), lanes)
+            return context.get_dummy_value()
+
+        return sig, codegen
+
+    return add, fold, put
+
+
+add_lanes, fold_lanes, put_lanes = _make_steps(LANES)
+
+
+add_one, fold_one, put_one = _make_steps(1)
+
+
+def _make_sum(streaming):
+    @intrinsic
+    def sum_rows(typingctx, out, sources, count, at, like):
+        """out[at:] = narrow(0 + sources[0][at:] + sources[1][at:] ...), WIDE_LANES elements.
+
+        `sources` points to `count` addresses of rows, `out` is the address of a row; `at` counts
+        elements. The sums stay in registers. If streaming, out + at must be on a line's boundary.
+        """
+        dtype = like.dtype
+        sig = types.void(types.int64, types.int64, types.int64, types.int64, like)
+
+        def codegen(context, builder, signature, args):
+            out, sources, count, at, _ = args
+            narrow, wide = vectors.element(dtype), vectors.element(vectors.wide(dtype))
+            sums = [
+                cgutils.alloca_once_value(builder, vectors.splat(wide, 0.0, LANES))
+                for _ in range(WIDE_LANES // LANES)
+            ]
+            addresses = builder.inttoptr(sources, at.type.as_pointer())
+            with cgutils.for_range(builder, count) as loop:
+                row = builder.load(builder.gep(addresses, [loop.index]))
+                pointer = builder.inttoptr(row, narrow.as_pointer())
+                for i, total in enumerate(sums):
+                    place = builder.add(at, at.type(i * LANES))
+                    term = vectors.load(builder, pointer, place, narrow, LANES)
+                    term = vectors.widen(builder, term, dtype, LANES)
+                    builder.store(builder.fadd(builder.load(total), term), total)
+            pointer = builder.inttoptr(out, narrow.as_pointer())
+            for i, total in enumerate(sums):
+                value = vectors.narrow(builder, builder.load(total), dtype, LANES)
+                place = builder.add(at, at.type(i * LANES))
+                vectors.store(builder, value, pointer, place, narrow, LANES, streaming)
+            return context.get_dummy_value()
+
+        return sig, codegen
+
+    return sum_rows
+
+
+sum_rows, sum_rows_streaming = _make_sum(False), _make_sum(True)

@@ -1,0 +1,1 @@
+"""Copies between any two strides: by boxes, each of them filled block by block."""

@@ -1,0 +1,42 @@
+"""The sum of combine, in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tokenyard.kernels.base import wide_dtype
+from tokenyard.types import Route
+
+
+def reduce(
+    rows_by_rank: Sequence[Tensor],
+    route: Route,
+    node_of_rank: Sequence[int],
+    biases_TD: Sequence[Tensor],
+    out_TD: Tensor,
+) -> Tensor:
+    """
+    >>> from tokenyard.kernels.reference.layout import route
+    >>> rows = [torch.tensor([[1.0]]), torch.tensor([[10.0], [20.0]])]
+    >>> both = globals()["route"](torch.tensor([[True, True], [False, True]]))
+    >>> reduce(rows, both, (0, 0), [torch.tensor([[0.5], [0.5]])], torch.empty(2, 1)).tolist()
+    [[11.5], [20.5]]
+    """
+    dtype = out_TD.dtype
+    total_TD = torch.zeros_like(out_TD, dtype=wide_dtype(dtype))
+    for bias_TD in biases_TD:
+        total_TD += bias_TD
+    sent = route.send_token.split(list(route.send_counts))
+    num_nodes = max(node_of_rank) + 1
+    for node in range(num_nodes):
+        partial_TD = total_TD if num_nodes == 1 else torch.zeros_like(total_TD)
+        for rank, rows_ND in enumerate(rows_by_rank):
+            if node_of_rank[rank] == node:
+                # A token goes to a rank once, so the rows of one rank never meet in an element.
+                partial_TD[sent[rank].long()] += rows_ND.to(total_TD.dtype)
+        if num_nodes > 1:
+            total_TD += partial_TD.to(dtype)
+    return out_TD.copy_(total_TD)

@@ -1,0 +1,1 @@
+"""Triton kernels compiled ahead of time, without a device: for us, not for users."""
