@@ -62,7 +62,7 @@ def register() -> None:
 
 
 def measure(model: Path, log: Path, **environment: str) -> dict[str, float]:
-    from tests.integrations.vllm_server import serve
+    from tests.cases.vllm.server import serve
 
     chance = random.Random(1)
     long = [[chance.randrange(1, 500) for _ in range(1024)] for _ in range(8)]
@@ -83,7 +83,7 @@ def measure(model: Path, log: Path, **environment: str) -> dict[str, float]:
 
 
 def main() -> None:
-    from tests.integrations.vllm_models import save
+    from tests.cases.vllm.models import save
 
     cores = sorted(os.sched_getaffinity(0))
     half = len(cores) // 2

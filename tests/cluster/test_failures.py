@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 import tokenyard
-from tests.transports.exchange_case import Case, job
-from tests.transports.test_conformance import check
+from tests.cases.conformance import check
+from tests.cases.exchange import Case, job
 from tokenyard.testing import Cluster, Exited, why_no_cluster
 from tokenyard.testing.cluster import _NAMESPACES, _PREFIX
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 import tokenyard
 from benchmarks.per_expert import PerExpert
-from tests.transports.exchange_case import Case, job
-from tests.transports.test_conformance import SAMPLED, case_of, check
+from tests.cases.conformance import SAMPLED, case_of, check
+from tests.cases.exchange import Case, job
 from tokenyard.testing import Cluster, numbered_tokens, routing, why_no_cluster
 
 pytestmark = [

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.bad_input_cases import (
+from tests.cases.bad_input import (
     CASES,
     CULPRIT,
     NUM_EXPERTS,

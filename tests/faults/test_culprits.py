@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import tokenyard
-from tests.faults.test_peers import exchange
+from tests.cases.peers import exchange
 from tokenyard import opening
 from tokenyard.testing import Exited, Processes, run_virtual
 

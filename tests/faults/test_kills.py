@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import tokenyard
-from tests.faults.test_peers import kill_once_stopped
+from tests.cases.peers import kill_once_stopped
 from tokenyard.testing import Exited, Processes, routing
 
 pytestmark = [pytest.mark.faults, pytest.mark.processes]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tokenyard
-from tests.transports.low_latency_rounds import Rounds
+from tests.cases.low_latency_rounds import Rounds
 from tokenyard.testing import Processes
 
 pytestmark = [pytest.mark.faults, pytest.mark.processes]

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import tokenyard
-from tests.faults.test_peers import kill_once_stopped
-from tests.transports.low_latency_rounds import Rounds
+from tests.cases.low_latency_rounds import Rounds
+from tests.cases.peers import kill_once_stopped
 from tokenyard.testing import Exited, Processes, run_virtual
 
 pytestmark = pytest.mark.faults

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import tokenyard
-from tests.transports.low_latency_rounds import Rounds
+from tests.cases.low_latency_rounds import Rounds
 from tokenyard.low_latency.posts import words
 from tokenyard.testing import Processes
 from tokenyard.wire import slots

@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,20 +13,12 @@ import torch
 import torch.distributed as dist
 
 import tokenyard
+from tests.cases.peers import exchange, kill_once_stopped
 from tokenyard.testing import Exited, Processes, RankFailed, run_virtual
 
 pytestmark = pytest.mark.faults
 
 TIMEOUT = 1.0
-
-
-def exchange(buffer: tokenyard.Buffer) -> tokenyard.Handle:
-    topk_idx = torch.arange(6).reshape(6, 1)
-    got = buffer.dispatch(
-        torch.ones(6, 8), topk_idx=topk_idx, topk_weights=torch.ones(6, 1), num_experts=6
-    )
-    buffer.combine(got.recv_x, got.handle)
-    return got.handle
 
 
 def told(buffer: tokenyard.Buffer) -> dict[str, Any]:
@@ -113,14 +104,6 @@ def one_stops(group: Any, transport: str, nodes: int | None = None) -> dict[str,
     if group.rank() == 2:
         os.kill(os.getpid(), signal.SIGSTOP)
     return told(buffer)
-
-
-def kill_once_stopped(pid: int, after: float) -> None:
-    """So long after it stopped itself, which it does once it has loaded its kernels."""
-    while Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
-        time.sleep(0.05)
-    time.sleep(after)
-    os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.processes

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 import tokenyard
+from tests.cases import exchange as exchange_case
+from tests.cases import low_latency as low_latency_case
 from tests.fuzz.expected import Expected, Named, combine_biases, combine_rows, combine_weights
 from tests.fuzz.steps import (
     Cached,
@@ -22,7 +24,6 @@ from tests.fuzz.steps import (
     Program,
     Trouble,
 )
-from tests.transports import exchange_case, low_latency_case
 from tokenyard.runtime.events import EventOverlap
 from tokenyard.spec import LowLatencyReceived
 from tokenyard.testing import assert_same

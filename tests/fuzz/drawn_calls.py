@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from tests.cases import exchange as exchange_case
+from tests.cases import low_latency as low_latency_case
+from tests.cases.exchange import FP8
 from tests.fuzz.steps import Cached, Call, Combine, Dispatch, LowCombine, LowDispatch, Open, Step
-from tests.transports import exchange_case, low_latency_case
-from tests.transports.exchange_case import FP8
 from tokenyard.testing import ROUTINGS
 
 SUMMABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

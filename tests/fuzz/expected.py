@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.cases import exchange as exchange_case
+from tests.cases import low_latency as low_latency_case
 from tests.fuzz.steps import Cached, Combine, Dispatch, LowCombine, LowDispatch, Program
-from tests.transports import exchange_case, low_latency_case
 from tokenyard import spec
 from tokenyard.testing import numbered_tokens
 

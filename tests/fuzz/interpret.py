@@ -18,6 +18,9 @@ import torch
 import torch.distributed as dist
 
 import tokenyard
+from tests.cases import exchange as exchange_case
+from tests.cases import low_latency as low_latency_case
+from tests.cases.exchange import FP8
 from tests.fuzz import calls, collectives, faults
 from tests.fuzz.expected import Expected
 from tests.fuzz.leaks import Holdings
@@ -37,8 +40,6 @@ from tests.fuzz.steps import (
     Step,
     Trouble,
 )
-from tests.transports import exchange_case, low_latency_case
-from tests.transports.exchange_case import FP8
 from tokenyard.runtime.events import EventHandle, EventOverlap
 from tokenyard.transports import available
 

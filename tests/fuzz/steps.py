@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from tests.transports import exchange_case, low_latency_case
+from tests.cases import exchange as exchange_case
+from tests.cases import low_latency as low_latency_case
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import tokenyard
-from tests.kernels.test_slots import CASTS, there_and_back
+from tests.cases.slots import CASTS, there_and_back
 from tokenyard import kernels, spec
 from tokenyard.testing import ROUTINGS, assert_same, routing
 

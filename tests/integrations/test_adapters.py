@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from safetensors.torch import load_file
 
-from tests.integrations import families, family_checks, family_jobs
+from tests.cases.transformers import families, family_checks, family_jobs
 from tokenyard.integrations.transformers import expert_parallel
 from tokenyard.testing import Processes, assert_same, run_virtual
 

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from tests.integrations import families, family_checks, family_table
+from tests.cases.transformers import families, family_checks, family_table
 
 SIX = ["diffusion_gemma", "gpt_oss", "llama4", "longcat_flash", "muse_spark", "switch_transformers"]
 
@@ -23,7 +23,7 @@ def _their_warnings() -> Iterator[None]:
 
 
 def test_walk_finds_what_the_table_has() -> None:
-    """If it fails after an update of transformers: python -m tests.integrations.family_table"""
+    """If not, transformers was updated: run `python -m tests.cases.transformers.family_table`."""
     assert families.walk() == family_table.experts()
 
 

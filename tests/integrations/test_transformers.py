@@ -22,7 +22,7 @@ from transformers.models.aria.modeling_aria import AriaExperts, AriaTextConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHConfig, NemotronHExperts
 
-from tests.integrations import moe_jobs as jobs
+from tests.cases.transformers import moe as jobs
 from tokenyard.integrations.transformers import expert_parallel, experts_forward
 from tokenyard.testing import Processes, assert_same, run_processes, run_virtual
 

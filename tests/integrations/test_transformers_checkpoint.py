@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from tests.integrations import checkpoint_jobs as jobs
+from tests.cases.transformers import checkpoint as jobs
 from tokenyard.testing import Processes, run_processes
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]

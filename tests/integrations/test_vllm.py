@@ -27,7 +27,7 @@ import pytest
 if find_spec("vllm") is None:
     pytest.skip("vllm is not installed", allow_module_level=True)
 
-from tests.integrations.vllm_server import serve
+from tests.cases.vllm.server import serve
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
@@ -45,7 +45,7 @@ def prompts(number: int) -> list[list[int]]:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The directory of a saved model, by its kind."""
-    from tests.integrations.vllm_models import save
+    from tests.cases.vllm.models import save
 
     return cache(lambda kind: save(kind, tmp_path_factory.mktemp(kind)))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_architecture import imported
+from tests.cases.source import imported
 from tokenyard.kernels.numba import caching
 from tokenyard.kernels.numba.caching import njit
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import tokenyard
-from tests.nn import checkpoint_jobs as jobs
+from tests.cases.nn import checkpoint as jobs
 from tokenyard.nn import Share, checkpoint_state
 from tokenyard.testing import Processes, assert_same, run_virtual
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import tokenyard
-from tests.nn import clipping_jobs as jobs
-from tests.nn.moe_jobs import make_model
+from tests.cases.nn import clipping as jobs
+from tests.cases.nn.moe import make_model
 from tokenyard.nn import clip_grad_norm_, get_grad_norm
 from tokenyard.testing import assert_same, run_virtual
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import tokenyard
-from tests.nn import exchange_jobs as jobs
+from tests.cases.nn import exchange as jobs
 from tokenyard.nn import functional as tf
 from tokenyard.nn import operators, tickets
 from tokenyard.testing import Processes, assert_same, run_virtual

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import tokenyard
-from tests.nn import exchange_jobs as jobs
+from tests.cases.nn import exchange as jobs
 from tokenyard import spec
 from tokenyard.nn import functional as tf
 from tokenyard.testing import (

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import tokenyard
-from tests.nn import moe_jobs as jobs
+from tests.cases.nn import moe as jobs
 from tokenyard.nn import MoE, RouterConfig, checkpoint_state
 from tokenyard.testing import Processes, assert_same, poisoned, run_virtual
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.nn import optimiser_jobs as jobs
-from tests.nn import optimiser_table as table
+from tests.cases.nn import optimiser_table as table
+from tests.cases.nn import optimisers as jobs
 
 
 def test_the_table_has_every_optimiser_of_torch() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import tokenyard
-from tests.nn import moe_jobs as jobs
+from tests.cases.nn import moe as jobs
 from tokenyard.nn import auxiliary_losses, expert_parameters, named_expert_parameters
 from tokenyard.testing import Processes, assert_same, run_virtual
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.nn import train_jobs as jobs
+from tests.cases.nn import training as jobs
 
 pytestmark = pytest.mark.processes
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import tokenyard
-from tests.nn.exchange_jobs import NUM_EXPERTS, routed
+from tests.cases.nn.exchange import NUM_EXPERTS, routed
 from tokenyard.nn import functional as tf
 from tokenyard.testing import run_virtual
 

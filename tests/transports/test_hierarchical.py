@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.transports.exchange_case import Case, inputs, job
-from tests.transports.test_conformance import CASES, SAMPLED, case_of, check
+from tests.cases.conformance import CASES, SAMPLED, case_of, check
+from tests.cases.exchange import Case, inputs, job
 from tokenyard import spec
 from tokenyard.testing import Processes, run_virtual
 from tokenyard.transports.hierarchical import route

@@ -7,8 +7,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.transports.exchange_case import FP8, Case, job
-from tests.transports.test_conformance import check
+from tests.cases.conformance import check
+from tests.cases.exchange import FP8, Case, job
 from tokenyard.testing import ROUTINGS, poisoned, run_virtual
 
 

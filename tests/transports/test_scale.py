@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import tokenyard
-from tests.transports.exchange_case import Case, expected, inputs, job
-from tests.transports.test_conformance import check
+from tests.cases.conformance import check
+from tests.cases.exchange import Case, expected, inputs, job
 from tokenyard import spec
 from tokenyard.engine.agreement import Call
 from tokenyard.testing import run_virtual

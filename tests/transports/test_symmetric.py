@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import tokenyard
-from tests.transports.exchange_case import FP8, Case
-from tests.transports.exchange_case import job as exchange
-from tests.transports.test_conformance import check
+from tests.cases.conformance import check
+from tests.cases.exchange import FP8, Case
+from tests.cases.exchange import job as exchange
 from tokenyard import spec
 from tokenyard.comm import connect
 from tokenyard.kernels import load

@@ -7,10 +7,10 @@ from functools import cache
 
 import pytest
 
-from tests.wrappers import layer_jobs as jobs
-from tests.wrappers import pipeline_jobs
-from tests.wrappers.cases import COMPILED, LAYER, PIPELINE, REFUSED
-from tests.wrappers.compare import Outcome, assert_like_one_process
+from tests.cases.wrappers import layer as jobs
+from tests.cases.wrappers import pipeline as pipeline_jobs
+from tests.cases.wrappers.compare import Outcome, assert_like_one_process
+from tests.cases.wrappers.table import COMPILED, LAYER, PIPELINE, REFUSED
 from tokenyard.testing import Processes, run_virtual
 
 pytestmark = pytest.mark.processes

@@ -16,9 +16,9 @@ pytest.importorskip("peft", reason="peft is not installed")
 
 from safetensors.torch import load_file
 
-from tests.wrappers import model_jobs as jobs
-from tests.wrappers.cases import MODEL, REFUSED
-from tests.wrappers.compare import Outcome, assert_like_one_process
+from tests.cases.wrappers import model as jobs
+from tests.cases.wrappers.compare import Outcome, assert_like_one_process
+from tests.cases.wrappers.table import MODEL, REFUSED
 from tokenyard.testing import Processes
 
 pytestmark = pytest.mark.processes

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.wrappers.cases import table
+from tests.cases.wrappers.table import table
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 
 
 def test_the_table() -> None:
-    assert table() in PAGE.read_text(), "python -m tests.wrappers.cases prints the table"
+    assert table() in PAGE.read_text(), "python -m tests.cases.wrappers.table prints the table"

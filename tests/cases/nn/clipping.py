@@ -1,0 +1,99 @@
+"""Training with clipped gradients, as ranks do it; importable by processes."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import tokenyard
+from tests.cases.nn.moe import HIDDEN, Model, loss_of, make_model
+from tokenyard.nn import (
+    average_expert_gradients,
+    clip_grad_norm_,
+    expert_parameters,
+    get_grad_norm,
+    named_expert_parameters,
+    prepare_for_ddp,
+    update_biases,
+)
+
+NUM_STEPS, NUM_TOKENS, MAX_NORM = 20, 24, 0.05  # tokens of all ranks
+
+
+def batch(step: int, rank: int, num_ranks: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(NUM_TOKENS, HIDDEN, generator=generator).chunk(num_ranks)[rank]
+
+
+def wrap(model: Model, kind: str) -> nn.Module:
+    if kind == "ddp":
+        prepare_for_ddp(model)
+        return nn.parallel.DistributedDataParallel(model)
+    if kind == "fsdp":
+        fully_shard(model, ignored_params=expert_parameters(model))
+    average_expert_gradients(model)
+    return model
+
+
+def clipped_training(
+    group: Any, kind: str, clip: str = "ours", foreach: bool | None = None
+) -> tuple[list[float], list[float], dict[str, Tensor], list[str]]:
+    """The losses, the norms, the dense parameters at the end, and what was warned of."""
+    rank, num_ranks = group.rank(), group.size()
+    with tokenyard.Buffer(group) as buffer, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = make_model(buffer)
+        wrapped = wrap(model, kind)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        losses, norms = [], []
+        for step in range(NUM_STEPS):
+            optimizer.zero_grad()
+            loss = loss_of(wrapped, batch(step, rank, num_ranks))
+            loss.backward()
+            losses.append(loss.item())
+            if clip == "ours":
+                norms.append(clip_grad_norm_(wrapped, MAX_NORM, foreach=foreach).item())
+            else:
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+                norms.append(norm.item())
+            optimizer.step()
+            update_biases(model)
+        own = {name for name, _ in named_expert_parameters(model)}
+        dense = {}
+        for name, one in model.named_parameters():
+            if name not in own:
+                value = one.detach()
+                dense[name] = value.full_tensor() if isinstance(value, DTensor) else value
+        del wrapped
+        return losses, norms, dense, [str(one.message) for one in caught]
+
+
+def norms_of_all_kinds(group: Any, kind: str) -> dict[str, Any]:
+    """Norms of one backward pass, and what happens where gradients are not finite."""
+    rank, num_ranks = group.rank(), group.size()
+    with tokenyard.Buffer(group) as buffer:
+        model = make_model(buffer)
+        wrapped = wrap(model, kind)
+        loss_of(wrapped, batch(0, rank, num_ranks)).backward()
+        found: dict[str, Any] = {}
+        for order in (1.0, 2.0, 3.0, math.inf):
+            for foreach in (None, True, False):
+                found[f"{order} {foreach}"] = get_grad_norm(model, order, foreach=foreach).item()
+        if rank == num_ranks - 1:  # one expert of one rank
+            gradient = model.moe.experts.down.grad
+            assert gradient is not None
+            gradient[-1, 0, 0] = math.inf
+        found["infinite"] = get_grad_norm(model).item()
+        try:
+            clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+        except RuntimeError as error:
+            found["error"] = str(error)
+        loss_of(wrapped, batch(0, rank, num_ranks))  # the Buffer still works
+        del wrapped
+        return found

@@ -1,0 +1,150 @@
+"""Calls that return before their rows have moved: order, results, and failures."""
+
+from __future__ import annotations
+
+import pickle
+import statistics
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tokenyard
+from tests.cases.asynchronous import EXPERTS, both_ways
+from tokenyard.runtime.events import Worker
+from tokenyard.testing import Processes, assert_same, numbered_tokens, routing, run_virtual
+from tokenyard.transports import available
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with Processes(3, timeout=100) as processes:
+        yield processes
+
+
+@pytest.mark.parametrize("transport", [one for one in available() if one != "hierarchical"])
+def test_any_order_of_calls_gives_the_results_of_synchronous_ones(
+    ranks: Processes, transport: str
+) -> None:
+    assert ranks.run(both_ways, transport, range(200)) == [200] * 3
+
+
+def test_virtual_ranks_have_threads_too() -> None:
+    assert run_virtual(both_ways, 5, "auto", range(20)).results == [20] * 5
+
+
+def return_early(group: Any) -> list[tuple[float, float, bool]]:
+    """Seconds until calls return, until their events are over, and whether they still went on."""
+    times = []
+    x = numbered_tokens(4096, 2048)
+    idx, weights = routing("uniform", 4096, 8, EXPERTS, seed=group.rank())
+    with tokenyard.Buffer(group) as buffer:
+        for _ in range(12):
+            dist.barrier(group)
+            start = time.perf_counter()
+            got = buffer.dispatch(
+                x, topk_idx=idx, topk_weights=weights, num_experts=EXPERTS, async_finish=True
+            )
+            returned, went_on = time.perf_counter() - start, not got.event.is_over
+            got.event.current_stream_wait()
+            times.append((returned, time.perf_counter() - start, went_on))
+    return times[2:]
+
+
+def test_a_call_returns_while_its_rows_move(ranks: Processes) -> None:
+    """How soon depends on who else uses the machine: benchmarks/intranode.py measures that."""
+    for times in ranks.run(return_early):
+        assert sum(went_on for *_, went_on in times) >= len(times) // 2
+        returned, over, _ = (statistics.median(column) for column in zip(*times))
+        assert returned < over / 2
+
+
+def test_work_is_done_in_order_and_not_at_all_after_a_failure() -> None:
+    worker, done, gate = Worker("test"), [], threading.Event()
+
+    def fail() -> None:
+        done.append("fail")
+        raise RuntimeError("a cable was pulled")
+
+    first = worker.submit(lambda: (gate.wait(10), done.append("first")))  # type: ignore[arg-type]
+    second, third = worker.submit(fail), worker.submit(lambda: done.append("third"))
+    assert not first.is_over
+    gate.set()
+    first.current_stream_wait()
+    for event in (second, third):
+        with pytest.raises(RuntimeError, match="a cable was pulled"):
+            event.current_stream_wait()
+    with pytest.raises(RuntimeError, match="a cable was pulled"):
+        worker.drain()
+    worker.close()
+    assert done == ["first", "fail"]
+    assert str(worker.failure) == "a cable was pulled"
+
+
+def read_on_the_way(group: Any, transport: str) -> None:
+    """Ask a handle for all it has while its rows cannot have moved yet."""
+    x, (idx, weights) = numbered_tokens(40, 16), routing("uniform", 40, 3, EXPERTS)
+    given = {"topk_idx": idx, "topk_weights": weights, "num_experts": EXPERTS}
+    with tokenyard.Buffer(group, transport=transport) as buffer:
+        gate = threading.Event()
+        buffer._engine.worker.submit(lambda: gate.wait(10))  # type: ignore[arg-type]
+        got = buffer.dispatch(x, **given, async_finish=True)
+        known = [got.handle[place] for place in (0, 1, 4, 5)]  # these do not wait
+        opener = threading.Timer(0.2, gate.set)
+        opener.start()
+        copy = pickle.loads(pickle.dumps(got.handle))
+        on_the_way = list(got.handle)
+        assert got.event.is_over
+        want = list(buffer.dispatch(x, **given).handle)
+        assert_same(known, [want[place] for place in (0, 1, 4, 5)])
+        assert_same(on_the_way, want)
+        assert_same([*copy[2:4], copy[-1]], [*want[2:4], want[-1]])
+        opener.join()
+
+
+@pytest.mark.parametrize("transport", ["direct", "ring"])
+def test_a_handle_waits_for_rows_that_it_is_asked_about(ranks: Processes, transport: str) -> None:
+    ranks.run(read_on_the_way, transport)
+
+
+def lost_on_the_way(group: Any) -> None:
+    gate = threading.Event()
+
+    def fail() -> None:
+        gate.wait(10)
+        raise RuntimeError("a cable was pulled")
+
+    with tokenyard.Buffer(group) as buffer:
+        x, (idx, weights) = numbered_tokens(8, 16), routing("uniform", 8, 3, EXPERTS)
+        buffer._engine.worker.submit(fail)
+        got = buffer.dispatch(
+            x, topk_idx=idx, topk_weights=weights, num_experts=EXPERTS, async_finish=True
+        )
+        dist.barrier(group)
+        gate.set()
+        for ask in (lambda: got.handle[2], lambda: got.handle[3], lambda: list(got.handle)):
+            with pytest.raises(RuntimeError, match="a cable was pulled"):
+                ask()
+
+
+def test_a_handle_raises_what_its_dispatch_raised(ranks: Processes) -> None:
+    ranks.run(lost_on_the_way)
+
+
+def failing_thread(group: Any) -> None:
+    with tokenyard.Buffer(group) as buffer:
+        buffer._engine.worker.submit(lambda: torch.zeros(-1))
+        with pytest.raises(RuntimeError):
+            buffer._engine.worker.drain()
+        x, (idx, weights) = numbered_tokens(8, 16), routing("uniform", 8, 3, EXPERTS)
+        with pytest.raises(tokenyard.BufferClosed, match="broken by an earlier error"):
+            buffer.dispatch(x, topk_idx=idx, topk_weights=weights, num_experts=EXPERTS)
+
+
+def test_a_failure_on_the_thread_breaks_the_buffer(ranks: Processes) -> None:
+    ranks.run(failing_thread)

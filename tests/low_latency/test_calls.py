@@ -1,0 +1,197 @@
+"""What low-latency calls ask of their users, and of each other: order, lifetimes, counters."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenyard
+from tests.cases.low_latency_rounds import Rounds
+from tokenyard.testing import Processes, run_virtual
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Processes]:
+    with Processes(3, timeout=110) as processes:
+        yield processes
+
+
+def one_call(group: Any, seconds: float) -> float:
+    """A Buffer that is closed at once, while another rank still sleeps."""
+    with tokenyard.Buffer(group, low_latency_mode=True) as buffer:
+        idx = torch.arange(3)[None]
+        if group.rank() == 2:
+            time.sleep(seconds)
+        got = buffer.low_latency_dispatch(torch.ones(1, 64), idx, 1, 3, use_fp8=False)
+        out = buffer.low_latency_combine(got.recv_x, idx, torch.ones(1, 3), got.handle)
+    return out.combined_x.sum().item()
+
+
+def test_a_buffer_may_be_closed_after_its_only_call(ranks: Processes) -> None:
+    assert ranks.run(one_call, 0.5) == [3 * 64.0] * 3
+
+
+def delayed_rounds(group: Any, transport: str, rounds: int) -> int:
+    """Ranks sleep now and then, and receive at once, by hooks, or two calls at a time."""
+    sleepy, together = random.Random(group.rank()), random.Random(7)
+    with tokenyard.Buffer(group, low_latency_mode=True, transport=transport) as buffer:
+        rounds_ = Rounds(buffer)
+        for turn in range(0, rounds, 2):
+            if sleepy.random() < 0.05:
+                time.sleep(sleepy.random() * 0.005)
+            if together.random() < 0.5:
+                rounds_.check(turn)
+                rounds_.check(turn + 1)
+                continue
+            first = rounds_.dispatch(turn, return_recv_hook=True)
+            second = rounds_.dispatch(turn + 1, return_recv_hook=True)
+            calls = [(first, turn), (second, turn + 1)]
+            if sleepy.random() < 0.5:
+                calls.reverse()
+            for got, _ in calls:
+                got.hook()
+                if sleepy.random() < 0.05:
+                    time.sleep(sleepy.random() * 0.002)
+            sums = []
+            for got, number in ((first, turn), (second, turn + 1)):
+                rounds_.check_received(got, number)
+                sums.append(rounds_.combine(got, number, return_recv_hook=True))
+            for number, one in enumerate(sums):
+                one.hook()
+                assert torch.equal(one.combined_x, rounds_.expected(turn + number)), f"turn {turn}"
+            del first, second, got, calls
+    return rounds
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("transport", ["direct", "collective"])
+@pytest.mark.parametrize("rounds", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_ranks_that_are_late(ranks: Processes, transport: str, rounds: int) -> None:
+    assert ranks.run(delayed_rounds, transport, rounds, timeout=800) == [rounds] * 3
+
+
+def three_alive(group: Any, transport: str) -> list[str]:
+    """Rank 1 holds two results, one of them by a view alone."""
+    told = []
+    with tokenyard.Buffer(group, low_latency_mode=True, transport=transport) as buffer:
+        rounds = Rounds(buffer)
+        first, second = rounds.dispatch(0), rounds.dispatch(1)
+        handle, view = second.handle, second.recv_x[0, 3:, 2:].view(torch.int32)
+        if group.rank() != 1:
+            del first, second, view
+        else:
+            del second
+        for turn in (2, 3):
+            with pytest.raises(ValueError) as caught:
+                rounds.dispatch(turn)
+            told.append(f"{type(caught.value).__name__}: {caught.value}")
+        if group.rank() == 1:
+            del view
+        for turn in range(4, 8):  # one of two is in use, and that is enough
+            rounds.check(turn)
+        assert handle.number == 2
+        if group.rank() == 1:
+            rounds.check_received(first, 0)
+    return told
+
+
+@pytest.mark.parametrize("transport", ["direct", "collective"])
+def test_third_result_is_refused(ranks: Processes, transport: str) -> None:
+    text = (
+        "low-latency dispatch: two results of low_latency_dispatch are still held, want at most "
+        "one before the next call: there are two buffers, so drop recv_x (and what views it) of "
+        "one first, on rank 1"
+    )
+    for rank, told in enumerate(ranks.run(three_alive, transport)):
+        kind = "ValueError: "
+        if rank != 1:
+            kind = "PeerInputError: rank 1 rejected its input, so no rank went on: "
+        assert told == [kind + text] * 2
+
+
+def forgotten_hooks(group: Any) -> None:
+    with tokenyard.Buffer(group, low_latency_mode=True, timeout=10) as buffer:
+        rounds = Rounds(buffer)
+        kept = rounds.dispatch(0, return_recv_hook=True)
+        with pytest.raises(ValueError, match="whose rows have not been received"):
+            rounds.combine(kept, 0)
+        rounds.dispatch(1, return_recv_hook=True)  # and never received
+        with pytest.raises(ValueError, match=r"hook of call 1 was not called yet.*before call 3"):
+            rounds.dispatch(2)
+        kept.hook()
+        kept.hook()  # twice is fine
+        rounds.check_received(kept, 0)
+        for turn in range(3, 6):
+            rounds.check(turn)
+        del kept
+        for turn in range(6):  # sums that nobody receives
+            got = rounds.dispatch(turn)
+            rounds.combine(got, turn, return_recv_hook=True)
+        rounds.check(7)
+
+
+def test_hooks_that_nobody_calls(ranks: Processes) -> None:
+    ranks.run(forgotten_hooks)
+
+
+def counted(group: Any, transport: str) -> tuple[Tensor, Tensor, Tensor, int]:
+    with tokenyard.Buffer(group, low_latency_mode=True, transport=transport) as buffer:
+        rounds = Rounds(buffer)
+        totals = torch.full((2,), 100, dtype=torch.int32)
+        there, back = torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+        received = 0
+        for turn in range(4):
+            if group.rank() == 2:
+                time.sleep(0.05)
+            got = rounds.dispatch(
+                turn,
+                cumulative_local_expert_recv_stats=totals,
+                dispatch_wait_recv_cost_stats=there,
+            )
+            received += int(got.recv_count.sum())
+            rounds.combine(got, turn, combine_wait_recv_cost_stats=back)
+    return totals, there, back, received
+
+
+def test_counts_and_waits_are_added_up(ranks: Processes) -> None:
+    for rank, (totals, there, back, received) in enumerate(ranks.run(counted, "direct")):
+        assert totals.sum() == 200 + received
+        assert (back >= 0).all()
+        if rank != 2:  # who waited for the sleeper, and not for the other
+            assert there[2] > 0.1e9
+            assert there[1 - rank] < there[2]
+    for totals, there, _, received in ranks.run(counted, "collective"):
+        assert totals.sum() == 200 + received
+        assert (there > 0).all()
+
+
+def partly(group: Any) -> None:
+    """Combine may sum less than was sent, in another order, but nothing that was not sent."""
+    with tokenyard.Buffer(group, low_latency_mode=True) as buffer:
+        idx, weights = torch.tensor([[0, 3, 5], [4, 1, -1]]), torch.ones(2, 3)
+        x = torch.tensor([[1.0], [10.0]])
+        got = buffer.low_latency_dispatch(x, idx, 2, 6, use_fp8=False)
+        y = got.recv_x * (torch.arange(2)[:, None, None] + 2.0 * group.rank() + 1)
+
+        def total(idx: list[list[int]]) -> list[float]:
+            answer = buffer.low_latency_combine(y, torch.tensor(idx), weights, got.handle)
+            return answer.combined_x.flatten().tolist()
+
+        assert total([[0, 3, 5], [4, 1, -1]]) == [11.0, 70.0]
+        assert total([[5, -1, 3], [-1, -1, 1]]) == [10.0, 20.0]
+        with pytest.raises(ValueError, match=r"topk_idx\[1, 2\] is 0, want an expert that the tok"):
+            total([[0, 3, 5], [4, 1, 0]])
+        assert total([[3, -1, 0], [1, 4, -1]]) == [5.0, 70.0]
+
+
+def test_combine_of_some_pairs(ranks: Processes) -> None:
+    ranks.run(partly)
+    run_virtual(partly, 3)

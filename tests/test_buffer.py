@@ -1,0 +1,46 @@
+"""What a Buffer says of itself, and its defaults."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+import tokenyard
+from tokenyard.testing import (
+    run_virtual,
+)
+
+
+def buffer_words(group) -> tuple[str, str]:
+    with tokenyard.Buffer(group, ranks_per_node=2) as buffer:
+        open_words = repr(buffer)
+        assert (buffer.rank, buffer.group_size) == (group.rank(), 3)
+    buffer.destroy()  # after close: nothing
+    return open_words, repr(buffer)
+
+
+def test_buffer_says_what_it_is() -> None:
+    words = run_virtual(buffer_words, 3).results[1]
+    where = "<tokenyard.Buffer rank 1 of 3"
+    assert words == (
+        f"{where} on 2 nodes, collective over loopback>",
+        f"{where}, the Buffer is closed>",
+    )
+
+
+def test_automatic_choices_are_logged_with_their_reason(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="tokenyard"):
+        run_virtual(buffer_words, 3)
+    said = "transport: collective over loopback, since virtual ranks are threads, whose bytes are"
+    assert f"{said} counted" in caplog.messages
+
+
+def test_num_sms_is_the_default_of_all_buffers() -> None:
+    before = tokenyard.Buffer.num_sms
+    try:
+        tokenyard.Buffer.set_num_sms(8)
+        assert tokenyard.Buffer.get_dispatch_config(5).num_channels == 4
+        assert tokenyard.Buffer.get_combine_config(5).num_sms == 8
+    finally:
+        tokenyard.Buffer.num_sms = before

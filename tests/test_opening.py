@@ -1,0 +1,215 @@
+"""Which ranks share a node: found, or given; and what all nodes agree on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+from typing import Any
+
+import pytest
+import torch
+
+import tokenyard
+from tests.cases.asynchronous import both_ways
+from tokenyard import opening
+from tokenyard.errors import SharedMemoryError
+from tokenyard.shm import segment
+from tokenyard.testing import Processes, run_virtual
+from tokenyard.topology import Topology
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with Processes(4, timeout=60) as four:
+        yield four
+
+
+def on_other_machines(group: Any, machines: list[int]) -> tuple[str, tuple[int, ...]]:
+    """As if the boot ids of ranks were these."""
+    real = opening._machine
+    opening._machine = lambda: machines[group.rank()]
+    try:
+        with tokenyard.Buffer(group) as buffer:
+            assert dispatch(buffer) == 6 * group.size()
+            return buffer._engine.transport.name, buffer._engine.topology.node_of_rank
+    finally:
+        opening._machine = real
+
+
+def dispatch(buffer: tokenyard.Buffer, num_tokens: int = 6) -> int:
+    """Every token to every rank."""
+    topk_idx = torch.arange(buffer.group_size).repeat(num_tokens, 1)
+    got = buffer.dispatch(
+        torch.ones(num_tokens, 64),
+        topk_idx=topk_idx,
+        topk_weights=torch.ones(topk_idx.shape),
+        num_experts=buffer.group_size,
+    )
+    combined = buffer.combine(got.recv_x, got.handle).x
+    assert combined.eq(buffer.group_size).all()
+    return len(got.recv_x)
+
+
+@pytest.mark.parametrize(
+    "machines, nodes, name",
+    [
+        ([5, 5, 5, 5], (0, 0, 0, 0), "direct"),
+        ([7, 7, 5, 5], (0, 0, 1, 1), "hierarchical"),
+        ([5, 7, 5, 7], (0, 1, 0, 1), "hierarchical"),
+        ([5, 7, 7, 7], (0, 1, 1, 1), "hierarchical"),
+        ([4, 5, 6, 7], (0, 1, 2, 3), "hierarchical"),
+    ],
+    ids=str,
+)
+def test_machines_are_told_apart(
+    ranks: Processes, machines: list[int], nodes: tuple[int, ...], name: str
+) -> None:
+    assert ranks.run(on_other_machines, machines) == [(name, nodes)] * 4
+
+
+class Told(logging.Handler):
+    """What the library has logged as a warning, inside a rank."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def __enter__(self) -> list[str]:
+        logging.getLogger("tokenyard").addHandler(self)
+        return self.texts
+
+    def __exit__(self, *_: Any) -> None:
+        logging.getLogger("tokenyard").removeHandler(self)
+
+
+def in_two_containers(group: Any) -> tuple[str, tuple[int, ...], list[str]]:
+    """Ranks 0 and 1 cannot open the files of ranks 2 and 3, nor the other way round."""
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(4)]
+    torch.distributed.all_gather(pids, torch.tensor([os.getpid()]))
+    hidden = [int(pid) for rank, pid in enumerate(pids) if rank // 2 != group.rank() // 2]
+    real = os.open
+
+    def refuse(path: Any, *args: Any, **kwargs: Any) -> int:
+        if str(path).startswith(tuple(f"/proc/{pid}/" for pid in hidden)):
+            raise PermissionError(13, "Permission denied", path)
+        return real(path, *args, **kwargs)
+
+    segment.os.open = refuse
+    try:
+        with Told() as told, tokenyard.Buffer(group) as buffer:
+            assert dispatch(buffer) == 24
+            nodes = buffer._engine.topology.node_of_rank
+            return buffer._engine.transport.name, nodes, told
+    finally:
+        segment.os.open = real
+
+
+NO_MEMORY = "is on the machine of rank 0 and cannot use its memory, so they count as two nodes: "
+
+
+def test_ranks_that_cannot_attach_each_others_memory_are_on_different_nodes(
+    ranks: Processes,
+) -> None:
+    for rank, (name, nodes, told) in enumerate(ranks.run(in_two_containers)):
+        assert (name, nodes) == ("hierarchical", (0, 0, 1, 1))
+        if rank != 2:  # one rank of a node says so
+            assert told == []
+            continue
+        assert told[0].startswith(f"rank 2 {NO_MEMORY}Permission denied for process ")
+        assert len(told) == 1
+
+
+def as_nobody(group: Any) -> tuple[tuple[int, ...], list[str]]:
+    """Rank 3 looks at the others as another user (who could not open the group's store)."""
+    real = opening.why_not_attached
+
+    def look(*words: int) -> str | None:
+        os.seteuid(65534)
+        try:
+            return real(*words)
+        finally:
+            os.seteuid(0)
+
+    if group.rank() == 3:
+        opening.why_not_attached = look
+    try:
+        with Told() as told, tokenyard.Buffer(group) as buffer:
+            return buffer._engine.topology.node_of_rank, told
+    finally:
+        opening.why_not_attached = real
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_another_users_rank_is_on_another_node_and_says_why(ranks: Processes) -> None:
+    results = ranks.run(as_nobody)
+    assert [nodes for nodes, _ in results] == [(0, 0, 0, 1)] * 4
+    assert [len(told) for _, told in results] == [0, 0, 0, 1]
+    told = results[3][1][0]
+    assert told.startswith(f"rank 3 {NO_MEMORY}Permission denied for process ")
+    assert "of user 0, while this one is of user 65534" in told
+    assert told.endswith("run all ranks as one user")
+
+
+def too_small(group: Any, culprit: int) -> tuple[str, int]:
+    """One rank may make no file, memory files too, larger than 1 MiB."""
+    with tokenyard.Buffer(
+        group, transport="hierarchical", ranks_per_node=[3, 1], timeout=5
+    ) as buffer:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if group.rank() == culprit:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+        try:
+            with pytest.raises(SharedMemoryError) as caught:
+                dispatch(buffer, num_tokens=4000)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        return str(caught.value), dispatch(buffer)
+
+
+@pytest.mark.parametrize("culprit", [1, 3])
+def test_too_little_memory_on_one_rank_is_an_error_on_all_nodes(
+    ranks: Processes, culprit: int
+) -> None:
+    for rank, (text, rows) in enumerate(ranks.run(too_small, culprit)):
+        if rank == culprit:
+            assert "bytes of shared memory are needed" in text
+        else:
+            assert (
+                text
+                == f"dispatch: rank {culprit} could not get memory for its rows, on rank {rank}"
+            )
+        assert rows == 24  # and the Buffer goes on working
+
+
+def test_asynchronous_calls_over_two_levels(ranks: Processes) -> None:
+    assert ranks.run(both_ways, "hierarchical", range(40), (2, 2)) == [40] * 4
+
+
+def test_given_nodes_choose_two_levels(ranks: Processes, caplog: pytest.LogCaptureFixture) -> None:
+    assert ranks.run(chosen, [1, 3]) == ["hierarchical"] * 4
+    with caplog.at_level(logging.INFO, logger="tokenyard"):
+        assert run_virtual(chosen, 4, [1, 3]).results == ["collective over loopback"] * 4
+
+
+def chosen(group: Any, sizes: list[int]) -> str:
+    with tokenyard.Buffer(group, ranks_per_node=sizes) as buffer:
+        return buffer._engine.transport.name
+
+
+@pytest.mark.parametrize("sizes", [(1,), (2, 2), (3, 2, 1), (1, 4, 2, 4)], ids=str)
+def test_every_rank_is_reached_once_from_every_rank_of_another_node(sizes: tuple[int, ...]) -> None:
+    topology = Topology.of_sizes(sizes)
+    for rank in range(topology.num_ranks):
+        partners = [
+            other
+            for other in range(topology.num_ranks)
+            if rank in [source for _, source in topology.upstream(other)]
+        ]
+        homes = [topology.node_of_rank[other] for other in partners]
+        assert homes == [n for n in range(len(sizes)) if n != topology.node_of_rank[rank]]
