@@ -20,14 +20,16 @@ import torch
 from torch import Tensor
 
 from tokenyard import validate
+from tokenyard.engine.failure import raised_on_all_ranks
 from tokenyard.engine.inputs import DispatchRequest
 from tokenyard.engine.stages import Engine
 from tokenyard.errors import BufferClosed, BufferInUse, PeerError
 from tokenyard.low_latency.calls import LowLatencyCalls
 from tokenyard.low_latency.engine import LowLatency
-from tokenyard.opening import check_group, open_engine
+from tokenyard.opening import Options, check_group, open_engine
+from tokenyard.runtime.completion import Completion
 from tokenyard.runtime.events import EventHandle, EventOverlap
-from tokenyard.runtime.streams import Finish, capture
+from tokenyard.runtime.streams import capture
 from tokenyard.types import Config, Handle
 
 if TYPE_CHECKING:
@@ -160,19 +162,19 @@ class Buffer(LowLatencyCalls):
         self._why_closed = "the Buffer is closed"
         self._pid = os.getpid()
         self._use = _Use(self)
-        self._engine, self._low_latency = open_engine(
-            group,
-            num_nvl_bytes=num_nvl_bytes,
-            num_rdma_bytes=num_rdma_bytes,
-            num_channels=_default_config(Buffer.num_sms).num_channels,
+        options = Options(
             transport=transport,
             kernels=kernels,
             ranks_per_node=ranks_per_node,
             timeout=timeout,
             placement=placement,
+            num_nvl_bytes=num_nvl_bytes,
+            num_rdma_bytes=num_rdma_bytes,
+            num_channels=_default_config(Buffer.num_sms).num_channels,
             low_latency_mode=low_latency_mode,
             enable_shrink=enable_shrink,
         )
+        self._engine, self._low_latency = open_engine(group, options)
         self.rank, self.group_size = self._engine.rank, self._engine.num_ranks
         self._use.rank = self.rank
         if not explicitly_destroy:
@@ -237,7 +239,7 @@ class Buffer(LowLatencyCalls):
         A tag is a number of yours: if ranks give different ones, all raise CallMismatch.
         """
         config = _default_config(Buffer.num_sms) if config is None else config
-        finish = Finish(async_finish, allocate_on_comm_stream)
+        completion = Completion(async_finish, allocate_on_comm_stream)
         if handle is not None:
             routing = {
                 "num_tokens_per_rank": num_tokens_per_rank,
@@ -250,7 +252,7 @@ class Buffer(LowLatencyCalls):
             beside = [name for name, value in routing.items() if value is not None]
             with self._use as engine:
                 again, scales, event = engine.dispatch_cached(
-                    x, handle, beside, config, previous_event, finish
+                    x, handle, beside, config, previous_event, completion
                 )
             return Dispatched(_pair(again, scales), None, None, None, None, event)
 
@@ -269,7 +271,7 @@ class Buffer(LowLatencyCalls):
             tag,
         )
         with self._use as engine:
-            received, made, event = engine.dispatch(request, finish)
+            received, made, event = engine.dispatch(request, completion)
         return Dispatched(
             _pair(received.x, received.scales),
             received.topk_idx,
@@ -299,10 +301,12 @@ class Buffer(LowLatencyCalls):
         of dispatch.
         """
         config = _default_config(Buffer.num_sms) if config is None else config
-        finish = Finish(async_finish, allocate_on_comm_stream)
+        completion = Completion(async_finish, allocate_on_comm_stream)
         with self._use as engine:
             return Combined(
-                *engine.combine(x, handle, topk_weights, bias, config, previous_event, tag, finish)
+                *engine.combine(
+                    x, handle, topk_weights, bias, config, previous_event, tag, completion
+                )
             )
 
     def get_next_combine_buffer(self, handle: Handle) -> Tensor:
@@ -353,7 +357,7 @@ class Buffer(LowLatencyCalls):
             return
         lock = self._use.take()
         try:
-            if self._low_latency is not None and self._engine.failure is None:
+            if self._low_latency is not None and self._engine.failure.error is None:
                 self._low_latency.wait_to_leave()
             self._close()
         finally:
@@ -435,16 +439,13 @@ class Buffer(LowLatencyCalls):
         return self._usable_engine()
 
     def _usable_engine(self) -> Engine:
-        engine, low_latency = self._engine, self._low_latency
-        if engine is None:
-            raise BufferClosed(f"{self._why_closed}, on rank {self.rank}")
-        failure: BaseException | None = engine.failure  # of an asynchronous call, or of a hook
-        if failure is None and low_latency is not None:
-            failure = low_latency.failure
-        if failure is not None:
-            self._broken_by(failure)
-            raise BufferClosed(f"{self._why_closed}, on rank {self.rank}") from failure
-        return engine
+        engine = self._engine
+        failed = None if engine is None else engine.failure.error
+        if failed is not None:  # on the Buffer's thread, or in a hook
+            self._broken()
+        if self._engine is None:
+            raise BufferClosed(f"{self._why_closed}, on rank {self.rank}") from failed
+        return self._engine
 
     def _open_low_latency(self, is_open: bool = False) -> LowLatency:
         if not is_open:
@@ -457,24 +458,24 @@ class Buffer(LowLatencyCalls):
         return self._low_latency
 
     def _after_call(self, error: BaseException | None) -> None:
-        """A call that others rely on and that does not end breaks the Buffer, whatever it was."""
+        """Break the Buffer if the call failed after others had begun to rely on it."""
         engine, low_latency = self._engine, self._low_latency
         if engine is None:
             return
-        engaged = engine.engaged
+        engaged = engine.agreement.engaged or engine.failure.error is not None
         if low_latency is not None:
-            engaged |= low_latency.engaged or low_latency.failure is not None
-        engine.ended()
+            engaged |= low_latency.engaged
+        engine.agreement.engaged = False  # the call has ended, or goes on on the Buffer's thread
         if error is None:
             return
-        if isinstance(error, PeerError) or (engaged and not getattr(error, "on_all_ranks", False)):
-            engine.give_up(error)
-            self._broken_by(error)
+        if isinstance(error, PeerError) or (engaged and not raised_on_all_ranks(error)):
+            engine.failure.give_up(error)
+            self._broken()
 
-    def _broken_by(self, error: BaseException) -> None:
-        """After this the engine is in no known state, so nothing may use it again."""
-        what = str(error) if isinstance(error, PeerError) else f"{type(error).__name__}: {error}"
-        self._why_closed = f"the Buffer was broken by an earlier error ({what})"
+    def _broken(self) -> None:
+        """After a failure the engine is in no known state, so nothing may use it again."""
+        assert self._engine is not None
+        self._why_closed = self._engine.failure.why_closed
         self._close()
 
 

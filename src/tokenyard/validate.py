@@ -434,6 +434,17 @@ def handle(value: Any, buffer_id: int) -> Handle:
     return value
 
 
+def no_routing(beside: Sequence[str]) -> None:
+    """`beside` names what was given together with a handle."""
+    if beside:
+        raise ValueError(f"{', '.join(beside)} given with a handle, which has the routing already")
+
+
+def same_tokens(x_TD: Tensor, num_tokens: int) -> None:
+    if x_TD.shape[0] != num_tokens:
+        raise ValueError(f"x has {x_TD.shape[0]} tokens, want {num_tokens}, those of the handle")
+
+
 def biases(value: Any, like: Tensor, num_tokens: int, after: EventHandle | None) -> list[Tensor]:
     """None, a tensor, or a pair of them."""
     if value is None:

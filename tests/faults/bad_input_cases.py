@@ -163,7 +163,7 @@ def one_behind(scene: Scene) -> Any:
     """Dispatch as a rank that has forgotten a call. No legal calls lead there, only being
     interrupted in the middle of one, so the count itself is set back.
     """
-    scene.buffer._engine._agreement.number -= 1
+    scene.buffer._engine.agreement.number -= 1
     return scene.dispatch()
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tokenyard.low_latency.engine import LowLatency
 from tokenyard.low_latency.handle import LowLatencyHandle
-from tokenyard.low_latency.inputs import Asked, Fp8, most_bytes
-from tokenyard.low_latency.results import Receipt
+from tokenyard.low_latency.inputs import Fp8, most_bytes
+from tokenyard.runtime.completion import Completion, RecvHook
 from tokenyard.runtime.events import EventOverlap
 
 
@@ -65,20 +65,22 @@ class LowLatencyCalls:
         (int32, one a local expert), and the nanoseconds until each rank's tokens were there to
         dispatch_wait_recv_cost_stats (int64, one a rank).
         """
-        asked = Asked(async_finish, return_recv_hook, dispatch_wait_recv_cost_stats)
+        completion = Completion(
+            async_finish, False, return_recv_hook, dispatch_wait_recv_cost_stats
+        )
         with self._use:
             engine = self._open_low_latency(is_open=True)
-            got, handle, event, receipt = engine.dispatch(
+            got, handle, event, later = engine.dispatch(
                 x,
                 topk_idx,
                 num_max_dispatch_tokens_per_rank,
                 num_experts,
                 cumulative_local_expert_recv_stats,
                 Fp8(use_fp8, round_scale, use_ue8m0),
-                asked,
+                completion,
             )
         recv_x = got.x if got.scales is None else (got.x, got.scales)
-        hook = partial(self._receive, receipt) if return_recv_hook and receipt else None
+        hook = partial(self._receive, later) if return_recv_hook and later else None
         return LowLatencyDispatched(recv_x, got.counts, handle, event, hook)
 
     def low_latency_combine(
@@ -100,13 +102,13 @@ class LowLatencyCalls:
         shall not be summed. With zero_copy x is the tensor of get_next_low_latency_combine_buffer,
         which other ranks read where it lies: leave it alone afterwards, and ask for the next.
         """
-        asked = Asked(async_finish, return_recv_hook, combine_wait_recv_cost_stats)
+        completion = Completion(async_finish, False, return_recv_hook, combine_wait_recv_cost_stats)
         with self._use:
             engine = self._open_low_latency(is_open=True)
-            combined, event, receipt = engine.combine(
-                x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, out, asked
+            combined, event, later = engine.combine(
+                x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, out, completion
             )
-        hook = partial(self._receive, receipt) if return_recv_hook and receipt else None
+        hook = partial(self._receive, later) if return_recv_hook and later else None
         return LowLatencyCombined(combined, event, hook)
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
@@ -146,11 +148,11 @@ class LowLatencyCalls:
         """
         return most_bytes(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
-    def _receive(self, receipt: Receipt) -> None:
-        """What a hook does. A second time it does nothing."""
-        if not receipt.is_over:
+    def _receive(self, hook: RecvHook) -> None:
+        """What the user's hook does. Called a second time it does nothing."""
+        if not hook.is_over:
             with self._use:
-                receipt()
+                hook()
 
     def _open_low_latency(self, is_open: bool = False) -> LowLatency:
         """`is_open` inside a call, which has looked already."""

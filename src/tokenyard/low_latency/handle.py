@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tokenyard.runtime.completion import RecvHook
 from tokenyard.wire.slots import SlotShape
 
 
@@ -24,7 +25,7 @@ class LowLatencyHandle:
     sent: Tensor  # [2, T, K] int64: topk_idx, and each pair's place among those of its expert
     buffer_id: int  # the Buffer and rank that made it; others refuse it
     number: int  # of the dispatch; all ranks must combine the same
-    receipt: Any = None  # its `is_over` says whether rows have arrived, if that was left for later
+    hook: RecvHook | None = None  # is over when rows have arrived, if that was left for later
 
     def _v1(self) -> tuple[Any, ...]:
         shape = self.shape

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.errors import CallMismatch, PeerDied, PeerError, PeerLeft
+from tokenyard.errors import PeerDied, PeerLeft
 from tokenyard.low_latency.handle import PendingCombine
-from tokenyard.low_latency.mismatch import say_difference
+from tokenyard.low_latency.mismatch import posts_differ
 from tokenyard.low_latency.posts import Differs, Lane, LaneKernels, Lanes, words
 from tokenyard.shm.node import Mapped, Team
 from tokenyard.shm.segment import Segment
@@ -278,10 +278,6 @@ class SharedSlots:
             self._answer(code, lane, number, stage)
         self._after_reading(lane, number, stage)
 
-    def tell(self, error: PeerError) -> None:
-        """Tell the others why this rank will not come any more."""
-        self._team.tell(error)
-
     def watch(self, differs: Differs) -> None:
         self.lanes.watch(differs)
 
@@ -324,9 +320,9 @@ class SharedSlots:
             is_combine = lane.place >= 2
             if is_combine != (theirs[HANDLE] > 0) or (theirs[NUMBER] - number) % 2:
                 raise Stray(rank)
-            differs = say_difference(stage, self._rank, mine, rank, theirs)
+            error = posts_differ(stage, self._rank, mine, rank, theirs)
             self.lanes.done(lane, number)
-            raise CallMismatch(differs)
+            raise error
         else:  # so far ahead, or left out, is nobody unless ranks may leave each other out
             assert what in (STRAY, LOST, MASKED)
             raise Stray(rank)

@@ -9,20 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tokenyard.runtime.completion import Completion
 from tokenyard.runtime.events import EventHandle, EventOverlap
-
-
-class Finish(NamedTuple):
-    """How a call ends, and where its results come from."""
-
-    async_finish: bool = False
-    on_comm_stream: bool = False  # allocate there; the current stream is then not waited for
 
 
 class StreamEvent(EventHandle):
@@ -50,20 +44,20 @@ class Streams:
         work: Callable[[], None],
         tensors: Iterable[Tensor | None],
         pending: EventHandle | None,
-        finish: Finish,
+        completion: Completion,
     ) -> EventOverlap:
         """Do the work on the communication stream, after `pending`. `tensors` are what it reads and
         writes: those of the current stream are waited for.
         """
         current = self._api.current_stream()
-        if not finish.on_comm_stream:
+        if not completion.on_comm_stream:
             self.comm.wait_stream(current)
         with self._api.stream(self.comm):
             if pending is not None:
                 pending.current_stream_wait()
             work()
         done = self._record(self.comm)
-        if not finish.async_finish:
+        if not completion.async_finish:
             current.wait_event(done)
             return EventOverlap(None)
         for tensor in tensors:  # or their memory might be given away while the work goes on
@@ -71,9 +65,9 @@ class Streams:
                 self._api.record_stream(tensor, self.comm)
         return EventOverlap(StreamEvent(done, self._api))
 
-    def scope(self, finish: Finish, after_current: bool) -> AbstractContextManager[Any]:
+    def scope(self, completion: Completion, after_current: bool) -> AbstractContextManager[Any]:
         """What is made inside belongs to the communication stream, if it shall."""
-        if not finish.on_comm_stream:
+        if not completion.on_comm_stream:
             return nullcontext()
         if after_current:
             self.comm.wait_stream(self._api.current_stream())
