@@ -8,24 +8,19 @@ combined, _, _ = buffer.combine(experts(received), handle)
 
 from __future__ import annotations
 
-import os
-import threading
 import weakref
 from collections.abc import Sequence
 from functools import cache
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tokenyard import validate
-from tokenyard.engine.failure import raised_on_all_ranks
 from tokenyard.engine.inputs import DispatchRequest
-from tokenyard.engine.stages import Engine
-from tokenyard.errors import BufferClosed, BufferInUse, PeerError
+from tokenyard.errors import PeerError
+from tokenyard.lifetime import Lifetime
 from tokenyard.low_latency.calls import LowLatencyCalls
-from tokenyard.low_latency.engine import LowLatency
 from tokenyard.opening import Options, check_group, open_engine
 from tokenyard.runtime.completion import Completion
 from tokenyard.runtime.events import EventHandle, EventOverlap
@@ -61,52 +56,7 @@ class Combined(NamedTuple):
     event: EventOverlap
 
 
-class _Use:
-    """A call of a Buffer: one at a time, and what it leaves behind if it does not end well."""
-
-    def __init__(self, buffer: Buffer) -> None:
-        self._buffer, self._lock = weakref.ref(buffer), threading.Lock()
-        self._thread = 0  # that has the lock, or had it
-        self.rank = -1
-
-    def __enter__(self) -> Engine:
-        buffer = self._buffer()
-        assert buffer is not None
-        buffer._check_process()  # before the lock, which a forked child may have inherited taken
-        self.take()
-        try:
-            return buffer._usable_engine()
-        except BaseException:
-            self._lock.release()
-            raise
-
-    def take(self) -> threading.Lock:
-        """The lock, which this thread has now; it is never waited for."""
-        if not self._lock.acquire(blocking=False):
-            who = "another thread"
-            if self._thread == threading.get_ident():
-                who = "this very thread, in a call that a signal handler has interrupted"
-            raise BufferInUse(
-                f"the Buffer is in use by {who}, want one call at a time, on rank {self.rank}"
-            )
-        self._thread = threading.get_ident()
-        return self._lock
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        buffer = self._buffer()
-        assert buffer is not None
-        try:
-            buffer._after_call(error)
-        finally:
-            self._lock.release()
-
-
-class Buffer(LowLatencyCalls):
+class Buffer(Lifetime, LowLatencyCalls):
     """Moves tokens to the ranks that own their experts, and sums the results back.
 
     The first parameters are DeepEP's. num_nvl_bytes is how much memory a rank shares for dispatch
@@ -151,17 +101,12 @@ class Buffer(LowLatencyCalls):
         placement: Tensor | None = None,
     ) -> None:
         check_group(group, comm)
+        super().__init__(explicitly_destroy)
         # Weakly, since a group that outlives its destruction aborts the process at exit.
         self._group = weakref.ref(group)
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode = low_latency_mode
-        self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
-        self._engine: Engine | None = None
-        self._low_latency: LowLatency | None = None
-        self._why_closed = "the Buffer is closed"
-        self._pid = os.getpid()
-        self._use = _Use(self)
         options = Options(
             transport=transport,
             kernels=kernels,
@@ -174,12 +119,9 @@ class Buffer(LowLatencyCalls):
             low_latency_mode=low_latency_mode,
             enable_shrink=enable_shrink,
         )
-        self._engine, self._low_latency = open_engine(group, options)
-        self.rank, self.group_size = self._engine.rank, self._engine.num_ranks
-        self._use.rank = self.rank
-        if not explicitly_destroy:
-            self._finalizer = weakref.finalize(self, self._engine.abandon)
-            self._finalizer.atexit = False
+        engine, low_latency = open_engine(group, options)
+        self._opened(engine, low_latency)
+        self.group_size = engine.num_ranks
 
     @property
     def group(self) -> ProcessGroup | Any:
@@ -296,9 +238,9 @@ class Buffer(LowLatencyCalls):
     ) -> Combined:
         """Send every row of x back to its token's rank, which sums a token's rows.
 
-        The sum is unweighted (weigh the rows before), in float32, from the biases, in an order that
-        is always the same. topk_weights, if given, come back as they were sent out. A tag is that
-        of dispatch.
+        The sum is unweighted (weigh the rows before), in float32, starts from the biases, and adds
+        in an order that is always the same. topk_weights, if given, come back as they were sent
+        out. A tag is that of dispatch.
         """
         config = _default_config(Buffer.num_sms) if config is None else config
         completion = Completion(async_finish, allocate_on_comm_stream)
@@ -346,45 +288,6 @@ class Buffer(LowLatencyCalls):
         """
         return self._open_engine().explain(stage, error)
 
-    def close(self) -> None:
-        """Give back what the Buffer holds; twice is fine. Local: it waits for others only where one
-        is yet to call the hook of a low-latency call that has ended here, and 5 seconds at most.
-        """
-        if self._engine is None:
-            return
-        if os.getpid() != self._pid:  # a fork: what it sees is still its parent's
-            self._engine = self._low_latency = None
-            return
-        lock = self._use.take()
-        try:
-            if self._low_latency is not None and self._engine.failure.error is None:
-                self._low_latency.wait_to_leave()
-            self._close()
-        finally:
-            lock.release()
-
-    def _close(self) -> None:
-        engine, self._engine, self._low_latency = self._engine, None, None
-        if engine is not None:
-            if not self.explicitly_destroy:
-                self._finalizer.detach()
-            engine.close()
-
-    def destroy(self) -> None:
-        """DeepEP's name for close."""
-        self.close()
-
-    def __enter__(self) -> Buffer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
         """Itself: a copy of a model uses the same connections."""
         return self
@@ -426,57 +329,6 @@ class Buffer(LowLatencyCalls):
         """The stream that communication runs on: on CPU, the only one."""
         streams = self._open_engine().streams
         return torch.cpu.current_stream() if streams is None else streams.comm
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise BufferClosed(
-                f"the Buffer belongs to process {self._pid}, of which this one is a fork; want a "
-                f"Buffer of its own here, in a process that was not forked, on rank {self.rank}"
-            )
-
-    def _open_engine(self) -> Engine:
-        self._check_process()
-        return self._usable_engine()
-
-    def _usable_engine(self) -> Engine:
-        engine = self._engine
-        failed = None if engine is None else engine.failure.error
-        if failed is not None:  # on the Buffer's thread, or in a hook
-            self._broken()
-        if self._engine is None:
-            raise BufferClosed(f"{self._why_closed}, on rank {self.rank}") from failed
-        return self._engine
-
-    def _open_low_latency(self, is_open: bool = False) -> LowLatency:
-        if not is_open:
-            self._open_engine()
-        if self._low_latency is None:
-            raise ValueError(
-                f"low_latency_mode is False, want Buffer(low_latency_mode=True), "
-                f"on rank {self.rank}"
-            )
-        return self._low_latency
-
-    def _after_call(self, error: BaseException | None) -> None:
-        """Break the Buffer if the call failed after others had begun to rely on it."""
-        engine, low_latency = self._engine, self._low_latency
-        if engine is None:
-            return
-        engaged = engine.agreement.engaged or engine.failure.error is not None
-        if low_latency is not None:
-            engaged |= low_latency.engaged
-        engine.agreement.engaged = False  # the call has ended, or goes on on the Buffer's thread
-        if error is None:
-            return
-        if isinstance(error, PeerError) or (engaged and not raised_on_all_ranks(error)):
-            engine.failure.give_up(error)
-            self._broken()
-
-    def _broken(self) -> None:
-        """After a failure the engine is in no known state, so nothing may use it again."""
-        assert self._engine is not None
-        self._why_closed = self._engine.failure.why_closed
-        self._close()
 
 
 def _pair(x: Tensor, scales: Tensor | None) -> Rows:

@@ -1,12 +1,7 @@
-"""Every check of what users pass in. Raises ValueError: what, got, wanted.
-
-Messages are short; the engine adds the stage and the rank, and tells the other ranks.
-"""
+"""Checks of what a call is given: rows, routing, layouts, handles, biases, events."""
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,165 +9,15 @@ import torch
 from torch import Tensor
 
 from tokenyard.runtime.events import EventHandle, EventOverlap
-from tokenyard.types import ROW_DTYPES, SCALE_DTYPES, Config, Handle, Layout, Route, topk_idx_t
+from tokenyard.types import ROW_DTYPES, SCALE_DTYPES, Handle, Layout, Route, topk_idx_t
+from tokenyard.validate.tensors import CPU, contiguous, target, tensor
+from tokenyard.validate.values import kind, require
 
 # What combine can sum. FP8 rows have scales, and a sum of them has none.
 SUMMABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
-# Rows and counts are int32. Experts and SMs (two a channel) cost every call memory on every rank,
-# so a slip of the keyboard must not reach an allocation.
-MOST = 2**31 - 1
-MOST_EXPERTS = 2**20
-_MOST_SMS = 2**12
-_FEW = 100  # numbers that Python compares sooner than a tensor's method is called
-
 ID_DTYPES = (torch.int32, torch.int64)
-CPU = torch.device("cpu")
-
-
-def require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
-def name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def kind(value: Any) -> str:
-    """
-    >>> kind(None), kind(3), kind([])
-    ('None', 'an int', 'a list')
-    """
-    if value is None:
-        return "None"
-    word = type(value).__name__
-    return f"{'an' if word[0] in 'aeiouAEIOU' else 'a'} {word}"
-
-
-def _names(dtypes: Sequence[torch.dtype]) -> str:
-    return ", ".join(map(name, dtypes))
-
-
-def tensor(
-    what: str,
-    value: Any,
-    *,
-    shape: Sequence[int | str],
-    dtypes: Sequence[torch.dtype],
-    device: torch.device | None = CPU,
-    after: EventHandle | None = None,
-) -> Tensor:
-    """A dense tensor of this shape, in which a word stands for any length: ["tokens", 8].
-
-    Without a device it may be on any. It is read, if at all, after the event. On the path of every
-    call, so messages are built only when they are needed.
-    """
-    if not isinstance(value, Tensor):
-        raise not_a_tensor(what, value)
-    form(what, value.shape, value.dtype, value.layout, shape=shape, dtypes=dtypes)
-    if device is not None and value.device != device:
-        raise ValueError(f"{what} is on device {value.device}, want {device}")
-    if value.requires_grad:
-        value = without_gradient(what, value)
-    return held(what, value, after)
-
-
-def held(what: str, value: Tensor, after: EventHandle | None = None) -> Tensor:
-    """The tensor, or a copy of it if its memory does not hold what it means.
-
-    Kernels read addresses. A tensor may be the negative of its memory, or have none: a wrapper
-    around others, one that is traced, one whose storage was freed.
-    """
-    try:
-        if value.data_ptr() and not value.is_neg():
-            return value
-    except RuntimeError:  # of torch.func's wrappers
-        address(what, value)
-    if not value.numel() or value.is_meta:  # which no kernel reads
-        return value
-    if not value.is_neg() and not value._is_zerotensor():
-        address(what, value)
-    if after is not None:
-        after.current_stream_wait()
-    return value.clone()
-
-
-def target(
-    what: str,
-    value: Any,
-    *,
-    shape: Sequence[int | str],
-    dtypes: Sequence[torch.dtype],
-    device: torch.device = CPU,
-) -> Tensor:
-    """A tensor to whose memory a result may be written."""
-    checked = tensor(what, value, shape=shape, dtypes=dtypes, device=device)
-    if checked.data_ptr() != value.data_ptr():
-        raise ValueError(f"{what} is not what its memory holds, want a plain torch.Tensor")
-    return checked
-
-
-def address(what: str, value: Tensor) -> int:
-    """Of a tensor that has elements."""
-    try:
-        found = value.data_ptr()
-    except RuntimeError:  # of torch.func's wrappers
-        found = 0
-    if not found:
-        raise ValueError(f"{what} has no memory of its own, want a plain torch.Tensor")
-    return found
-
-
-def without_gradient(what: str, value: Tensor) -> Tensor:
-    """Detached. Who would lose a gradient by that is warned, once for each place of the call: not
-    under no_grad or inference_mode, nor inside an autograd.Function, which sees to it itself.
-    """
-    if torch.is_grad_enabled():
-        level, frame = 1, sys._getframe()
-        while frame.f_back and str(frame.f_globals.get("__name__")).startswith("tokenyard."):
-            level, frame = level + 1, frame.f_back
-        warnings.warn(
-            f"{what} requires grad, and this call passes no gradient on: take "
-            f"tokenyard.nn.functional, or give {what}.detach()",
-            stacklevel=level,
-        )
-    return value.detach()
-
-
-def not_a_tensor(what: str, value: Any) -> ValueError:
-    return ValueError(f"{what} is {kind(value)}, want a torch.Tensor")
-
-
-def form(
-    what: str,
-    got: Sequence[int],
-    dtype: torch.dtype,
-    layout: torch.layout,
-    *,
-    shape: Sequence[int | str],
-    dtypes: Sequence[torch.dtype],
-) -> None:
-    """What a tensor on any device must be, told by its attributes."""
-    fits = len(got) == len(shape)
-    for length, size in zip(shape, got):
-        fits = fits and (length == size or isinstance(length, str))
-    if not fits:
-        want = "[" + ", ".join(map(str, shape)) + "]"
-        raise ValueError(f"{what} has shape {list(got)}, want {want}")
-    if dtype not in dtypes:
-        raise ValueError(f"{what} has dtype {name(dtype)}, want {_names(dtypes)}")
-    if layout is not torch.strided:
-        raise ValueError(f"{what} has layout {layout}, want torch.strided")
-
-
-def _contiguous(value: Tensor, after: EventHandle | None) -> Tensor:
-    """Copied if need be, and then not before it is there to be read."""
-    if value.is_contiguous():
-        return value
-    if after is not None:
-        after.current_stream_wait()
-    return value.contiguous()
+_FEW = 100  # numbers that Python compares sooner than a tensor's method is called
 
 
 def rows(
@@ -188,7 +33,7 @@ def rows(
     value = tensor(what, value, shape=shape, dtypes=dtypes, device=device, after=after)
     if value.shape[1] == 0:
         raise ValueError(f"{what} has hidden size 0, want at least 1")
-    return _contiguous(value, after)
+    return contiguous(value, after)
 
 
 def dispatched(
@@ -208,11 +53,11 @@ def dispatched(
         after=after,
     )
     require(scales.shape[1] > 0, "x[1] (scales) has no columns, want at least 1 a row")
-    return values, _contiguous(scales, after)
+    return values, contiguous(scales, after)
 
 
 def topk_idx(value: Any, num_tokens: int | str, device: torch.device = CPU) -> Tensor:
-    # A short way for what is plainly right: the checks below take as long as a small layout.
+    # What is plainly right passes at once: the checks below take as long as a small layout.
     if (
         type(value) is Tensor
         and value.dtype is topk_idx_t
@@ -236,7 +81,7 @@ def topk_ids(
     device: torch.device | None,
     dtypes: Sequence[torch.dtype] = ID_DTYPES,
 ) -> Tensor:
-    """Experts as int32 or int64, on any device if none is said."""
+    """Expert ids as int32 or int64; on any device if `device` is None."""
     shape = (num_tokens, "topk")
     value = tensor(what, value, shape=shape, dtypes=dtypes, device=device)
     require(value.shape[1] > 0, f"{what} has top-k 0, want at least 1")
@@ -252,7 +97,7 @@ def topk_weights(
     dtypes = (torch.float32,)
     value = tensor("topk_weights", value, shape=shape, dtypes=dtypes, device=device, after=after)
     require(value.shape[1] > 0, "topk_weights has top-k 0, want at least 1")
-    return _contiguous(value, after)
+    return contiguous(value, after)
 
 
 def topk(
@@ -278,7 +123,7 @@ def layout(
     num_ranks: int,
     device: torch.device = CPU,
 ) -> Layout | None:
-    """The layout that the user passed in parts, None if there is none."""
+    """The layout that the user passed in parts; None if he passed none."""
     parts = {
         "num_tokens_per_rank": per_rank,
         "is_token_in_rank": in_rank,
@@ -318,7 +163,7 @@ def layout(
 
 
 def layout_fits(value: Layout, topk_idx_TK: Tensor | None, num_experts: Any) -> None:
-    """The layout against what is passed beside it."""
+    """Compare the layout with what was passed beside it."""
     counted = value.num_tokens_per_expert.shape[0]
     require(
         num_experts is None or num_experts == counted,
@@ -358,69 +203,6 @@ def bad_expert(
     )
 
 
-def num_experts(value: Any, owned: int | None) -> int:
-    """`owned` is the number of experts in placement=, if one was given."""
-    integer("num_experts", value, at_least=1, at_most=MOST_EXPERTS)
-    if owned is not None and value != owned:
-        raise ValueError(f"num_experts is {value}, want {owned}, the length of placement=")
-    return value
-
-
-def ranks_per_node(value: Any, num_ranks: int) -> None:
-    if not isinstance(value, (list, tuple)):
-        integer("ranks_per_node", value, at_least=1)
-        require(
-            value <= num_ranks,
-            f"ranks_per_node is {value}, want at most {num_ranks}, the ranks of the group",
-        )
-        return
-    for node, size in enumerate(value):
-        integer(f"ranks_per_node[{node}]", size, at_least=1)
-    require(
-        sum(value) == num_ranks,
-        f"ranks_per_node is {list(value)}, {sum(value)} ranks in all, want {num_ranks}",
-    )
-
-
-def integer(what: str, value: Any, *, at_least: int, at_most: int = MOST) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{what} is {value!r}, want an integer")
-    if value < at_least:
-        raise ValueError(f"{what} is {value}, want at least {at_least}")
-    if value > at_most:
-        raise ValueError(f"{what} is {value}, want at most {at_most}")
-    return value
-
-
-def tag(value: Any) -> int:
-    return integer("tag", value, at_least=-1)
-
-
-def switch(what: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{what} is {value!r}, want True or False")
-
-
-def config(value: Any) -> Config:
-    if not isinstance(value, Config):
-        raise ValueError(f"config is {kind(value)}, want a tokenyard.Config")
-    num_sms = integer("config.num_sms", value.num_sms, at_least=2, at_most=_MOST_SMS)
-    if num_sms % 2:
-        raise ValueError(f"config.num_sms is {num_sms}, want an even number")
-    for which, send, recv in (
-        ("nvl", value.num_max_nvl_chunked_send_tokens, value.num_max_nvl_chunked_recv_tokens),
-        ("rdma", value.num_max_rdma_chunked_send_tokens, value.num_max_rdma_chunked_recv_tokens),
-    ):
-        integer(f"config.num_max_{which}_chunked_send_tokens", send, at_least=1)
-        integer(f"config.num_max_{which}_chunked_recv_tokens", recv, at_least=1)
-        if send >= recv:
-            raise ValueError(
-                f"config.num_max_{which}_chunked_send_tokens is {send}, want less than "
-                f"num_max_{which}_chunked_recv_tokens ({recv})"
-            )
-    return value
-
-
 def handle(value: Any, buffer_id: int) -> Handle:
     require(
         isinstance(value, Handle),
@@ -455,9 +237,7 @@ def biases(value: Any, like: Tensor, num_tokens: int, after: EventHandle | None)
         named = {f"bias[{i}]": one for i, one in enumerate(value)}
     shape, dtypes, device = (num_tokens, like.shape[1]), (like.dtype,), like.device
     return [
-        _contiguous(
-            tensor(what, one, shape=shape, dtypes=dtypes, device=device, after=after), after
-        )
+        contiguous(tensor(what, one, shape=shape, dtypes=dtypes, device=device, after=after), after)
         for what, one in named.items()
         if one is not None
     ]
@@ -476,7 +256,7 @@ def placement(value: Any, num_ranks: int) -> Tensor:
 
 
 def previous_event(value: Any) -> EventHandle | None:
-    """What must come first, if it is not over yet. Raises what it raised, if it failed."""
+    """The event that must come first; None if it is over. If it failed, raise its error."""
     if value is None:
         return None
     if not isinstance(value, EventOverlap):
@@ -485,3 +265,16 @@ def previous_event(value: Any) -> EventHandle | None:
         return value.event
     value.event.current_stream_wait()
     return None
+
+
+def out(value: Any, num_tokens: int, like: Tensor, read: Sequence[Tensor] = ()) -> Tensor:
+    """Where sums of rows like these are to be written. It shares no memory with what is read."""
+    shape, dtypes = (num_tokens, like.shape[-1]), (like.dtype,)
+    given = target("out", value, shape=shape, dtypes=dtypes, device=like.device)
+    require(given.is_contiguous(), "out is not contiguous, want it so")
+    begin, end = given.data_ptr(), given.data_ptr() + given.nbytes
+    for one in read:
+        first = one.data_ptr()
+        if first < end and begin < first + one.nbytes:
+            raise ValueError("out shares memory with what is to be summed, want memory of its own")
+    return given
