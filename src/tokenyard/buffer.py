@@ -235,19 +235,24 @@ class Buffer(Lifetime, LowLatencyCalls):
         allocate_on_comm_stream: bool = False,
         *,
         tag: int = -1,
+        out: Tensor | None = None,
     ) -> Combined:
         """Send every row of x back to its token's rank, which sums a token's rows.
 
         The sum is unweighted (weigh the rows before), in float32, starts from the biases, and adds
         in an order that is always the same. topk_weights, if given, come back as they were sent
         out. A tag is that of dispatch.
+
+        With out, a contiguous [T, D] tensor of x's dtype, the sums are written there and no memory
+        is taken for them; Combined.x shares its memory. It must share none with x, topk_weights or
+        bias. With async_finish it is written when the event is over: leave it alone until then.
         """
         config = _default_config(Buffer.num_sms) if config is None else config
         completion = Completion(async_finish, allocate_on_comm_stream)
         with self._use as engine:
             return Combined(
                 *engine.combine(
-                    x, handle, topk_weights, bias, config, previous_event, tag, completion
+                    x, handle, topk_weights, bias, out, config, previous_event, tag, completion
                 )
             )
 

@@ -148,10 +148,16 @@ class Preparation:
         )
 
     def combine(
-        self, x: Any, known: Handle, topk_weights: Any, bias: Any, pending: EventHandle | None
+        self,
+        x: Any,
+        known: Handle,
+        topk_weights: Any,
+        bias: Any,
+        out: Any,
+        pending: EventHandle | None,
     ) -> list[Sum]:
-        """The columns of a combine: x, and the weights if they are given. What must be copied is
-        copied after the pending event.
+        """The columns of a combine: x, and the weights if they are given. The sums of x go to `out`
+        unless it is None. What must be copied is copied after the pending event.
         """
         num_rows, num_tokens = known.flow.num_rows, known.num_tokens
         rows = validate.rows(
@@ -163,10 +169,17 @@ class Preparation:
             device=self._device,
         )
         biases = validate.biases(bias, rows, num_tokens, pending)
-        sums = [Sum(rows, biases, self._empty_sum(rows, num_tokens))]
+        weights = None
         if topk_weights is not None:
             shape = (num_rows, "topk")
             weights = validate.topk_weights(topk_weights, shape, pending, self._device)
+        if out is None:
+            out = self._empty_sum(rows, num_tokens)
+        else:
+            read = [rows, *biases] if weights is None else [rows, *biases, weights]
+            out = validate.out(out, num_tokens, rows, read)
+        sums = [Sum(rows, biases, out)]
+        if weights is not None:
             sums.append(Sum(weights, (), self._empty_sum(weights, num_tokens)))
         return sums
 

@@ -156,19 +156,20 @@ class Engine:
         handle: Any,
         topk_weights: Any,
         bias: Any,
+        out: Any,
         config: Any,
         previous_event: Any,
         tag: Any,
         completion: Completion,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """The sums of each token's rows, and of its weights."""
+        """The sums of each token's rows, in `out` if it is given, and of its weights."""
         stage = "combine"
         self._before_words()
         with self._scope(completion, previous_event):
             try:
                 pending = self._pending(previous_event, completion)
                 known = validate.handle(handle, self.buffer_id)
-                sums = self.local.combine(x, known, topk_weights, bias, pending)
+                sums = self.local.combine(x, known, topk_weights, bias, out, pending)
                 self.local.config(config)
                 terms = self._combine_terms(stage, sums, known, config, tag, pending is None)
             except Exception as error:

@@ -135,8 +135,7 @@ class Inputs:
     def out(self, out: Any, num_tokens: int, y: Tensor) -> Tensor:
         if out is None:
             return memory.empty(num_tokens, y.shape[2], dtype=y.dtype)
-        given = validate.target("out", out, shape=(num_tokens, y.shape[2]), dtypes=(y.dtype,))
-        validate.require(given.is_contiguous(), "out is not contiguous, want it so")
+        validate.out(out, num_tokens, y)
         return out
 
     def completion(self, completion: Completion) -> None:
