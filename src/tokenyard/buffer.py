@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tokenyard import validate
+from tokenyard.engine.gather import all_gather
 from tokenyard.engine.inputs import DispatchRequest
 from tokenyard.errors import PeerError
 from tokenyard.lifetime import Lifetime
@@ -54,6 +55,11 @@ class Combined(NamedTuple):
     x: Tensor
     topk_weights: Tensor | None
     event: EventOverlap
+
+
+class Gathered(NamedTuple):
+    x: Tensor
+    handle: Handle
 
 
 class Buffer(Lifetime, LowLatencyCalls):
@@ -255,6 +261,20 @@ class Buffer(Lifetime, LowLatencyCalls):
                     x, handle, topk_weights, bias, out, config, previous_event, tag, completion
                 )
             )
+
+    def all_gather(self, x: Tensor, handle: Handle | None = None) -> Gathered:
+        """x [T, ...] of every rank, one rank after the other, on all ranks: [sum of T, ...].
+
+        Each rank may have another T, also 0; the rest of the shape and the dtype, which may be any,
+        must be the same. combine(y, handle) is the way back: it gives each rank, for each of its
+        rows, the sum over ranks of what they have in its place. With the handle of an earlier
+        all_gather, rows go the same way again without counting: T must be the same then.
+
+        DeepEP has no such call. It is meant for few numbers, and for tokens that all ranks need:
+        every rank gets every row.
+        """
+        with self._use as engine:
+            return Gathered(*all_gather(engine, x, handle, _default_config(Buffer.num_sms)))
 
     def get_next_combine_buffer(self, handle: Handle) -> Tensor:
         """[N, D] for the experts' output: combine does not copy what lies in it.

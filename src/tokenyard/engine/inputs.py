@@ -98,6 +98,12 @@ class Preparation:
             self._even_placements[num_experts] = made
         return self._even_placements[num_experts]
 
+    @property
+    def any_num_experts(self) -> int:
+        """A number of experts that a call may name: for one whose rows go to no expert."""
+        given = self._given_placement
+        return self._num_ranks if given is None else given.num_experts
+
     def config(self, config: Any) -> Config:
         if config is not self._checked_config:
             self._checked_config = validate.config(config)

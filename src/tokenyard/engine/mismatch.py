@@ -16,6 +16,7 @@ STAGES = (
     "dispatch",
     "cached dispatch",
     "combine",
+    "all_gather",
     "low-latency dispatch",
     "low-latency combine",
 )

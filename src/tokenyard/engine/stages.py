@@ -71,10 +71,10 @@ class Engine:
         )
 
     def dispatch(
-        self, request: DispatchRequest, completion: Completion
+        self, request: DispatchRequest, completion: Completion, stage: str = "dispatch"
     ) -> tuple[Received, Handle, EventOverlap]:
         """Each token's row to every rank that owns one of its experts."""
-        stage, number = "dispatch", self.agreement.number
+        number = self.agreement.number
         self._before_words()
         with self._scope(completion, request.previous_event):
             try:

@@ -83,7 +83,7 @@ class ExchangingPrepareAndFinalize(_OneExpertARow):
             raise ValueError("finalize without a prepare before it")
         y = _one_a_row(fused_expert_output)
         weights = None if apply_router_weight_on_input else arrived.weights
-        output.copy_(self._exchange.send_back(y, arrived, weights))
+        self._exchange.send_back(y, arrived, weights, out=output)
 
     def _check_places(self, expert_map: Tensor | None, num_experts: int) -> None:
         """Experts must be where the exchange takes them to be."""
