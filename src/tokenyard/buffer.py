@@ -65,12 +65,17 @@ class Gathered(NamedTuple):
 class Buffer(Lifetime, LowLatencyCalls):
     """Moves tokens to the ranks that own their experts, and sums the results back.
 
-    The first parameters are DeepEP's. num_nvl_bytes is how much memory a rank shares for dispatch
-    and combine on the ring transport, 16 MiB if 0. low_latency_mode adds the calls of
-    `LowLatencyCalls`, in which enable_shrink goes on without ranks that die or stall; what they
-    share comes on top, on any transport, and num_rdma_bytes bounds it unless it is 0: a call that
-    may need more (get_low_latency_rdma_size_hint) raises. Those about queue pairs and NVLink are
-    accepted and have no use here. Ours are keyword only:
+    The first parameters are DeepEP's:
+
+        num_nvl_bytes     memory that a rank shares for dispatch and combine on the ring transport,
+                          16 MiB if 0
+        low_latency_mode  adds the calls of `LowLatencyCalls`, which share memory of their own on
+                          any transport
+        num_rdma_bytes    bounds that memory, unless it is 0: a low-latency call that may need more
+                          (see get_low_latency_rdma_size_hint) raises
+        enable_shrink     low-latency calls go on without ranks that die or stall
+
+    Those about queue pairs and NVLink are accepted and have no use here. Ours are keyword only:
 
         transport       how rows travel; "auto" takes the best there is
         kernels         which set of local kernels; "auto" takes the fastest for the device
@@ -142,7 +147,7 @@ class Buffer(Lifetime, LowLatencyCalls):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> DispatchLayout:
-        """Who gets each token. Local: no communication, and bad input raises on this rank alone."""
+        """Who gets each token. Local: ranks exchange nothing, and bad input raises here alone."""
         layout = self._open_engine().layout(topk_idx, num_experts, previous_event)
         return DispatchLayout(
             layout.num_tokens_per_rank,
@@ -174,17 +179,17 @@ class Buffer(Lifetime, LowLatencyCalls):
     ) -> Dispatched:
         """Send every token once to each rank that owns one of its experts.
 
-        x is [T, D], or a pair (x [T, D], scales [T, S]) of quantised rows. The layout is the one of
-        get_dispatch_layout; or leave it out and give num_experts. Rows arrive by (source rank,
+        x is [T, D], or a pair (x [T, D], scales [T, S]) of quantised rows. Give the layout of
+        get_dispatch_layout, or leave it out and give num_experts. Rows arrive by (source rank,
         token), with local expert ids, -1 where an expert lives elsewhere.
 
         With num_worst_tokens so many rows come back, whatever arrives: zeros, with expert ids -1,
-        follow what was sent, and the list of counts is empty.
+        follow the rows that were sent, and the list of counts is empty.
 
         With a handle the rows go the way of an earlier dispatch, and only x and the event come
         back.
 
-        A tag is a number of yours: if ranks give different ones, all raise CallMismatch.
+        A tag is a number of your own: if ranks give different ones, all raise CallMismatch.
         """
         config = _default_config(Buffer.num_sms) if config is None else config
         completion = Completion(async_finish, allocate_on_comm_stream)
@@ -277,9 +282,9 @@ class Buffer(Lifetime, LowLatencyCalls):
             return Gathered(*all_gather(engine, x, handle, _default_config(Buffer.num_sms)))
 
     def get_next_combine_buffer(self, handle: Handle) -> Tensor:
-        """[N, D] for the experts' output: combine does not copy what lies in it.
+        """[N, D] memory for the experts' output, which combine need not copy.
 
-        In x's dtype, bfloat16 where x was quantised. It stays yours for as long as you hold it.
+        Its dtype is x's, or bfloat16 where x was quantised. It stays yours while you hold it.
         """
         return self._open_engine().combine_buffer(handle)
 
@@ -288,30 +293,29 @@ class Buffer(Lifetime, LowLatencyCalls):
         return self._open_engine().local_experts(num_experts)
 
     def dead_ranks(self) -> tuple[int, ...]:
-        """Ranks that have died, as far as can be seen without a call of all ranks: those of this
-        machine. Any thread may ask. () once the Buffer is closed.
+        """Ranks of this machine that have died. Of other machines' ranks only a call of all ranks
+        can tell. Any thread may ask. () once the Buffer is closed.
         """
         engine = self._engine
-        return () if engine is None else engine.dead_ranks()
+        return () if engine is None else engine.transport.dead_ranks()
 
     def refuse(self, error: Exception) -> None:
-        """Raise the error here, and PeerInputError on the other ranks, in place of the dispatch or
-        combine that they make: for a rank which cannot make the call that the others wait for. The
-        Buffer goes on working.
+        """For a rank that cannot make the dispatch or combine that the others wait in: raise the
+        error here, and PeerInputError on the other ranks. The Buffer goes on working.
         """
         with self._use as engine:
             engine.refuse(error)
 
     def explain(self, stage: str, error: RuntimeError) -> PeerError:
         """What an error of torch.distributed between the same ranks means: PeerDied with the ranks
-        that are gone, or PeerTimeout. For collectives of yours, which tell no names:
+        that are gone, or PeerTimeout. For collectives of your own, whose errors name no ranks:
 
         try:
             dist.all_reduce(tensor, group=group)
         except RuntimeError as error:
             raise buffer.explain("all_reduce", error) from error
         """
-        return self._open_engine().explain(stage, error)
+        return self._open_engine().transport.explain(stage, error)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
         """Itself: a copy of a model uses the same connections."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from types import TracebackType
 from typing import TypeVar
 
 from tokenyard.engine.failure import raised_on_all_ranks
@@ -50,12 +49,7 @@ class Use:
         self._thread = threading.get_ident()
         return self._lock
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         buffer = self._buffer()
         assert buffer is not None
         try:
@@ -117,12 +111,7 @@ class Lifetime:
     def __enter__(self: Self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _check_process(self) -> None:

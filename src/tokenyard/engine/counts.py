@@ -1,7 +1,7 @@
 """How much arrives from whom: the counts that ranks tell each other before rows move.
 
-To each rank goes one row of integers: how many rows it will get, how many (token, k) pairs each of
-its experts, and, where all ranks share a node, the rows for every rank.
+A rank sends each other rank one row of integers: how many rows that rank gets, how many (token, k)
+pairs each of its experts gets, and, where all ranks share a node, how many rows every rank gets.
 """
 
 from __future__ import annotations

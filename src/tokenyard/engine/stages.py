@@ -25,7 +25,7 @@ from tokenyard.engine import counts
 from tokenyard.engine.agreement import Agreed, Agreement, Call, Terms
 from tokenyard.engine.failure import Failure
 from tokenyard.engine.inputs import DispatchRequest, Outgoing, Preparation, wait
-from tokenyard.errors import PeerError, PeerLeft, SharedMemoryError
+from tokenyard.errors import PeerLeft, SharedMemoryError
 from tokenyard.kernels import Kernels
 from tokenyard.runtime import memory
 from tokenyard.runtime.completion import Completion
@@ -208,12 +208,6 @@ class Engine:
         """Meet the other ranks in whatever call they make, and make all ranks raise the error."""
         self._before_words()
         self.agreement.meet("dispatch", error)
-
-    def dead_ranks(self) -> tuple[int, ...]:
-        return self.transport.dead_ranks()
-
-    def explain(self, stage: str, error: RuntimeError) -> PeerError:
-        return self.transport.explain(stage, error)
 
     def close(self) -> None:
         """Wait for calls that still go on: they end, or fail, as any call does."""

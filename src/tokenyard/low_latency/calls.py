@@ -1,4 +1,4 @@
-"""The part of Buffer that is DeepEP's low-latency mode: its signatures, and nothing else."""
+"""The part of Buffer that is DeepEP's low-latency mode: its signatures; `engine` does the work."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class LowLatencyCombined(NamedTuple):
 class LowLatencyCalls:
     """For few tokens, as in decoding. Needs Buffer(low_latency_mode=True).
 
-    A token is copied to each of its experts, and no counts are exchanged first: recv_x has room for
-    all that could come. A call must not be given more than num_max_dispatch_tokens_per_rank
-    tokens, the same number on all ranks. At most two results may be alive: before a third dispatch
-    recv_x of one of them must be dropped, or it raises.
+    A token is copied to each of its experts. Ranks exchange no counts first, so recv_x has room for
+    all that could come: num_max_dispatch_tokens_per_rank tokens of every rank, a number that is the
+    same on all ranks, and that no call may exceed. At most two results may be alive: a third
+    dispatch raises unless recv_x of one of them was dropped.
     """
 
     _use: Any  # a context of one call at a time
@@ -118,13 +118,13 @@ class LowLatencyCalls:
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
-        """Nothing is left to clean here: signals are numbers that only grow."""
+        """Accepted, without effect: signals only grow, so nothing needs cleaning."""
         self._open_low_latency()
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Leave a rank out, or wait for it again; this rank alone decides for itself.
+        """Leave a rank out, or wait for it again. Each rank decides for itself.
 
-        A rank that is taken in again must have made all calls meanwhile, as this one has.
+        A rank that is taken in again must have made all calls in the meantime.
         """
         self._open_low_latency().mask(rank_to_mask, mask)
 
@@ -140,8 +140,7 @@ class LowLatencyCalls:
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Bytes that calls of these sizes may share with other ranks, at most, if an element has
-        two bytes.
+        """The most bytes that calls of these sizes share with other ranks, for two-byte elements.
 
         Buffer(num_rdma_bytes=) takes it as the bound of the mode, beside num_nvl_bytes: a call that
         may need more raises ValueError. Memory is taken when it is needed.

@@ -56,9 +56,9 @@ class LowLatencyHandle:
 
 
 class PendingCombine(NamedTuple):
-    """A combine, as its two halves know it."""
+    """A combine that was sent and is not received yet: what its second half needs."""
 
-    own: Tensor | None  # [L, S, D] y, if it can be read until the end; a copy is kept if not
+    own: Tensor | None  # [L, S, D] y, if it can be read until the end; else the sender copied it
     dtype: torch.dtype  # of y
     topk_idx: Tensor  # [T, K] int64
     weights: Tensor  # [T, K] float32

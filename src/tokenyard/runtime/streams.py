@@ -1,8 +1,8 @@
 """Streams and events of a GPU, behind the names that events have on CPU.
 
-A Buffer on GPU tensors moves rows on a stream of its own, after what the current stream was given
-before the call. A CPU group has none of this, and never touches torch.cuda. Tests pass another
-`api` with the same names, which is how these lines run where there is no GPU.
+A Buffer of GPU tensors moves rows on a stream of its own, after the work that the current stream
+had before the call. A CPU group has no streams and never touches torch.cuda. Tests pass another
+`api` with the same names, so that most of these lines run where there is no GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tokenyard.runtime.events import EventHandle, EventOverlap
 
 
 class StreamEvent(EventHandle):
-    """A moment of a stream. To wait for it takes none of the host's time."""
+    """A moment of a stream. The current stream waits for it; the host does not."""
 
     def __init__(self, event: Any, api: Any) -> None:
         super().__init__()
@@ -46,8 +46,8 @@ class Streams:
         pending: EventHandle | None,
         completion: Completion,
     ) -> EventOverlap:
-        """Do the work on the communication stream, after `pending`. `tensors` are what it reads and
-        writes: those of the current stream are waited for.
+        """Do the work on the communication stream, after `pending` and, unless results are
+        allocated there, after the current stream. `tensors` are those that it reads and writes.
         """
         current = self._api.current_stream()
         if not completion.on_comm_stream:
@@ -60,13 +60,13 @@ class Streams:
         if not completion.async_finish:
             current.wait_event(done)
             return EventOverlap(None)
-        for tensor in tensors:  # or their memory might be given away while the work goes on
+        for tensor in tensors:  # their memory must not be given away while the work goes on
             if tensor is not None:
                 self._api.record_stream(tensor, self.comm)
         return EventOverlap(StreamEvent(done, self._api))
 
     def scope(self, completion: Completion, after_current: bool) -> AbstractContextManager[Any]:
-        """What is made inside belongs to the communication stream, if it shall."""
+        """A context: tensors made inside belong to the communication stream, if that was asked."""
         if not completion.on_comm_stream:
             return nullcontext()
         if after_current:
@@ -91,7 +91,7 @@ class _Cuda:
 
 
 def capture() -> EventHandle:
-    """All that the current stream was given, if there are any; else a moment that has passed."""
+    """An event after all work of the current stream; without a GPU it is already complete."""
     if not torch.cuda.is_initialized():
         return EventHandle()
     event = torch.cuda.Event()  # no GPU has run this
@@ -107,7 +107,7 @@ def streams_for(device: torch.device) -> Streams | None:
 
 
 def to_device(numbers: np.ndarray, device: torch.device) -> Tensor:
-    """Through pinned memory, without waiting."""
+    """Copy through pinned memory, without waiting."""
     there = torch.from_numpy(numbers)
     if device.type == "cpu":
         return there
@@ -115,7 +115,7 @@ def to_device(numbers: np.ndarray, device: torch.device) -> Tensor:
 
 
 def to_host(numbers: Tensor) -> np.ndarray:
-    """Waits until the device has made them: through pinned memory, and for this stream alone."""
+    """Copy through pinned memory, and wait for this stream alone until the numbers are there."""
     if numbers.device.type == "cpu":
         return numbers.numpy()
     here = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)  # no GPU has run this
