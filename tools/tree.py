@@ -1,7 +1,7 @@
 """The tree of src/tokenyard, with a line on each file, for docs/internals/design.md.
 
 `python -m tools.tree` prints it, `python -m tools.tree --write` puts it into the page, and
-tests/docs/test_tree.py fails while the page has another. A line is the first clause of a docstring.
+tests/repo/test_tree.py fails while the page has another. A line is the first clause of a docstring.
 """
 
 from __future__ import annotations

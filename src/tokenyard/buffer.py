@@ -8,26 +8,24 @@ combined, _, _ = buffer.combine(experts(received), handle)
 
 from __future__ import annotations
 
-import os
-import threading
 import weakref
 from collections.abc import Sequence
 from functools import cache
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tokenyard import validate
+from tokenyard.engine.gather import all_gather
 from tokenyard.engine.inputs import DispatchRequest
-from tokenyard.engine.stages import Engine
-from tokenyard.errors import BufferClosed, BufferInUse, PeerError
+from tokenyard.errors import PeerError
+from tokenyard.lifetime import Lifetime
 from tokenyard.low_latency.calls import LowLatencyCalls
-from tokenyard.low_latency.engine import LowLatency
-from tokenyard.opening import check_group, open_engine
+from tokenyard.opening import Options, check_group, open_engine
+from tokenyard.runtime.completion import Completion
 from tokenyard.runtime.events import EventHandle, EventOverlap
-from tokenyard.runtime.streams import Finish, capture
+from tokenyard.runtime.streams import capture
 from tokenyard.types import Config, Handle
 
 if TYPE_CHECKING:
@@ -59,60 +57,25 @@ class Combined(NamedTuple):
     event: EventOverlap
 
 
-class _Use:
-    """A call of a Buffer: one at a time, and what it leaves behind if it does not end well."""
-
-    def __init__(self, buffer: Buffer) -> None:
-        self._buffer, self._lock = weakref.ref(buffer), threading.Lock()
-        self._thread = 0  # that has the lock, or had it
-        self.rank = -1
-
-    def __enter__(self) -> Engine:
-        buffer = self._buffer()
-        assert buffer is not None
-        buffer._check_process()  # before the lock, which a forked child may have inherited taken
-        self.take()
-        try:
-            return buffer._usable_engine()
-        except BaseException:
-            self._lock.release()
-            raise
-
-    def take(self) -> threading.Lock:
-        """The lock, which this thread has now; it is never waited for."""
-        if not self._lock.acquire(blocking=False):
-            who = "another thread"
-            if self._thread == threading.get_ident():
-                who = "this very thread, in a call that a signal handler has interrupted"
-            raise BufferInUse(
-                f"the Buffer is in use by {who}, want one call at a time, on rank {self.rank}"
-            )
-        self._thread = threading.get_ident()
-        return self._lock
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        buffer = self._buffer()
-        assert buffer is not None
-        try:
-            buffer._after_call(error)
-        finally:
-            self._lock.release()
+class Gathered(NamedTuple):
+    x: Tensor
+    handle: Handle
 
 
-class Buffer(LowLatencyCalls):
+class Buffer(Lifetime, LowLatencyCalls):
     """Moves tokens to the ranks that own their experts, and sums the results back.
 
-    The first parameters are DeepEP's. num_nvl_bytes is how much memory a rank shares for dispatch
-    and combine on the ring transport, 16 MiB if 0. low_latency_mode adds the calls of
-    `LowLatencyCalls`, in which enable_shrink goes on without ranks that die or stall; what they
-    share comes on top, on any transport, and num_rdma_bytes bounds it unless it is 0: a call that
-    may need more (get_low_latency_rdma_size_hint) raises. Those about queue pairs and NVLink are
-    accepted and have no use here. Ours are keyword only:
+    The first parameters are DeepEP's:
+
+        num_nvl_bytes     memory that a rank shares for dispatch and combine on the ring transport,
+                          16 MiB if 0
+        low_latency_mode  adds the calls of `LowLatencyCalls`, which share memory of their own on
+                          any transport
+        num_rdma_bytes    bounds that memory, unless it is 0: a low-latency call that may need more
+                          (see get_low_latency_rdma_size_hint) raises
+        enable_shrink     low-latency calls go on without ranks that die or stall
+
+    Those about queue pairs and NVLink are accepted and have no use here. Ours are keyword only:
 
         transport       how rows travel; "auto" takes the best there is
         kernels         which set of local kernels; "auto" takes the fastest for the device
@@ -149,35 +112,27 @@ class Buffer(LowLatencyCalls):
         placement: Tensor | None = None,
     ) -> None:
         check_group(group, comm)
+        super().__init__(explicitly_destroy)
         # Weakly, since a group that outlives its destruction aborts the process at exit.
         self._group = weakref.ref(group)
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode = low_latency_mode
-        self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
-        self._engine: Engine | None = None
-        self._low_latency: LowLatency | None = None
-        self._why_closed = "the Buffer is closed"
-        self._pid = os.getpid()
-        self._use = _Use(self)
-        self._engine, self._low_latency = open_engine(
-            group,
-            num_nvl_bytes=num_nvl_bytes,
-            num_rdma_bytes=num_rdma_bytes,
-            num_channels=_default_config(Buffer.num_sms).num_channels,
+        options = Options(
             transport=transport,
             kernels=kernels,
             ranks_per_node=ranks_per_node,
             timeout=timeout,
             placement=placement,
+            num_nvl_bytes=num_nvl_bytes,
+            num_rdma_bytes=num_rdma_bytes,
+            num_channels=_default_config(Buffer.num_sms).num_channels,
             low_latency_mode=low_latency_mode,
             enable_shrink=enable_shrink,
         )
-        self.rank, self.group_size = self._engine.rank, self._engine.num_ranks
-        self._use.rank = self.rank
-        if not explicitly_destroy:
-            self._finalizer = weakref.finalize(self, self._engine.abandon)
-            self._finalizer.atexit = False
+        engine, low_latency = open_engine(group, options)
+        self._opened(engine, low_latency)
+        self.group_size = engine.num_ranks
 
     @property
     def group(self) -> ProcessGroup | Any:
@@ -192,7 +147,7 @@ class Buffer(LowLatencyCalls):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> DispatchLayout:
-        """Who gets each token. Local: no communication, and bad input raises on this rank alone."""
+        """Who gets each token. Local: ranks exchange nothing, and bad input raises here alone."""
         layout = self._open_engine().layout(topk_idx, num_experts, previous_event)
         return DispatchLayout(
             layout.num_tokens_per_rank,
@@ -224,20 +179,20 @@ class Buffer(LowLatencyCalls):
     ) -> Dispatched:
         """Send every token once to each rank that owns one of its experts.
 
-        x is [T, D], or a pair (x [T, D], scales [T, S]) of quantised rows. The layout is the one of
-        get_dispatch_layout; or leave it out and give num_experts. Rows arrive by (source rank,
+        x is [T, D], or a pair (x [T, D], scales [T, S]) of quantised rows. Give the layout of
+        get_dispatch_layout, or leave it out and give num_experts. Rows arrive by (source rank,
         token), with local expert ids, -1 where an expert lives elsewhere.
 
         With num_worst_tokens so many rows come back, whatever arrives: zeros, with expert ids -1,
-        follow what was sent, and the list of counts is empty.
+        follow the rows that were sent, and the list of counts is empty.
 
         With a handle the rows go the way of an earlier dispatch, and only x and the event come
         back.
 
-        A tag is a number of yours: if ranks give different ones, all raise CallMismatch.
+        A tag is a number of your own: if ranks give different ones, all raise CallMismatch.
         """
         config = _default_config(Buffer.num_sms) if config is None else config
-        finish = Finish(async_finish, allocate_on_comm_stream)
+        completion = Completion(async_finish, allocate_on_comm_stream)
         if handle is not None:
             routing = {
                 "num_tokens_per_rank": num_tokens_per_rank,
@@ -250,7 +205,7 @@ class Buffer(LowLatencyCalls):
             beside = [name for name, value in routing.items() if value is not None]
             with self._use as engine:
                 again, scales, event = engine.dispatch_cached(
-                    x, handle, beside, config, previous_event, finish
+                    x, handle, beside, config, previous_event, completion
                 )
             return Dispatched(_pair(again, scales), None, None, None, None, event)
 
@@ -269,7 +224,7 @@ class Buffer(LowLatencyCalls):
             tag,
         )
         with self._use as engine:
-            received, made, event = engine.dispatch(request, finish)
+            received, made, event = engine.dispatch(request, completion)
         return Dispatched(
             _pair(received.x, received.scales),
             received.topk_idx,
@@ -291,24 +246,45 @@ class Buffer(LowLatencyCalls):
         allocate_on_comm_stream: bool = False,
         *,
         tag: int = -1,
+        out: Tensor | None = None,
     ) -> Combined:
         """Send every row of x back to its token's rank, which sums a token's rows.
 
-        The sum is unweighted (weigh the rows before), in float32, from the biases, in an order that
-        is always the same. topk_weights, if given, come back as they were sent out. A tag is that
-        of dispatch.
+        The sum is unweighted (weigh the rows before), in float32, starts from the biases, and adds
+        in an order that is always the same. topk_weights, if given, come back as they were sent
+        out. A tag is that of dispatch.
+
+        With out, a contiguous [T, D] tensor of x's dtype, the sums are written there and no memory
+        is taken for them; Combined.x shares its memory. It must share none with x, topk_weights or
+        bias. With async_finish it is written when the event is over: leave it alone until then.
         """
         config = _default_config(Buffer.num_sms) if config is None else config
-        finish = Finish(async_finish, allocate_on_comm_stream)
+        completion = Completion(async_finish, allocate_on_comm_stream)
         with self._use as engine:
             return Combined(
-                *engine.combine(x, handle, topk_weights, bias, config, previous_event, tag, finish)
+                *engine.combine(
+                    x, handle, topk_weights, bias, out, config, previous_event, tag, completion
+                )
             )
 
-    def get_next_combine_buffer(self, handle: Handle) -> Tensor:
-        """[N, D] for the experts' output: combine does not copy what lies in it.
+    def all_gather(self, x: Tensor, handle: Handle | None = None) -> Gathered:
+        """x [T, ...] of every rank, one rank after the other, on all ranks: [sum of T, ...].
 
-        In x's dtype, bfloat16 where x was quantised. It stays yours for as long as you hold it.
+        Each rank may have another T, also 0; the rest of the shape and the dtype, which may be any,
+        must be the same. combine(y, handle) is the way back: it gives each rank, for each of its
+        rows, the sum over ranks of what they have in its place. With the handle of an earlier
+        all_gather, rows go the same way again without counting: T must be the same then.
+
+        DeepEP has no such call. It is meant for few numbers, and for tokens that all ranks need:
+        every rank gets every row.
+        """
+        with self._use as engine:
+            return Gathered(*all_gather(engine, x, handle, _default_config(Buffer.num_sms)))
+
+    def get_next_combine_buffer(self, handle: Handle) -> Tensor:
+        """[N, D] memory for the experts' output, which combine need not copy.
+
+        Its dtype is x's, or bfloat16 where x was quantised. It stays yours while you hold it.
         """
         return self._open_engine().combine_buffer(handle)
 
@@ -317,69 +293,29 @@ class Buffer(LowLatencyCalls):
         return self._open_engine().local_experts(num_experts)
 
     def dead_ranks(self) -> tuple[int, ...]:
-        """Ranks that have died, as far as can be seen without a call of all ranks: those of this
-        machine. Any thread may ask. () once the Buffer is closed.
+        """Ranks of this machine that have died. Of other machines' ranks only a call of all ranks
+        can tell. Any thread may ask. () once the Buffer is closed.
         """
         engine = self._engine
-        return () if engine is None else engine.dead_ranks()
+        return () if engine is None else engine.transport.dead_ranks()
 
     def refuse(self, error: Exception) -> None:
-        """Raise the error here, and PeerInputError on the other ranks, in place of the dispatch or
-        combine that they make: for a rank which cannot make the call that the others wait for. The
-        Buffer goes on working.
+        """For a rank that cannot make the dispatch or combine that the others wait in: raise the
+        error here, and PeerInputError on the other ranks. The Buffer goes on working.
         """
         with self._use as engine:
             engine.refuse(error)
 
     def explain(self, stage: str, error: RuntimeError) -> PeerError:
         """What an error of torch.distributed between the same ranks means: PeerDied with the ranks
-        that are gone, or PeerTimeout. For collectives of yours, which tell no names:
+        that are gone, or PeerTimeout. For collectives of your own, whose errors name no ranks:
 
         try:
             dist.all_reduce(tensor, group=group)
         except RuntimeError as error:
             raise buffer.explain("all_reduce", error) from error
         """
-        return self._open_engine().explain(stage, error)
-
-    def close(self) -> None:
-        """Give back what the Buffer holds; twice is fine. Local: it waits for others only where one
-        is yet to call the hook of a low-latency call that has ended here, and 5 seconds at most.
-        """
-        if self._engine is None:
-            return
-        if os.getpid() != self._pid:  # a fork: what it sees is still its parent's
-            self._engine = self._low_latency = None
-            return
-        lock = self._use.take()
-        try:
-            if self._low_latency is not None and self._engine.failure is None:
-                self._low_latency.wait_to_leave()
-            self._close()
-        finally:
-            lock.release()
-
-    def _close(self) -> None:
-        engine, self._engine, self._low_latency = self._engine, None, None
-        if engine is not None:
-            if not self.explicitly_destroy:
-                self._finalizer.detach()
-            engine.close()
-
-    def destroy(self) -> None:
-        """DeepEP's name for close."""
-        self.close()
-
-    def __enter__(self) -> Buffer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+        return self._open_engine().transport.explain(stage, error)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
         """Itself: a copy of a model uses the same connections."""
@@ -422,60 +358,6 @@ class Buffer(LowLatencyCalls):
         """The stream that communication runs on: on CPU, the only one."""
         streams = self._open_engine().streams
         return torch.cpu.current_stream() if streams is None else streams.comm
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise BufferClosed(
-                f"the Buffer belongs to process {self._pid}, of which this one is a fork; want a "
-                f"Buffer of its own here, in a process that was not forked, on rank {self.rank}"
-            )
-
-    def _open_engine(self) -> Engine:
-        self._check_process()
-        return self._usable_engine()
-
-    def _usable_engine(self) -> Engine:
-        engine, low_latency = self._engine, self._low_latency
-        if engine is None:
-            raise BufferClosed(f"{self._why_closed}, on rank {self.rank}")
-        failure: BaseException | None = engine.failure  # of an asynchronous call, or of a hook
-        if failure is None and low_latency is not None:
-            failure = low_latency.failure
-        if failure is not None:
-            self._broken_by(failure)
-            raise BufferClosed(f"{self._why_closed}, on rank {self.rank}") from failure
-        return engine
-
-    def _open_low_latency(self, is_open: bool = False) -> LowLatency:
-        if not is_open:
-            self._open_engine()
-        if self._low_latency is None:
-            raise ValueError(
-                f"low_latency_mode is False, want Buffer(low_latency_mode=True), "
-                f"on rank {self.rank}"
-            )
-        return self._low_latency
-
-    def _after_call(self, error: BaseException | None) -> None:
-        """A call that others rely on and that does not end breaks the Buffer, whatever it was."""
-        engine, low_latency = self._engine, self._low_latency
-        if engine is None:
-            return
-        engaged = engine.engaged
-        if low_latency is not None:
-            engaged |= low_latency.engaged or low_latency.failure is not None
-        engine.ended()
-        if error is None:
-            return
-        if isinstance(error, PeerError) or (engaged and not getattr(error, "on_all_ranks", False)):
-            engine.give_up(error)
-            self._broken_by(error)
-
-    def _broken_by(self, error: BaseException) -> None:
-        """After this the engine is in no known state, so nothing may use it again."""
-        what = str(error) if isinstance(error, PeerError) else f"{type(error).__name__}: {error}"
-        self._why_closed = f"the Buffer was broken by an earlier error ({what})"
-        self._close()
 
 
 def _pair(x: Tensor, scales: Tensor | None) -> Rows:

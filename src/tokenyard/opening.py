@@ -1,4 +1,7 @@
-"""How a Buffer begins: ranks connect, and agree on who is where before anything else is built."""
+"""How a Buffer begins: its ranks connect, and agree on who is where and on the options.
+
+Only then are the transport and the engines built, so that bad options on one rank raise on all.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,20 @@ import secrets
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from tokenyard import kernels as kernel_sets
 from tokenyard import validate
 from tokenyard.comm import connect
 from tokenyard.comm.process_table import Watch, Who, who_am_i
-from tokenyard.engine.agreement import STAGES, Agreement, Call, Terms
+from tokenyard.engine.agreement import Agreement, Call, Terms
+from tokenyard.engine.mismatch import STAGES
 from tokenyard.engine.stages import Engine
 from tokenyard.errors import PeerError, SharedMemoryError
 from tokenyard.low_latency.engine import LowLatency
@@ -38,7 +44,7 @@ _MOST_BYTES = 2**50
 
 
 def check_group(group: Any, comm: Any) -> None:
-    """Raises what can be said of a group that is none. Local: there is nobody to tell."""
+    """Raise if the group is none. Local: without a group there is nobody to tell."""
     wanted = "want group=, a torch.distributed process group"
     if hasattr(group, "communicator"):  # a virtual one
         return
@@ -67,73 +73,84 @@ def check_group(group: Any, comm: Any) -> None:
         ) from error
 
 
-def open_engine(
-    group: Any,
-    *,
-    num_nvl_bytes: int,
-    num_rdma_bytes: int,
-    num_channels: int,
-    transport: str,
-    kernels: str,
-    ranks_per_node: int | Sequence[int] | None,
-    timeout: float,
-    placement: Tensor | None,
-    low_latency_mode: bool,
-    enable_shrink: bool,
-) -> tuple[Engine, LowLatency | None]:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Options:
+    """What a Buffer was made with, unchecked."""
+
+    transport: str
+    kernels: str
+    ranks_per_node: int | Sequence[int] | None
+    timeout: float
+    placement: Tensor | None
+    num_nvl_bytes: int
+    num_rdma_bytes: int
+    num_channels: int
+    low_latency_mode: bool
+    enable_shrink: bool
+
+    @property
+    def has_sane_timeout(self) -> bool:
+        timeout = self.timeout
+        is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+        return is_number and 0 < timeout <= 1e6
+
+    def check(
+        self, num_ranks: int, device: torch.device
+    ) -> tuple[kernel_sets.Kernels, Placement | None]:
+        """The kernel set and the placement that they name. Raises ValueError if one is wrong."""
+        validate.require(
+            self.has_sane_timeout,
+            f"timeout is {self.timeout!r}, want seconds above 0, at most 1e6",
+        )
+        if self.ranks_per_node is not None:
+            validate.ranks_per_node(self.ranks_per_node, num_ranks)
+        sets = ", ".join(kernel_sets.available())
+        validate.require(
+            isinstance(self.kernels, str),
+            f"kernels is {validate.kind(self.kernels)}, want a name: auto, {sets}",
+        )
+        kernel_set = kernel_sets.pick(self.kernels, device.type)
+        check_name(self.transport)
+        for name in ("num_nvl_bytes", "num_rdma_bytes"):
+            validate.integer(name, getattr(self, name), at_least=0, at_most=_MOST_BYTES)
+        for name in ("low_latency_mode", "enable_shrink"):
+            validate.switch(name, getattr(self, name))
+        if self.placement is None:
+            return kernel_set, None
+        placed = validate.placement(self.placement, num_ranks).to(device)
+        return kernel_set, Placement(placed, num_ranks)
+
+    def digest(self, placement: Placement | None) -> int:
+        """Of what must be the same on all ranks."""
+        where = None if placement is None else placement.rank_of_expert.tolist()
+        rings = (self.num_nvl_bytes, self.num_channels) if self.transport == "ring" else None
+        nodes = self.ranks_per_node
+        if isinstance(nodes, Sequence):
+            nodes = list(nodes)
+        slots = (self.low_latency_mode, self.enable_shrink)
+        return digest(repr((self.transport, rings, nodes, where, slots)))
+
+
+def open_engine(group: Any, options: Options) -> tuple[Engine, LowLatency | None]:
     """The engines of a new Buffer. Bad options on one rank raise on all of them."""
-    is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-    sane = is_number and 0 < timeout <= 1e6
-    communicator = connect(group, timeout if sane else 30.0)
-    rank, size, device = communicator.rank, communicator.size, communicator.device
-    # The first meeting needs no fast kernels, and must take place even if `kernels` is wrong.
+    communicator = connect(group, options.timeout if options.has_sane_timeout else 30.0)
+    rank, size = communicator.rank, communicator.size
+    # The first meeting must take place even if `kernels` is wrong, and needs no fast ones.
     plain = kernel_sets.load("reference")
     meeting = CollectiveTransport(communicator, plain, node_of_rank=[0] * size)
     first = Agreement(meeting)
     probe: Probe | None = None
-    own_reason: str | None = None
-
-    def prepare() -> tuple[kernel_sets.Kernels, Placement | None]:
-        validate.require(sane, f"timeout is {timeout!r}, want seconds above 0, at most 1e6")
-        if ranks_per_node is not None:
-            validate.ranks_per_node(ranks_per_node, size)
-        sets = ", ".join(kernel_sets.available())
-        validate.require(
-            isinstance(kernels, str),
-            f"kernels is {validate.kind(kernels)}, want a name: auto, {sets}",
-        )
-        kernel_set = kernel_sets.pick(kernels, device.type)
-        check_name(transport)
-        validate.integer("num_nvl_bytes", num_nvl_bytes, at_least=0, at_most=_MOST_BYTES)
-        validate.integer("num_rdma_bytes", num_rdma_bytes, at_least=0, at_most=_MOST_BYTES)
-        validate.switch("low_latency_mode", low_latency_mode)
-        validate.switch("enable_shrink", enable_shrink)
-        if placement is None:
-            return kernel_set, None
-        return kernel_set, Placement(validate.placement(placement, size).to(device), size)
-
-    def terms(made: tuple[kernel_sets.Kernels, Placement | None]) -> Terms:
-        kernel_set, placed = made
-        where = None if placed is None else placed.rank_of_expert.tolist()
-        rings = (num_nvl_bytes, num_channels) if transport == "ring" else None
-        nodes = list(ranks_per_node) if isinstance(ranks_per_node, Sequence) else ranks_per_node
-        slots = (low_latency_mode, enable_shrink)
-        options = digest(repr((transport, rings, nodes, where, slots)))
-        nonlocal probe, own_reason
-        own_reason = why_not_shared(kernel_set)
-        if own_reason is None:
-            try:
-                probe = Probe()
-            except SharedMemoryError as error:
-                own_reason = str(error)
-        words = (0, -1, 0) if probe is None else probe.words
-        mine = (secrets.randbits(62), own_reason is not None, _machine(), *words, *who_am_i())
-        call = Call(stage=STAGES.index("Buffer"), options=options)
-        return Terms(call, payload=np.array([mine] * size, np.int64))
-
     try:
-        (kernel_set, placed), agreed = first.agree("Buffer", prepare, terms)
-        told = agreed.payload
+        try:
+            kernel_set, placed = options.check(size, communicator.device)
+            call = Call(stage=STAGES.index("Buffer"), options=options.digest(placed))
+            probe, own_reason = _try_probe(kernel_set)
+            words = (0, -1, 0) if probe is None else probe.words
+            mine = (secrets.randbits(62), own_reason is not None, _machine(), *words, *who_am_i())
+            terms = Terms(call, payload=np.array([mine] * size, np.int64))
+        except Exception as error:
+            first.reject("Buffer", error)
+        told = first.meet("Buffer", terms).payload
         shared_id, own_id = int(told[0, 0]), int(told[rank, 0])
         alone = None
         if told[:, 1].any():
@@ -142,8 +159,8 @@ def open_engine(
         machines = told[:, 2].tolist()
         whos = [Who(*words) for words in told[:, 6:].tolist()]
         communicator.settle(str(shared_id), Watch(rank, machines, whos))
-        if ranks_per_node is not None:
-            topology = _given(ranks_per_node, size)
+        if options.ranks_per_node is not None:
+            topology = _given(options.ranks_per_node, size)
         else:
             marks = machines if alone is not None else _find_nodes(meeting, told[:, 2:6])
             topology = Topology.from_marks(marks)
@@ -153,33 +170,29 @@ def open_engine(
 
     def build(undo: ExitStack) -> tuple[Engine, LowLatency | None]:
         opened = open_transport(
-            transport,
+            options.transport,
             communicator,
             kernel_set,
             topology,
             several_machines=len(set(machines)) > 1,
             alone=alone,
-            timeout=timeout,
-            num_bytes=num_nvl_bytes,
-            num_channels=num_channels,
+            timeout=options.timeout,
+            num_bytes=options.num_nvl_bytes,
+            num_channels=options.num_channels,
             label=str(shared_id),
         )
         undo.callback(opened.close)
-        agreement, streams = Agreement(opened, shared_id), streams_for(device)
+        agreement, streams = Agreement(opened, shared_id), streams_for(communicator.device)
         engine = Engine(
-            opened, communicator, kernel_set, agreement, topology, placed, own_id, device, streams
+            opened, communicator, kernel_set, agreement, topology, placed, own_id, streams
         )
-        if not low_latency_mode:
+        if not options.low_latency_mode:
             return engine, None
         return engine, LowLatency(
-            opened,
+            engine,
             kernel_set,
-            agreement,
-            engine.local,
-            engine.worker,
-            own_id,
-            enable_shrink,
-            num_rdma_bytes,
+            options.enable_shrink,
+            options.num_rdma_bytes,
             partial(communicator.own, f"{shared_id}/slots"),
         )
 
@@ -199,6 +212,17 @@ def open_engine(
     return built
 
 
+def _try_probe(kernel_set: kernel_sets.Kernels) -> tuple[Probe | None, str | None]:
+    """Memory by which peers find out whether they can use this rank's, or why there is none."""
+    reason = why_not_shared(kernel_set)
+    if reason is not None:
+        return None, reason
+    try:
+        return Probe(), None
+    except SharedMemoryError as error:
+        return None, str(error)
+
+
 def _given(ranks_per_node: int | Sequence[int], num_ranks: int) -> Topology:
     if isinstance(ranks_per_node, Sequence):
         return Topology.of_sizes(ranks_per_node)
@@ -206,9 +230,9 @@ def _given(ranks_per_node: int | Sequence[int], num_ranks: int) -> Topology:
 
 
 def _find_nodes(meeting: CollectiveTransport, told_RW: np.ndarray) -> list[int]:
-    """For each rank the lowest rank of its machine whose memory it can use: itself at worst, as
-    where the ranks of a machine are in containers that hide their processes from each other. Each
-    has told its machine, and the words of its Probe.
+    """For each rank the lowest rank of its machine whose memory it can use. That is the rank itself
+    where containers hide the processes of a machine from each other. `told` holds each rank's
+    machine, and the words of its Probe.
     """
     rank, told = meeting.rank, told_RW.tolist()
     machine, mark, why = told[rank][0], rank, []
@@ -228,7 +252,7 @@ def _find_nodes(meeting: CollectiveTransport, told_RW: np.ndarray) -> list[int]:
             first,
             reason,
         )
-    # When all have answered, all have looked, and probes may go.
+    # When all ranks have answered, all have looked, and probes may be closed.
     marks = meeting.exchange(np.full((meeting.size, 1), mark, np.int64), "Buffer (find nodes)")
     return marks[:, 0].tolist()
 

@@ -163,7 +163,7 @@ def one_behind(scene: Scene) -> Any:
     """Dispatch as a rank that has forgotten a call. No legal calls lead there, only being
     interrupted in the middle of one, so the count itself is set back.
     """
-    scene.buffer._engine._agreement.number -= 1
+    scene.buffer._engine.agreement.number -= 1
     return scene.dispatch()
 
 
@@ -403,6 +403,18 @@ COMBINE: Table = {
         "float32": (lambda s: s.x.float(), " has dtype float32, want bfloat16"),
         "tuple-of-3": (lambda s: (s.x,) * 3, " is a tuple of 3, want at most 2 tensors"),
         "second-1d": (lambda s: (s.x, s.x[0]), "[1] has shape [8], want [4, 8]"),
+    },
+    "out": {
+        "list": ([0.0], " is a list, want a torch.Tensor"),
+        "one-token-short": (lambda s: s.x[1:], " has shape [3, 8], want [4, 8]"),
+        "float32": (lambda s: s.x.float(), " has dtype float32, want bfloat16"),
+        "meta": (lambda s: s.x.to("meta"), " is on device meta, want cpu"),
+        "strided": (lambda s: s.x.t().contiguous().t(), " is not contiguous, want it so"),
+        "expanded": (lambda s: s.x[:1].expand(4, 8), " is not contiguous, want it so"),
+        "of-x": (
+            lambda s: s.y[-4:],
+            " shares memory with what is to be summed, want memory of its own",
+        ),
     },
     "config": CONFIG,
 }

@@ -174,7 +174,7 @@ def noticed_between_two_looks(group: Any) -> Told:
             group_store = store(group)
             group_store.wait(["looked"])
             engine: Any = buffer._engine
-            engine.give_up(tokenyard.PeerDied("rank 2 died", ranks=(2,), stage="dispatch"))
+            engine.failure.give_up(tokenyard.PeerDied("rank 2 died", ranks=(2,), stage="dispatch"))
             buffer.close()
             group_store.set("left", "")
         else:

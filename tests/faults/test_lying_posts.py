@@ -30,7 +30,7 @@ class Liar:
 
     @property
     def post(self) -> np.ndarray:
-        return words(self._slots.lanes[self._place].post, slots.POST_WORDS)
+        return words(self._slots.posts[self._place].own, slots.POST_WORDS)
 
     @property
     def block(self) -> np.ndarray:
@@ -41,7 +41,7 @@ class Liar:
         return self.block[8 * rank :]
 
     def leave_out(self, rank: int) -> None:
-        words(self._slots.lanes._own_masks, 2)[rank] = 1
+        words(self._slots.posts._own_masks, 2)[rank] = 1
 
 
 Lie = Callable[[Liar], None]

@@ -28,6 +28,7 @@ FLOORS = {
     "engine": 7,
     "low_latency": 8,
     "opening": 9,
+    "lifetime": 9,
     "buffer": 10,
     "nn": 11,
     "integrations": 12,

@@ -1,31 +1,22 @@
-"""All ranks go on together, or all raise: the first step of every call that exchanges rows.
+"""All ranks go on together, or all raise: the second step of every call that exchanges rows.
 
-Each rank tells every other what it is about to do (a Call: stage, number, shapes), whether its own
-input was good, and its counts. One rank's bad input, or calls that cannot meet, raise on *all*
-ranks before any row moves, and the group goes on working. Fixed-size integers only, no pickle.
+Each rank tells every other rank what it is about to do (a Call: stage, number, shapes), whether its
+own input was good, and its counts. Bad input on one rank, or calls that differ, raise on *all*
+ranks before any row moves, and the group goes on working. Messages are integers of a fixed size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn
 
 import numpy as np
+from torch import Tensor
 
-from tokenyard.errors import CallMismatch, rejected, text_to_words
+from tokenyard.engine.mismatch import STAGES, differ
+from tokenyard.errors import rejected, text_to_words
 from tokenyard.transports import Transport
-from tokenyard.types import ROW_DTYPES, SCALE_DTYPES
-
-_Made = TypeVar("_Made")
-
-STAGES = (
-    "Buffer",
-    "dispatch",
-    "cached dispatch",
-    "combine",
-    "low-latency dispatch",
-    "low-latency combine",
-)
+from tokenyard.types import ROW_DTYPES, SCALE_DTYPES, Config
 
 
 class Call(NamedTuple):
@@ -48,10 +39,24 @@ class Call(NamedTuple):
     options: int = -1  # a digest of what was given to the Buffer
     tag: int = -1  # the caller's
 
+    @staticmethod
+    def of_rows(stage: str, x: Tensor, scales: Tensor | None, config: Config, **more: int) -> Call:
+        """A call that moves these rows. Rings are divided by two numbers of the Config."""
+        return Call(
+            stage=STAGES.index(stage),
+            hidden=x.shape[1],
+            dtype=ROW_DTYPES.index(x.dtype),
+            num_scales=-1 if scales is None else scales.shape[1],
+            scales_dtype=-1 if scales is None else SCALE_DTYPES.index(scales.dtype),
+            num_channels=config.num_channels,
+            num_slots=config.num_max_nvl_chunked_recv_tokens,
+            **more,
+        )
 
-# A message: did this rank fail, the call, two sizes of its own, its transport's offer, and as much
-# of the payload as fits. Always as long, since whatever its length could depend on may be wrong on
-# one rank.
+
+# A message holds: did this rank fail, the call, two sizes of its own, its transport's offer, and as
+# much of the payload as fits. Its length is always the same, since a length that followed from the
+# input could be wrong on one rank.
 _FAILED, _CALL = 0, 1
 _BUFFER, _NUMBER = (_CALL + Call._fields.index(name) for name in ("buffer", "number"))
 _TOKENS = _CALL + len(Call._fields)
@@ -62,7 +67,7 @@ _ROOM = _MESSAGE - _INLINE
 
 
 class Terms(NamedTuple):
-    """What one rank brings to the table."""
+    """What one rank tells the others."""
 
     call: Call
     offer: Sequence[int] | np.ndarray = ()  # of its transport, at most 12 words; [W], or [R, W]
@@ -72,6 +77,8 @@ class Terms(NamedTuple):
 
 
 class Agreed(NamedTuple):
+    """What all ranks have told."""
+
     offers: np.ndarray  # [R, 12]
     payload: np.ndarray  # [R, M] int64, row r from rank r
     num_tokens: np.ndarray  # [R]
@@ -84,25 +91,18 @@ class Agreement:
         self._rank, self._size = transport.rank, transport.size
         self._buffer_id = buffer_id
         self.number = 0  # of calls so far
-        # Whether this rank has begun a call that the others rely on: if it does not end it, it must
-        # say so. False again once the call has ended, or raises on all ranks.
+        # Whether this rank has begun a call that the others rely on: if it cannot end that call, it
+        # must tell them. False again once the call has ended, or raises on all ranks.
         self.engaged = False
         self._message = np.zeros((self._size, _MESSAGE), np.int64)
 
-    def agree(
-        self, stage: str, prepare: Callable[[], _Made], terms: Callable[[_Made], Terms]
-    ) -> tuple[_Made, Agreed]:
-        """Prepare, and go on only if every rank could. What fails here is told to all of them."""
-        try:
-            made = prepare()
-            offer = terms(made)
-        except Exception as error:
-            self.meet(stage, self.named(stage, error))
-            raise AssertionError("a meeting with a failure raises") from error
-        return made, self.meet(stage, offer)
+    def reject(self, stage: str, error: Exception) -> NoReturn:
+        """This rank cannot make the call: raise the error here, PeerInputError on the others."""
+        self.meet(stage, self.named(stage, error))
+        raise AssertionError("a meeting with a failure raises") from error
 
     def named(self, stage: str, error: Exception) -> Exception:
-        """Bad input, with where it was given."""
+        """Bad input, with the stage and the rank where it was given."""
         if type(error) is not ValueError:
             return error
         return ValueError(f"{stage}: {error}, on rank {self._rank}")
@@ -128,16 +128,16 @@ class Agreement:
         self.engaged = True
         answer = self._transport.exchange(message, f"{stage} (notify)")
 
-        # Bytes, since they are compared in a third of the time that arrays take.
+        # Comparing bytes takes a third of the time that comparing arrays takes.
         if failed or answer[:, :_TOKENS].tobytes() != message[:, :_TOKENS].tobytes():
-            # The ranks that called this Buffer count on from the same number.
+            # Ranks that all called this Buffer go on with the same number.
             if (answer[:, _BUFFER] == self._buffer_id).all():
                 self.number = int(answer[:, _NUMBER].max()) + 1
             self._raise_failures(stage, answer[:, _FAILED], failure)
             self._raise_mismatch(stage, Call(*head[1:]), answer[:, _CALL:_TOKENS])
         self.number += 1
         told = answer[:, _INLINE : _INLINE + room]
-        if payload is not None and width > room:  # equal calls have payloads of one width
+        if payload is not None and width > room:  # on all ranks: equal calls, equal widths
             rest = np.ascontiguousarray(payload[:, room:])
             more = self._transport.exchange(rest, f"{stage} (notify)")
             told = np.concatenate([told, more], axis=1)
@@ -145,7 +145,7 @@ class Agreement:
         return Agreed(answer[:, _OFFER:_INLINE], told, answer[:, _TOKENS], worst)
 
     def confirm(self, stage: str, failure: Exception | None) -> None:
-        """A second look at what only the counts could show. Raises on all ranks if one failed."""
+        """Ask again about what only the counts could show. Raises on all ranks if one failed."""
         flags = np.full((self._size, 1), failure is not None, np.int64)
         answer = self._transport.exchange(flags, f"{stage} (notify)")
         self._raise_failures(stage, answer[:, 0], failure)
@@ -163,52 +163,12 @@ class Agreement:
 
     def _raise_mismatch(self, stage: str, mine: Call, calls: np.ndarray) -> None:
         self.engaged = False
-        for name, own, column in zip(Call._fields, mine, calls.T.tolist()):
+        for term, own, column in zip(Call._fields, mine, calls.T.tolist()):
             for rank, theirs in enumerate(column):
                 if theirs != own:
-                    raise CallMismatch(
-                        f"{stage}: ranks differ in {_WORDS[name]}: "
-                        f"{_show(name, own, True)} on rank {self._rank}, "
-                        f"{_show(name, theirs, False)} on rank {rank}",
-                        what=name,  # on all ranks: where values differ, each differs from some
-                    )
+                    raise differ(stage, term, (self._rank, own), (rank, theirs))
 
 
-def stage_in(message: np.ndarray) -> str:
-    """What the rank calls that sent this message."""
-    stage = int(message[_CALL])
-    return STAGES[stage] if 0 <= stage < len(STAGES) else "another call"
-
-
-_WORDS = {
-    "stage": "what they call",
-    "buffer": "the Buffer that they call",
-    "number": "how many calls they made on this Buffer",
-    "handle": "the handle (by the number of the call that made it)",
-    "hidden": "hidden size",
-    "dtype": "dtype of x",
-    "num_scales": "scales a row",
-    "scales_dtype": "dtype of the scales",
-    "num_topk": "top-k",
-    "num_experts": "num_experts",
-    "num_channels": "channels (config.num_sms // 2)",
-    "num_slots": "config.num_max_nvl_chunked_recv_tokens",
-    "num_max": "num_max_dispatch_tokens_per_rank",
-    "cast": "use_fp8, round_scale or use_ue8m0",
-    "options": "transport=, ring memory, ranks_per_node=, placement= or the low-latency mode",
-    "tag": "tag",
-}
-
-
-def _show(name: str, value: int, is_own: bool) -> str:
-    if name in ("buffer", "options"):  # numbers that mean nothing to a reader
-        return "one" if is_own else "another"
-    if value == -1:
-        return "none"
-    if name == "stage":
-        return STAGES[value]
-    if name == "dtype":
-        return str(ROW_DTYPES[value]).removeprefix("torch.")
-    if name == "scales_dtype":
-        return str(SCALE_DTYPES[value]).removeprefix("torch.")
-    return str(value)
+def stage_in(message: np.ndarray) -> int:
+    """The place in STAGES of the call that the sender of this message makes."""
+    return int(message[_CALL])

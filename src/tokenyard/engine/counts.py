@@ -1,15 +1,14 @@
 """How much arrives from whom: the counts that ranks tell each other before rows move.
 
-To each rank goes one row of integers: how many rows it will get, how many (token, k) pairs each of
-its experts, and, where all ranks share a node, the rows for every rank.
+A rank sends each other rank one row of integers: how many rows that rank gets, how many (token, k)
+pairs each of its experts gets, and, where all ranks share a node, how many rows every rank gets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
+from tokenyard.engine.agreement import Agreed
 from tokenyard.topology import Placement
 from tokenyard.types import Flow, Layout, Route
 
@@ -42,15 +41,9 @@ def tell(route: Route, layout: Layout, placement: Placement, one_node: bool) -> 
     return told_RM
 
 
-def hear(
-    told_RM: np.ndarray,
-    route: Route,
-    placement: Placement,
-    rank: int,
-    tokens_R: np.ndarray,
-    worst: Sequence[int],
-) -> tuple[Flow, np.ndarray]:
+def hear(agreed: Agreed, route: Route, placement: Placement, rank: int) -> tuple[Flow, np.ndarray]:
     """Read what `tell` wrote on the other ranks: the flow, and the pairs of this rank's experts."""
+    _, told_RM, tokens_R, worst = agreed
     last = 1 + placement.most_experts
     counts = tuple(told_RM[:, 0].tolist())
     sent_RR = rows_R = None

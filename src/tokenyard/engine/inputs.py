@@ -1,11 +1,12 @@
-"""What a rank does before it speaks to others: check what it was given, count it and list its rows.
+"""The first step of a call: check what this rank was given, count it, and list its rows.
 
-Local, so everything that is wrong with one rank's input is found here, before any word is sent.
+All of it is local. So whatever is wrong with one rank's input is found here, before this rank has
+sent anything to the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +14,13 @@ from torch import Tensor
 
 from tokenyard import validate
 from tokenyard.kernels import Kernels
+from tokenyard.runtime import memory
+from tokenyard.runtime.events import EventHandle
 from tokenyard.topology import Placement
-from tokenyard.types import Config, Layout, Route
+from tokenyard.transports import Sum
+from tokenyard.types import Config, Handle, Layout, Route
+
+_SMALL = 1 << 16  # bytes of a sum that are not worth a segment of shared memory
 
 
 class DispatchRequest(NamedTuple):
@@ -57,10 +63,13 @@ class Preparation:
         num_ranks: int,
         node_of_rank: Sequence[int] | None,
         placement: Placement | None,
-        device: torch.device = validate.CPU,
+        device: torch.device,
+        empty: Callable[[int, int, torch.dtype], Tensor],
     ) -> None:
-        """`node_of_rank` is None on one node, `placement` where experts are spread evenly."""
-        self._device = device
+        """`node_of_rank` is None on one node, `placement` where experts are spread evenly. `empty`
+        gives the transport's memory for a result.
+        """
+        self._device, self._empty = device, empty
         self._kernels = kernels
         self._num_ranks = num_ranks
         self._node_of_rank = node_of_rank
@@ -88,6 +97,12 @@ class Preparation:
             made = Placement.even(num_experts, self._num_ranks, self._device)
             self._even_placements[num_experts] = made
         return self._even_placements[num_experts]
+
+    @property
+    def any_num_experts(self) -> int:
+        """A number of experts that a call may name: for one whose rows go to no expert."""
+        given = self._given_placement
+        return self._num_ranks if given is None else given.num_experts
 
     def config(self, config: Any) -> Config:
         if config is not self._checked_config:
@@ -137,6 +152,49 @@ class Preparation:
             config,
             validate.tag(request.tag),
         )
+
+    def combine(
+        self,
+        x: Any,
+        known: Handle,
+        topk_weights: Any,
+        bias: Any,
+        out: Any,
+        pending: EventHandle | None,
+    ) -> list[Sum]:
+        """The columns of a combine: x, and the weights if they are given. The sums of x go to `out`
+        unless it is None. What must be copied is copied after the pending event.
+        """
+        num_rows, num_tokens = known.flow.num_rows, known.num_tokens
+        rows = validate.rows(
+            "x",
+            x,
+            num_rows=num_rows,
+            dtypes=validate.SUMMABLE,
+            after=pending,
+            device=self._device,
+        )
+        biases = validate.biases(bias, rows, num_tokens, pending)
+        weights = None
+        if topk_weights is not None:
+            shape = (num_rows, "topk")
+            weights = validate.topk_weights(topk_weights, shape, pending, self._device)
+        if out is None:
+            out = self._empty_sum(rows, num_tokens)
+        else:
+            read = [rows, *biases] if weights is None else [rows, *biases, weights]
+            out = validate.out(out, num_tokens, rows, read)
+        sums = [Sum(rows, biases, out)]
+        if weights is not None:
+            sums.append(Sum(weights, (), self._empty_sum(weights, num_tokens)))
+        return sums
+
+    def _empty_sum(self, rows_ND: Tensor, num_tokens: int) -> Tensor:
+        """Memory for the sums of these rows."""
+        width, dtype = rows_ND.shape[1], rows_ND.dtype
+        if num_tokens * width * rows_ND.element_size() < _SMALL:
+            return memory.empty(num_tokens, width, dtype=dtype, device=self._device)
+        return self._empty(num_tokens, width, dtype)
 
     def token_numbers(self, num_tokens: int) -> Tensor:
         """[T, 1] int32: 0, 1, 2, ..., made anew only if there were not as many."""

@@ -1,4 +1,4 @@
-"""The part of Buffer that is DeepEP's low-latency mode: its signatures, and nothing else."""
+"""The part of Buffer that is DeepEP's low-latency mode: its signatures; `engine` does the work."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tokenyard.low_latency.engine import LowLatency
 from tokenyard.low_latency.handle import LowLatencyHandle
-from tokenyard.low_latency.inputs import Asked, Fp8, most_bytes
-from tokenyard.low_latency.results import Receipt
+from tokenyard.low_latency.inputs import Fp8, most_bytes
+from tokenyard.runtime.completion import Completion, RecvHook
 from tokenyard.runtime.events import EventOverlap
 
 
@@ -32,10 +32,10 @@ class LowLatencyCombined(NamedTuple):
 class LowLatencyCalls:
     """For few tokens, as in decoding. Needs Buffer(low_latency_mode=True).
 
-    A token is copied to each of its experts, and no counts are exchanged first: recv_x has room for
-    all that could come. A call must not be given more than num_max_dispatch_tokens_per_rank
-    tokens, the same number on all ranks. At most two results may be alive: before a third dispatch
-    recv_x of one of them must be dropped, or it raises.
+    A token is copied to each of its experts. Ranks exchange no counts first, so recv_x has room for
+    all that could come: num_max_dispatch_tokens_per_rank tokens of every rank, a number that is the
+    same on all ranks, and that no call may exceed. At most two results may be alive: a third
+    dispatch raises unless recv_x of one of them was dropped.
     """
 
     _use: Any  # a context of one call at a time
@@ -65,20 +65,22 @@ class LowLatencyCalls:
         (int32, one a local expert), and the nanoseconds until each rank's tokens were there to
         dispatch_wait_recv_cost_stats (int64, one a rank).
         """
-        asked = Asked(async_finish, return_recv_hook, dispatch_wait_recv_cost_stats)
+        completion = Completion(
+            async_finish, False, return_recv_hook, dispatch_wait_recv_cost_stats
+        )
         with self._use:
             engine = self._open_low_latency(is_open=True)
-            got, handle, event, receipt = engine.dispatch(
+            got, handle, event, later = engine.dispatch(
                 x,
                 topk_idx,
                 num_max_dispatch_tokens_per_rank,
                 num_experts,
                 cumulative_local_expert_recv_stats,
                 Fp8(use_fp8, round_scale, use_ue8m0),
-                asked,
+                completion,
             )
         recv_x = got.x if got.scales is None else (got.x, got.scales)
-        hook = partial(self._receive, receipt) if return_recv_hook and receipt else None
+        hook = partial(self._receive, later) if return_recv_hook and later else None
         return LowLatencyDispatched(recv_x, got.counts, handle, event, hook)
 
     def low_latency_combine(
@@ -100,13 +102,13 @@ class LowLatencyCalls:
         shall not be summed. With zero_copy x is the tensor of get_next_low_latency_combine_buffer,
         which other ranks read where it lies: leave it alone afterwards, and ask for the next.
         """
-        asked = Asked(async_finish, return_recv_hook, combine_wait_recv_cost_stats)
+        completion = Completion(async_finish, False, return_recv_hook, combine_wait_recv_cost_stats)
         with self._use:
             engine = self._open_low_latency(is_open=True)
-            combined, event, receipt = engine.combine(
-                x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, out, asked
+            combined, event, later = engine.combine(
+                x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, out, completion
             )
-        hook = partial(self._receive, receipt) if return_recv_hook and receipt else None
+        hook = partial(self._receive, later) if return_recv_hook and later else None
         return LowLatencyCombined(combined, event, hook)
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
@@ -116,13 +118,13 @@ class LowLatencyCalls:
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
-        """Nothing is left to clean here: signals are numbers that only grow."""
+        """Accepted, without effect: signals only grow, so nothing needs cleaning."""
         self._open_low_latency()
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Leave a rank out, or wait for it again; this rank alone decides for itself.
+        """Leave a rank out, or wait for it again. Each rank decides for itself.
 
-        A rank that is taken in again must have made all calls meanwhile, as this one has.
+        A rank that is taken in again must have made all calls in the meantime.
         """
         self._open_low_latency().mask(rank_to_mask, mask)
 
@@ -138,19 +140,18 @@ class LowLatencyCalls:
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Bytes that calls of these sizes may share with other ranks, at most, if an element has
-        two bytes.
+        """The most bytes that calls of these sizes share with other ranks, for two-byte elements.
 
         Buffer(num_rdma_bytes=) takes it as the bound of the mode, beside num_nvl_bytes: a call that
         may need more raises ValueError. Memory is taken when it is needed.
         """
         return most_bytes(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
-    def _receive(self, receipt: Receipt) -> None:
-        """What a hook does. A second time it does nothing."""
-        if not receipt.is_over:
+    def _receive(self, hook: RecvHook) -> None:
+        """What the user's hook does. Called a second time it does nothing."""
+        if not hook.is_over:
             with self._use:
-                receipt()
+                hook()
 
     def _open_low_latency(self, is_open: bool = False) -> LowLatency:
         """`is_open` inside a call, which has looked already."""

@@ -1,10 +1,10 @@
 """The low-latency mode: fixed slots instead of counts, and no round in which ranks agree.
 
-A call sends, which never waits for this call's words of others, and then receives. What is wrong
-with one rank's input is found before it sends; it then sends the reason instead of tokens, so that
-the others raise too when they receive, and every rank is ready for the next call.
+A call sends without waiting for other ranks, and then receives. A rank checks its input before it
+sends. If the input is bad, the rank sends the reason instead of tokens: the others raise it when
+they receive, and every rank is ready for the next call.
 
-Where ranks share no memory they do meet before rows travel, and hear there what is wrong.
+Where ranks share no memory they agree before rows travel, as in every other call.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from torch import Tensor, from_numpy
 
 from tokenyard import validate
 from tokenyard.comm.base import Communicator
-from tokenyard.engine.agreement import STAGES, Agreement, Call, Terms, stage_in
-from tokenyard.engine.inputs import Preparation
-from tokenyard.errors import CallMismatch, PeerError, PeerInputError, PeerLeft
+from tokenyard.engine.agreement import Call, Terms, stage_in
+from tokenyard.engine.failure import raised_on_all_ranks
+from tokenyard.engine.mismatch import STAGES, differ
+from tokenyard.engine.stages import Engine
+from tokenyard.errors import CallMismatch, PeerError, PeerInputError
 from tokenyard.kernels import Kernels
 from tokenyard.low_latency.exchanged import ExchangedSlots
 from tokenyard.low_latency.handle import LowLatencyHandle, PendingCombine
 from tokenyard.low_latency.inputs import (
-    Asked,
     Fp8,
     Inputs,
     bad_pair,
@@ -37,10 +38,11 @@ from tokenyard.low_latency.inputs import (
     known_handle,
     unsent_pair,
 )
-from tokenyard.low_latency.results import LaterEvent, Receipt, Results
+from tokenyard.low_latency.results import Results
 from tokenyard.low_latency.shared import SharedSlots
 from tokenyard.runtime import memory
-from tokenyard.runtime.events import EventOverlap, Worker
+from tokenyard.runtime.completion import Completion, RecvEvent, RecvHook
+from tokenyard.runtime.events import EventOverlap
 from tokenyard.transports import Transport
 from tokenyard.types import ROW_DTYPES
 from tokenyard.wire.slots import COMBINE, DISPATCH, SlotResults, SlotShape, Stray
@@ -57,47 +59,43 @@ class _Unread(ValueError):
 class LowLatency:
     def __init__(
         self,
-        transport: Transport,
+        engine: Engine,
         kernels: Kernels,
-        agreement: Agreement,
-        local: Preparation,
-        worker: Worker,
-        buffer_id: int,
         enable_shrink: bool,
         num_bytes: int,
         connect_all: Callable[[], Communicator],
     ) -> None:
-        """All ranks together. `num_bytes` is what calls may need at most, 0 for no bound;
-        `connect_all` gives connections of its own, if it needs any.
+        """All ranks together, beside the engine of the other mode. `num_bytes` is what calls may
+        need at most, 0 for no bound; `connect_all` gives connections of its own, if it needs any.
         """
-        self._rank, self._size = transport.rank, transport.size
-        self._agreement, self._worker = agreement, worker
-        self._buffer_id, self._shrink = buffer_id, enable_shrink
+        self._rank, self._size = engine.rank, engine.num_ranks
+        self._agreement, self._worker = engine.agreement, engine.worker
+        self._failure = engine.failure  # after which nothing may be called again
+        self._buffer_id, self._shrink = engine.buffer_id, enable_shrink
         stage = "Buffer (low latency)"
-        self.slots = _open_exchange(transport, kernels, enable_shrink, stage, connect_all)
+        self.slots = _open_exchange(engine.transport, kernels, enable_shrink, stage, connect_all)
         watch = getattr(self.slots, "watch", None)
         if watch is not None:
             own = weakref.WeakMethod(self._differs)  # slots must not keep who keeps them
 
             def differs(stage: str, rank: int, theirs: int | np.ndarray) -> None:
                 tell = own()
-                assert tell is not None, "whoever waits in the slots holds this"
+                assert tell is not None, "a call that waits in the slots holds this object"
                 tell(stage, rank, theirs)
 
             watch(differs)
-        self.failure: BaseException | None = None  # after which nothing may be called again
-        # From where a call has a number until it has ended, or has told all others why it will not.
-        # If an exception leaves it before, this rank is out of step with them.
+        # True from where a call has a number until it has ended, or has told all other ranks why it
+        # will not. If an exception leaves the call in between, this rank is out of step with them.
         self.engaged = False
         self._numbers = [0, 0]  # calls so far, by kind
-        self._unread: dict[tuple[int, int], tuple[int, weakref.ref[Receipt]]] = {}
-        self._inputs = Inputs(local, self._rank, self._size, buffer_id, num_bytes)
+        self._unread: dict[tuple[int, int], tuple[int, weakref.ref[RecvHook]]] = {}
+        self._inputs = Inputs(engine.local, self._rank, self._size, self._buffer_id, num_bytes)
         self._results = Results()
 
     def wait_to_leave(self) -> None:
-        """Before the Buffer is closed: memory that was named in a call must be mapped by all."""
+        """Before the Buffer is closed: wait until all ranks have mapped memory that it named."""
         wait = getattr(self.slots, "wait_to_leave", None)
-        if wait is not None and self.failure is None:
+        if wait is not None:
             wait(_LEAVING)
 
     def dispatch(
@@ -108,13 +106,13 @@ class LowLatency:
         num_experts: Any,
         totals: Any,
         fp8: Fp8,
-        asked: Asked,
-    ) -> tuple[SlotResults, LowLatencyHandle, EventOverlap, Receipt | None]:
+        completion: Completion,
+    ) -> tuple[SlotResults, LowLatencyHandle, EventOverlap, RecvHook | None]:
         """`totals`, if given, are increased by each expert's count."""
         number, stage = self._begin(DISPATCH), _STAGES[DISPATCH]
         try:
             self._settle(DISPATCH, number)
-            self._inputs.asked(asked)
+            self._inputs.completion(completion)
             x, topk_idx, shape = self._inputs.tokens(x, topk_idx, num_max, num_experts, fp8)
             if totals is not None:
                 totals = counters(
@@ -126,17 +124,16 @@ class LowLatency:
             if bad != -1:
                 raise bad_pair(topk_idx, bad, shape)
             self._agree(DISPATCH, number, shape, shape.dtype)
-        except (PeerError, CallMismatch, PeerInputError) as error:  # others know already
-            self._take_back(DISPATCH, number)
-            self.engaged = not _together(error)
+        except (PeerError, CallMismatch, PeerInputError) as error:  # the other ranks know already
+            self._take_back(DISPATCH, number, error)
             raise
         except Exception as error:
             raise self._fail(DISPATCH, number, error) from None
 
         receive = partial(
-            self.slots.receive_dispatch, number, shape, out, totals, asked.waits, stage
+            self.slots.receive_dispatch, number, shape, out, totals, completion.waits, stage
         )
-        event, receipt = self._end(DISPATCH, number, receive, asked)
+        event, hook = self._end(DISPATCH, number, receive, completion)
         self.engaged = False
         handle = LowLatencyHandle(
             src_info=out.src_info,
@@ -145,9 +142,9 @@ class LowLatency:
             sent=sent,
             buffer_id=self._buffer_id,
             number=number,
-            receipt=receipt,
+            hook=hook,
         )
-        return out, handle, event, receipt
+        return out, handle, event, hook
 
     def combine(
         self,
@@ -158,12 +155,12 @@ class LowLatency:
         use_logfmt: bool,
         zero_copy: bool,
         out: Any,
-        asked: Asked,
-    ) -> tuple[Tensor, EventOverlap, Receipt | None]:
+        completion: Completion,
+    ) -> tuple[Tensor, EventOverlap, RecvHook | None]:
         number, stage = self._begin(COMBINE), _STAGES[COMBINE]
         try:
             self._settle(COMBINE, number)
-            self._inputs.asked(asked)
+            self._inputs.completion(completion)
             if use_logfmt:
                 raise NotImplementedError(
                     f"{stage}: use_logfmt is True, want False: rows travel in their own dtype, "
@@ -178,7 +175,7 @@ class LowLatency:
             out = self._inputs.out(out, topk_idx.shape[0], y)
             picked = from_numpy(memory.empty_array(tuple(topk_idx.shape), np.int64))
             back = PendingCombine(y, y.dtype, topk_idx, weights, known, picked, zero_copy)
-            if asked.is_later:  # what was given is the user's again when this returns
+            if completion.is_later:  # the user may write to his tensors once this has returned
                 own = y if zero_copy else None
                 back = back._replace(own=own, topk_idx=topk_idx.clone(), weights=weights.clone())
             bad = self.slots.send_combine(number, y, back, stage)
@@ -186,16 +183,15 @@ class LowLatency:
                 raise unsent_pair(topk_idx, bad)
             self._agree(COMBINE, number, known.shape, y.dtype, known.number)
         except (PeerError, CallMismatch, PeerInputError) as error:
-            self._take_back(COMBINE, number)
-            self.engaged = not _together(error)
+            self._take_back(COMBINE, number, error)
             raise
         except Exception as error:
             raise self._fail(COMBINE, number, error) from None
 
-        receive = partial(self.slots.receive_combine, number, back, out, asked.waits, stage)
-        event, receipt = self._end(COMBINE, number, receive, asked)
+        receive = partial(self.slots.receive_combine, number, back, out, completion.waits, stage)
+        event, hook = self._end(COMBINE, number, receive, completion)
         self.engaged = False
-        return out, event, receipt
+        return out, event, hook
 
     def combine_buffer(self, handle: Any) -> Tensor:
         """[L, S, D] for the experts' output, where combine finds it without copying."""
@@ -239,8 +235,8 @@ class LowLatency:
         return self._numbers[kind]
 
     def _take(self, shape: SlotShape, number: int) -> SlotResults:
-        """Memory for what arrives. A result that nobody wants any more may still be held by a call
-        that ends on the Buffer's thread: that is waited for.
+        """Memory for what arrives. A call that ends on the Buffer's thread may still hold a result
+        that the user has dropped: wait for that call, and try again.
         """
         try:
             return self._results.take(shape, number)
@@ -250,16 +246,16 @@ class LowLatency:
             return self._results.take(shape, number)
 
     def _settle(self, kind: int, number: int) -> None:
-        """What was sent two calls ago must have been received here too: its place is used again."""
+        """What was sent two calls ago must have been received here: this call uses its place."""
         unread = self._unread.pop((kind, number % 2), None)
         if unread is None:
             return
         self._worker.drain()
         earlier, reference = unread
-        receipt = reference()
-        if receipt is None:  # nobody is left who could want it
+        hook = reference()
+        if hook is None:  # nobody can call it any more
             self.slots.skip(kind, earlier)
-        elif not receipt.is_over:
+        elif not hook.is_over:
             self._unread[kind, number % 2] = unread
             raise _Unread(
                 f"the hook of call {earlier} was not called yet, want it called before call "
@@ -267,15 +263,15 @@ class LowLatency:
             )
 
     def _end(
-        self, kind: int, number: int, receive: Callable[[], None], asked: Asked
-    ) -> tuple[EventOverlap, Receipt | None]:
+        self, kind: int, number: int, receive: Callable[[], None], completion: Completion
+    ) -> tuple[EventOverlap, RecvHook | None]:
         """Receive now, on the Buffer's thread, or when the hook is called."""
         travel: Callable[[], None] = partial(self.slots.travel, kind, number, _STAGES[kind])
-        if asked.return_recv_hook and self.slots.travels:
+        if completion.return_recv_hook and self.slots.travels:
             travel = self._worker.submit(travel).current_stream_wait
 
-        # Results may have been made in inference mode; nothing that is made here is given away.
-        mode = torch.inference_mode if asked.is_later or self.slots.travels else nullcontext
+        # Results may have been made in inference mode, which writing to them needs too.
+        mode = torch.inference_mode if completion.is_later or self.slots.travels else nullcontext
 
         def work() -> None:
             try:
@@ -287,45 +283,31 @@ class LowLatency:
                     self._results.release(number)
                 if isinstance(error, Stray):
                     error = self._stray(error, _STAGES[kind])
-                if _together(error):
+                if raised_on_all_ranks(error):
                     self.engaged = False
                 else:
-                    self._break(error, _STAGES[kind])
+                    self._failure.give_up(error)
                 raise error
 
-        if not asked.is_later:
+        if not completion.is_later:
             self._worker.drain()
             work()
             return EventOverlap(None), None
-        receipt = Receipt(work)
-        self._unread[kind, number % 2] = number, weakref.ref(receipt)
-        if asked.return_recv_hook:
-            return EventOverlap(None), receipt
-        return EventOverlap(LaterEvent(self._worker.submit(receipt.on_thread), receipt)), receipt
-
-    def _break(self, error: BaseException, stage: str) -> None:
-        """Nothing may be called again. Others may not know yet why this rank does not come."""
-        self.failure = error
-        tell = getattr(self.slots, "tell", None)
-        if tell is not None and type(error) is PeerError:
-            tell(error)
-        elif tell is not None and not isinstance(error, (PeerError, CallMismatch)):
-            why = ": ".join(filter(None, (type(error).__name__, str(error))))
-            what = f"{stage}: {why}, on rank {self._rank}"
-            tell(PeerLeft(what, ranks=(self._rank,), stage=stage))
+        hook = RecvHook(work)
+        self._unread[kind, number % 2] = number, weakref.ref(hook)
+        if completion.return_recv_hook:
+            return EventOverlap(None), hook
+        return EventOverlap(RecvEvent(self._worker.submit(hook.on_thread), hook)), hook
 
     def _differs(self, stage: str, rank: int, theirs: int | np.ndarray) -> None:
-        """A rank has gone on to another call than this, and neither can be undone: it waits for
-        words of its call, and whoever meets it there would take them for words of this.
+        """A rank has gone on to another call than this. Neither call can be undone: each rank waits
+        for words of its own call, and would take the other's words for those.
         """
-        mine = stage.split(" (")[0]
-        other = _STAGES[theirs] if isinstance(theirs, int) else stage_in(theirs)
-        error = CallMismatch(
-            f"{mine}: ranks differ in what they call: {mine} on rank {self._rank}, {other} on rank "
-            f"{rank}",
-            on_all_ranks=False,
-        )
-        self.failure = error
+        stage = stage.split(" (")[0]
+        other = STAGES.index(_STAGES[theirs]) if isinstance(theirs, int) else stage_in(theirs)
+        mine = self._rank, STAGES.index(stage)
+        error = differ(stage, "stage", mine, (rank, other), on_all_ranks=False)
+        self._failure.give_up(error)
         raise error
 
     def _stray(self, stray: Stray, stage: str) -> PeerError:
@@ -340,15 +322,17 @@ class LowLatency:
         unread = isinstance(error, _Unread)
         named = self._agreement.named(stage, ValueError(*error.args) if unread else error)
         if self.slots.travels:
-            self._take_back(kind, number)
+            self._take_back(kind, number, None)
             self.engaged = False  # from here on the agreement is
-            self._agreement.meet(stage, named)  # which is where they are, and raises
+            self._agreement.meet(stage, named)  # where the other ranks are; it raises
         self.slots.fail(kind, number, str(named), stage, unread)
         self.engaged = False
         return named
 
-    def _take_back(self, kind: int, number: int) -> None:
-        """A call in which ranks met, and which none of them made: they may have called others."""
+    def _take_back(self, kind: int, number: int, error: Exception | None) -> None:
+        """Where ranks meet, a call that raises there was made by none of them: undo its number."""
+        if error is not None:
+            self.engaged = not raised_on_all_ranks(error)
         if self.slots.travels:
             self.slots.skip(kind, number)
             self._numbers[kind] = number - 1
@@ -377,11 +361,6 @@ class LowLatency:
         begin = time.perf_counter_ns()
         told = self._agreement.meet(_STAGES[kind], terms).payload
         self.slots.expect(kind, number, told, time.perf_counter_ns() - begin)
-
-
-def _together(error: BaseException) -> bool:
-    """Do all ranks raise, and go on?"""
-    return getattr(error, "on_all_ranks", False)
 
 
 def _open_exchange(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tokenyard.runtime.completion import RecvHook
 from tokenyard.wire.slots import SlotShape
 
 
@@ -24,7 +25,7 @@ class LowLatencyHandle:
     sent: Tensor  # [2, T, K] int64: topk_idx, and each pair's place among those of its expert
     buffer_id: int  # the Buffer and rank that made it; others refuse it
     number: int  # of the dispatch; all ranks must combine the same
-    receipt: Any = None  # its `is_over` says whether rows have arrived, if that was left for later
+    hook: RecvHook | None = None  # is over when rows have arrived, if that was left for later
 
     def _v1(self) -> tuple[Any, ...]:
         shape = self.shape
@@ -55,9 +56,9 @@ class LowLatencyHandle:
 
 
 class PendingCombine(NamedTuple):
-    """A combine, as its two halves know it."""
+    """A combine that was sent and is not received yet: what its second half needs."""
 
-    own: Tensor | None  # [L, S, D] y, if it can be read until the end; a copy is kept if not
+    own: Tensor | None  # [L, S, D] y, if it can be read until the end; else the sender copied it
     dtype: torch.dtype  # of y
     topk_idx: Tensor  # [T, K] int64
     weights: Tensor  # [T, K] float32

@@ -1,4 +1,4 @@
-"""What low-latency calls are given, checked."""
+"""The checks of what low-latency calls are given, done once for each shape of tensors."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tokenyard import validate
 from tokenyard.engine.inputs import Preparation
 from tokenyard.low_latency.handle import LowLatencyHandle
 from tokenyard.runtime import memory
+from tokenyard.runtime.completion import Completion
 from tokenyard.types import ROW_DTYPES, round_up
 from tokenyard.wire.fp8 import GROUP, NO_CAST, PACKED, PLAIN, ROUNDED
 from tokenyard.wire.slots import SlotShape
@@ -20,22 +21,9 @@ from tokenyard.wire.slots import SlotShape
 _WORDS = 1 << 16  # bytes of control segments, and of rounding to pages
 _CASTABLE = (torch.bfloat16, torch.float16, torch.float32)
 
-# All that a check asks of a tensor, in one step. What has passed once is not asked again, since
-# that would take longer than to send a few tokens.
+# All that a check asks of a tensor, read in one step. A form that has passed once is not checked
+# again, since that would take longer than sending a few tokens.
 _form = attrgetter("__class__", "shape", "dtype", "layout", "device")
-
-
-class Asked(NamedTuple):
-    """How a call is to end."""
-
-    async_finish: bool
-    return_recv_hook: bool
-    waits: Any  # [R] int64, where the time spent waiting for each rank is added
-
-    @property
-    def is_later(self) -> bool:
-        """Is anything left to do when the call returns?"""
-        return self.async_finish or self.return_recv_hook
 
 
 class Fp8(NamedTuple):
@@ -91,7 +79,7 @@ class Inputs:
     ) -> tuple[LowLatencyHandle, Tensor, Tensor, Tensor]:
         known = known_handle(handle, self._buffer_id)
         validate.require(
-            known.receipt is None or known.receipt.is_over,
+            known.hook is None or known.hook.is_over,
             f"handle is of dispatch call {known.number}, whose rows have not been received, want "
             "its hook called, or its event waited for, first",
         )
@@ -147,17 +135,16 @@ class Inputs:
     def out(self, out: Any, num_tokens: int, y: Tensor) -> Tensor:
         if out is None:
             return memory.empty(num_tokens, y.shape[2], dtype=y.dtype)
-        given = validate.target("out", out, shape=(num_tokens, y.shape[2]), dtypes=(y.dtype,))
-        validate.require(given.is_contiguous(), "out is not contiguous, want it so")
+        validate.out(out, num_tokens, y)
         return out
 
-    def asked(self, asked: Asked) -> None:
+    def completion(self, completion: Completion) -> None:
         validate.require(
-            not (asked.async_finish and asked.return_recv_hook),
+            not (completion.async_finish and completion.return_recv_hook),
             "async_finish and return_recv_hook are both True, want one at most",
         )
-        if asked.waits is not None:
-            counters("wait_recv_cost_stats", asked.waits, self._size, torch.int64)
+        if completion.waits is not None:
+            counters("wait_recv_cost_stats", completion.waits, self._size, torch.int64)
 
     def _fits(self, num_max: int, hidden: int, num_experts: int, itemsize: int) -> None:
         if not self._num_bytes:

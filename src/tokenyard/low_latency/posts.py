@@ -1,6 +1,6 @@
 """The words of low-latency calls between ranks that share memory: posts, failures, masks.
 
-Each rank has a control segment that all others map. For each kind of call and parity (a lane) it
+Each rank has a control segment that all others map. For each kind of call and parity it
 has a post, a word that says which call this rank is done with, and why it failed if it did; and for
 each rank a word that says whether that is left out here.
 
@@ -21,7 +21,7 @@ in that order, whenever the call is received. Thus:
   made more of them has come past this message: so its own must be there.
 
 The words are read in this order, with acquire, so that the second cannot be older than the first.
-What counts is what this rank had done when it sent, which is kept with the lane: hooks, and calls
+What counts is what this rank had done when it sent, which is kept with the post: hooks, and calls
 that end on the Buffer's thread, may be as late as they like. After a failure of a third rank some
 have posted and some have not; its words come before theirs, so they are looked at once more.
 """
@@ -47,14 +47,16 @@ _READS = 4 * _POST  # after the posts of both kinds and parities
 _FAILURES = _READS + 4 * LINE
 _FAILURE = LINE + 8 * TEXT_WORDS  # the call's number, and on the next line why
 _MASKS = _FAILURES + 4 * _FAILURE
-_MARKS = 9  # of a rank: its messages, then the posts of the four lanes, then their failures
+_MARKS = (
+    9  # of a rank: its messages, then the posts of both kinds and parities, then their failures
+)
 
 # What a rank is told that has met one in another call: the stage, the other rank, and either the
 # kind of its low-latency call or the message that it has sent.
 Differs = Callable[[str, int, int | np.ndarray], None]
 
 
-class LaneKernels(SignalKernels, Protocol):
+class PostKernels(SignalKernels, Protocol):
     def signal(self, address: int, value: int) -> None: ...
 
     def find_failure(
@@ -80,14 +82,14 @@ class LaneKernels(SignalKernels, Protocol):
     ) -> int: ...
 
 
-class Lane(NamedTuple):
+class Post(NamedTuple):
     """The words of one kind and parity: addresses, and tables of them that `arrays` keeps."""
 
-    place: int  # 2 * kind + parity
-    post: int  # this rank's
+    place: int  # among the four, see `_place`
+    own: int  # this rank's post
     read: int  # this rank's word that it has read
     failure: int  # this rank's
-    posts: int  # [R] all ranks'
+    all_ranks: int  # [R] all ranks' posts
     reads: int  # [R]
     failures: int  # [R]
     peers: int  # [R, 7], as the kernels want it
@@ -97,24 +99,24 @@ class Lane(NamedTuple):
     arrays: tuple[np.ndarray, ...]
 
 
-class Lanes:
-    def __init__(self, team: Team, kernels: LaneKernels, shrink: bool, stage: str) -> None:
+class Posts:
+    def __init__(self, team: Team, kernels: PostKernels, shrink: bool, stage: str) -> None:
         """All ranks together."""
         self._team, self._kernels, self._shrink = team, kernels, shrink
         self._rank, self._size = team.rank, team.size
         team.shrinks = shrink
         controls = team.share(round_up(_MASKS + 8 * self._size, 4096), stage).tolist()
-        self._lanes = [self._lane(controls, place) for place in range(4)]
+        self._posts = [self._post(controls, place) for place in range(4)]
         self._own_masks = controls[self._rank] + _MASKS
         self._flags_R = np.array([base + _MASKS + 8 * self._rank for base in controls], np.int64)
         self._masked_R = np.zeros(self._size, np.int64)
         self.flags = int(self._flags_R.ctypes.data)  # [R] addresses: has that rank left this out?
         self.masked = int(self._masked_R.ctypes.data)  # [R] the address of: is that left out here?
-        self._owed = [0] * 4  # by lane: a call that failed while an earlier one was unread
+        self._owed = [0] * 4  # by post: a call that failed while an earlier one was unread
         self._made = [0, 0]  # by kind: the last call that was begun here
-        self._before = [(0, 0)] * 4  # by lane: messages, and calls of the other kind, before it
-        words_of = [words(team.mail_lines, self._size), *(lane.arrays[0] for lane in self._lanes)]
-        words_of += [lane.arrays[2] for lane in self._lanes]
+        self._before = [(0, 0)] * 4  # by post: messages, and calls of the other kind, before it
+        words_of = [words(team.mail_lines, self._size), *(post.arrays[0] for post in self._posts)]
+        words_of += [post.arrays[2] for post in self._posts]
         self._marks_RM = np.ascontiguousarray(np.stack(words_of, axis=1))
         self._nothing = np.zeros(1, np.int64)
         self._nothing_R = np.full(self._size, self._nothing.ctypes.data, np.int64)
@@ -122,16 +124,20 @@ class Lanes:
         self._differs: Differs | None = None
         team.look = self._look_beyond_mail
 
-    def __getitem__(self, place: int) -> Lane:
-        return self._lanes[place]
+    def __getitem__(self, place: int) -> Post:
+        return self._posts[place]
 
-    def _lane(self, controls: list[int], place: int) -> Lane:
+    def of(self, kind: int, number: int) -> Post:
+        """The post of a call, by its kind and number."""
+        return self._posts[_place(kind, number)]
+
+    def _post(self, controls: list[int], place: int) -> Post:
         posts = np.array([base + place * _POST for base in controls], np.int64)
         reads = np.array([base + _READS + place * LINE for base in controls], np.int64)
         failures = np.array([base + _FAILURES + place * _FAILURE for base in controls], np.int64)
         head = np.zeros(TEXT, np.int64)
         peers = np.array([(post, -1, 0, 0, -1, 0, 0) for post in posts], np.int64)
-        return Lane(
+        return Post(
             place,
             int(posts[self._rank]),
             int(reads[self._rank]),
@@ -153,7 +159,7 @@ class Lanes:
     def begin(self, kind: int, number: int) -> None:
         """This rank is about to send, or to say why it cannot."""
         self._made[kind] = number
-        self._before[2 * kind + number % 2] = self._team.mails, self._made[1 - kind]
+        self._before[_place(kind, number)] = self._team.mails, self._made[1 - kind]
 
     def left_out(self) -> list[int]:
         return np.flatnonzero(self._masked_R).tolist()
@@ -168,39 +174,39 @@ class Lanes:
         Never waits: who waits for this rank looks here. `unread` if the call failed because what
         was sent two calls ago has not been read here yet.
         """
-        lane = self._lanes[2 * kind + number % 2]
+        post = self.of(kind, number)
         self._made[kind] = number
-        words(lane.failure + LINE, TEXT_WORDS)[:] = text_to_words(text)
-        self._kernels.signal(lane.failure, number)
+        words(post.failure + LINE, TEXT_WORDS)[:] = text_to_words(text)
+        self._kernels.signal(post.failure, number)
         if unread:
-            self._owed[lane.place] = number
+            self._owed[post.place] = number
         else:
-            self.done(lane, number)
+            self.done(post, number)
 
-    def done(self, lane: Lane, number: int) -> None:
+    def done(self, post: Post, number: int) -> None:
         """Nothing more of this call will be read here."""
-        self._kernels.signal(lane.read, max(number, self._owed[lane.place]))
+        self._kernels.signal(post.read, max(number, self._owed[post.place]))
 
-    def pay(self, lane: Lane, number: int) -> None:
+    def pay(self, post: Post, number: int) -> None:
         """This call was read: so is one that failed because it was not."""
-        if self._owed[lane.place] > number:
-            self.done(lane, number)
+        if self._owed[post.place] > number:
+            self.done(post, number)
 
-    def wait_to_send(self, lane: Lane, number: int, stage: str) -> None:
-        self._wait(lane, lane.reads, number - 2, number, stage)
+    def wait_to_send(self, post: Post, number: int, stage: str) -> None:
+        self._wait(post, post.reads, number - 2, number, stage)
 
-    def wait_to_receive(self, lane: Lane, number: int, stage: str) -> None:
-        self._wait(lane, lane.posts, number, number, stage)
+    def wait_to_receive(self, post: Post, number: int, stage: str) -> None:
+        self._wait(post, post.all_ranks, number, number, stage)
 
-    def wait_until_read(self, place: int, named: int, lane: Lane, number: int, stage: str) -> bool:
-        """Until all have read what call `named` sent in a lane: at the end of another, of `number`.
+    def wait_until_read(self, place: int, named: int, post: Post, number: int, stage: str) -> bool:
+        """At the end of call `number`: wait until all have read what call `named` has sent.
 
         Nobody is left out because of this: who is left out after a call is so in its result. False
         if somebody may wait for this rank meanwhile: because a hook is still to be called here, or
         because a rank has come past the call that ends here.
         """
-        given_up, limits = set(self.left_out()), self._limits(lane, number)
-        reads = self._lanes[place].reads
+        given_up, limits = set(self.left_out()), self._limits(post, number)
+        reads = self._posts[place].reads
 
         def missing() -> list[int]:
             others = set(self._others()) - given_up
@@ -223,41 +229,41 @@ class Lanes:
         """As `wait_until_read`, before this rank closes its Buffer: without blame, and not for what
         it has not read itself.
         """
-        lane = self._lanes[place]
-        if words(lane.read, 1)[0] < named:
+        post = self._posts[place]
+        if words(post.read, 1)[0] < named:
             return
         while time.monotonic() < deadline:
             waiting = set(self._others()) - set(self.left_out()) - self._team.gone()
-            if all(self._has(lane.reads, rank, named) for rank in waiting):
+            if all(self._has(post.reads, rank, named) for rank in waiting):
                 return
             time.sleep(1e-3)
 
-    def _look(self, lane: Lane, number: int, stage: str) -> None:
+    def _look(self, post: Post, number: int, stage: str) -> None:
         """If a rank has failed in this call it is over here, too."""
         rank = self._kernels.find_failure(
-            lane.failures, lane.posts, self.masked, self._size, number
+            post.failures, post.all_ranks, self.masked, self._size, number
         )
         if rank >= 0:
-            self.done(lane, number)
-            failure = lane.arrays[2][rank]
+            self.done(post, number)
+            failure = post.arrays[2][rank]
             raise rejected(rank, words(int(failure) + LINE, TEXT_WORDS), stage)
 
     def _is_owing(self) -> bool:
         """Has this rank sent something whose other half it has not received?"""
-        return any(words(lane.post, 1)[0] > words(lane.read, 1)[0] for lane in self._lanes)
+        return any(words(post.own, 1)[0] > words(post.read, 1)[0] for post in self._posts)
 
     def _look_beyond(
-        self, lane: Lane, limits: np.ndarray, signals: int, reach: int, number: int, stage: str
+        self, post: Post, limits: np.ndarray, signals: int, reach: int, number: int, stage: str
     ) -> None:
         """Has a rank whose word is awaited gone on to another call?"""
         if self._differs is None:
             return
-        found = self._find_ahead(limits, signals, reach, lane.failures, number)
+        found = self._find_ahead(limits, signals, reach, post.failures, number)
         if found >= 0:
-            self._look(lane, number, stage)
+            self._look(post, number, stage)
             rank, mark = divmod(found, _MARKS)
-            mark_of_lane = (mark - 1) % 4
-            theirs = self._team.next_message(rank) if mark == 0 else mark_of_lane // 2
+            place = (mark - 1) % 4
+            theirs = self._team.next_message(rank) if mark == 0 else place // 2
             self._differs(stage, rank, theirs)
 
     def _look_beyond_mail(self, stage: str) -> None:
@@ -271,11 +277,11 @@ class Lanes:
             rank, mark = divmod(found, _MARKS)
             self._differs(stage, rank, (mark - 1) % 4 // 2)
 
-    def _limits(self, lane: Lane, number: int) -> np.ndarray:
+    def _limits(self, post: Post, number: int) -> np.ndarray:
         """How far a rank can be that has not come past this call."""
-        mails, others = self._before[lane.place]
+        mails, others = self._before[post.place]
         own, other = [number] * 2, [others] * 2
-        made = own + other if lane.place < 2 else other + own
+        made = own + other if post.place < 2 else other + own
         return np.array([mails, *made, *made], np.int64)
 
     def _find_ahead(
@@ -294,17 +300,17 @@ class Lanes:
             self._size,
         )
 
-    def _wait(self, lane: Lane, signals: int, reach: int, number: int, stage: str) -> None:
+    def _wait(self, post: Post, signals: int, reach: int, number: int, stage: str) -> None:
         """Until the others' words have come so far; who does not come is left out, or blamed."""
-        limits = self._limits(lane, number)
+        limits = self._limits(post, number)
 
         def step() -> int:
             first = self._kernels.await_slots(
                 signals, self.masked, self._rank, self._size, reach, 20
             )
             if first < self._size:
-                self._look(lane, number, stage)
-                self._look_beyond(lane, limits, signals, reach, number, stage)
+                self._look(post, number, stage)
+                self._look_beyond(post, limits, signals, reach, number, stage)
             return self._size - first
 
         def missing() -> list[int]:
@@ -326,20 +332,20 @@ class Lanes:
         if not self._shrink:
             raise self._team.blame(stopped, stage)
 
-    def time_arrivals(self, lane: Lane, number: int, waits: Tensor, stage: str) -> None:
+    def time_arrivals(self, post: Post, number: int, waits: Tensor, stage: str) -> None:
         """Add to each rank's place the nanoseconds until its post was there."""
         begin, pending = time.perf_counter_ns(), set(self._others())
-        limits = self._limits(lane, number)
+        limits = self._limits(post, number)
         spent = words(waits.data_ptr(), self._size)  # torch asks in which mode a tensor was made
 
         def step() -> int:
             for rank in sorted(pending):
-                if self._masked_R[rank] or self._has(lane.posts, rank, number):
+                if self._masked_R[rank] or self._has(post.all_ranks, rank, number):
                     spent[rank] += time.perf_counter_ns() - begin
                     pending.discard(rank)
             if pending:
-                self._look(lane, number, stage)
-                self._look_beyond(lane, limits, lane.posts, number, number, stage)
+                self._look(post, number, stage)
+                self._look_beyond(post, limits, post.all_ranks, number, number, stage)
             return len(pending)
 
         self._go_on(step, lambda: sorted(pending), stage)
@@ -349,6 +355,11 @@ class Lanes:
 
     def _has(self, signals: int, rank: int, number: int) -> bool:
         return self._kernels.await_signals(signals + 8 * rank, 1, number, 0, 1) == 1
+
+
+def _place(kind: int, number: int) -> int:
+    """Each kind of call has two posts, which its calls use in turn."""
+    return 2 * kind + number % 2
 
 
 def words(address: int, count: int) -> np.ndarray:

@@ -1,17 +1,15 @@
-"""Where a low-latency dispatch puts what arrives, and the half of a call that is done later."""
+"""Where a low-latency dispatch puts what arrives: two results, whose memory is used again."""
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor, from_numpy
 
 from tokenyard.runtime import memory
-from tokenyard.runtime.events import EventHandle
 from tokenyard.types import round_up
 from tokenyard.wire.fp8 import NO_CAST
 from tokenyard.wire.slots import SlotResults, SlotShape
@@ -67,46 +65,6 @@ class Results:
             "two results of low_latency_dispatch are still held, want at most one before the "
             "next call: there are two buffers, so drop recv_x (and what views it) of one first"
         )
-
-
-class Receipt:
-    """The second half of a call, which is done once. As DeepEP's hook, it is simply called."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work: Callable[[], None] | None = work
-        self.refused: ValueError | None = None  # of a call that another thread ended
-
-    @property
-    def is_over(self) -> bool:
-        return self._work is None
-
-    def __call__(self) -> None:
-        # Let go of, so that what it would write to does not outlive the tensors of the user.
-        work, self._work = self._work, None
-        if work is not None:
-            work()
-
-    def on_thread(self) -> None:
-        """Bad input elsewhere is for the event to raise, and does not break the Buffer."""
-        try:
-            self()
-        except ValueError as error:
-            self.refused = error
-
-
-class LaterEvent(EventHandle):
-    def __init__(self, over: EventHandle, receipt: Receipt) -> None:
-        super().__init__()
-        self._over, self._receipt = over, receipt
-
-    def current_stream_wait(self) -> None:
-        self._over.current_stream_wait()
-        if self._receipt.refused is not None:
-            raise self._receipt.refused
-
-    @property
-    def is_over(self) -> bool:
-        return self._over.is_over
 
 
 def _view(array: np.ndarray, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,7 @@
 """The low-latency mode's exchange between ranks that share memory: one compiled call each way.
 
 Blocks, and the rows of combines, lie in segments of the team's pool, which a post names, and which
-are mapped when a post first names them. See `slot_lanes` for the posts.
+are mapped when a post first names them. `posts.py` has the posts.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.errors import CallMismatch, PeerDied, PeerError, PeerLeft
+from tokenyard.errors import PeerDied, PeerLeft
 from tokenyard.low_latency.handle import PendingCombine
-from tokenyard.low_latency.mismatch import say_difference
-from tokenyard.low_latency.posts import Differs, Lane, LaneKernels, Lanes, words
+from tokenyard.low_latency.mismatch import posts_differ
+from tokenyard.low_latency.posts import Differs, Post, PostKernels, Posts, words
 from tokenyard.shm.node import Mapped, Team
 from tokenyard.shm.segment import Segment
 from tokenyard.types import ROW_DTYPES
@@ -56,7 +56,7 @@ _ALWAYS_KEPT = 1 << 20  # bytes of a block
 _PATIENT = 32  # calls
 
 
-class SlotKernels(LaneKernels, Protocol):
+class SlotKernels(PostKernels, Protocol):
     def dispatch_calls(self, shape: SlotShape) -> tuple[Callable[..., int], Callable[..., int]]: ...
 
     def combine_calls(
@@ -72,13 +72,13 @@ class SharedSlots:
         """All ranks together."""
         self._team, self._kernels, self._shrink = team, kernels, shrink
         self._rank, self._size = team.rank, team.size
-        self.lanes = Lanes(team, kernels, shrink, stage)
+        self.posts = Posts(team, kernels, shrink, stage)
         self._blocks: list[Segment | None] = [None] * 4
         self._arrays: list[np.ndarray | None] = [None] * 4  # of blocks, which are lent meanwhile
-        self._too_large = [0] * 4  # by lane: the calls in a row that needed far less than they had
+        self._too_large = [0] * 4  # by post: the calls in a row that needed far less than they had
         self._mapped: set[int] = set()  # segments of this rank that all others have mapped
         self._held: dict[tuple[int, int, int], Mapped] = {}  # of others, as `peers` knows them
-        self._new: dict[int, tuple[int, int]] = {}  # by lane: a call that named another, and which
+        self._new: dict[int, tuple[int, int]] = {}  # by post: a call that named another, and which
         self._lent: list[Tensor | None] = [None] * 2  # rows that others read where they are
         self._planned: dict[tuple[int, Any], tuple[Callable[..., int], Callable[..., int]]] = {}
 
@@ -86,18 +86,17 @@ class SharedSlots:
         self, number: int, x: Tensor, topk_idx: Tensor, shape: SlotShape, sent: Tensor, stage: str
     ) -> int:
         """Lay tokens out and say so. -1, or the place of a bad pair, as `stage_slots` gives it."""
-        place = number % 2
-        self.lanes.begin(DISPATCH, number)
-        lane = self.lanes[place]
-        most, head = shape.block_bytes, lane.head
-        block = self._block(lane, number, most, most, stage)
+        self.posts.begin(DISPATCH, number)
+        post = self.posts.of(DISPATCH, number)
+        most, head = shape.block_bytes, post.head
+        block = self._block(post, number, most, most, stage)
         if head[SIGNATURE] != shape.signature or head[IDENTITY] != block.identity:
             head[SIGNATURE], head[FD : IDENTITY + 1] = shape.signature, block.told
             head[TERMS : TERMS + len(shape.terms)] = shape.terms
         call = partial(
             self._calls(DISPATCH, shape)[0],
-            lane.reads,
-            self.lanes.masked,
+            post.reads,
+            self.posts.masked,
             self._rank,
             self._size,
             number,
@@ -113,17 +112,17 @@ class SharedSlots:
             shape.row_bytes,
             shape.scales_at,
             shape.cast,
-            lane.head_at,
-            lane.post,
+            post.head_at,
+            post.own,
         )
         while code := call():
             what, which = code >> 32, code & LOW
             if what == LATE:
-                self.lanes.wait_to_send(lane, number, stage)
+                self.posts.wait_to_send(post, number, stage)
             else:
                 assert what in (BAD, TWICE)
                 return which if what == BAD else -2 - which
-        self._note_new(place, number, block.identity)
+        self._note_new(post.place, number, block.identity)
         return -1
 
     def receive_dispatch(
@@ -135,14 +134,14 @@ class SharedSlots:
         waits: Tensor | None,
         stage: str,
     ) -> None:
-        lane = self.lanes[number % 2]
+        post = self.posts.of(DISPATCH, number)
         if waits is not None:
-            self.lanes.time_arrivals(lane, number, waits, stage)
+            self.posts.time_arrivals(post, number, waits, stage)
         call = partial(
             self._calls(DISPATCH, shape)[1],
-            lane.peers,
-            self.lanes.masked,
-            self.lanes.flags,
+            post.peers,
+            self.posts.masked,
+            self.posts.flags,
             self._rank,
             self._size,
             number,
@@ -164,27 +163,27 @@ class SharedSlots:
             out.src_info.data_ptr(),
             out.layout_range.data_ptr(),
             0 if totals is None else totals.data_ptr(),
-            lane.read,
+            post.read,
         )
         while code := call():
-            self._answer(code, lane, number, stage)
-        self._after_reading(lane, number, stage)
+            self._answer(code, post, number, stage)
+        self._after_reading(post, number, stage)
 
     def send_combine(self, number: int, y: Tensor, back: PendingCombine, stage: str) -> int:
         """Lay rows out and say so. -1, or the place of a pair that dispatch did not send."""
-        handle, shape, place = back.handle, back.handle.shape, 2 + number % 2
-        self.lanes.begin(COMBINE, number)
-        lane, row_bytes = self.lanes[place], shape.hidden * y.element_size()
+        handle, shape = back.handle, back.handle.shape
+        self.posts.begin(COMBINE, number)
+        post, row_bytes = self.posts.of(COMBINE, number), shape.hidden * y.element_size()
         table_bytes, room = shape.table_bytes, 0
         tables = self._size * table_bytes
         most = tables + self._size * shape.most_back * row_bytes
         given = self._team.pool.find(y.data_ptr(), y.nbytes) if back.zero_copy else None
         while True:
-            block = self._block(lane, number, tables + room * row_bytes, most, stage)
-            self._head_combine(lane, shape, block, tables, y, given)
+            block = self._block(post, number, tables + room * row_bytes, most, stage)
+            self._head_combine(post, shape, block, tables, y, given)
             code = self._calls(COMBINE, y.dtype)[0](
-                lane.reads,
-                self.lanes.masked,
+                post.reads,
+                self.posts.masked,
                 self._rank,
                 self._size,
                 number,
@@ -204,17 +203,17 @@ class SharedSlots:
                 back.picked.data_ptr(),
                 back.topk_idx.shape[0],
                 shape.num_topk,
-                lane.head_at,
-                lane.post,
+                post.head_at,
+                post.own,
                 handle.number,
             )
             what, which = code >> 32, code & LOW
             if not code:
                 self._lent[number % 2] = None if given is None else y
-                self._note_new(place, number, (given or block).identity)
+                self._note_new(post.place, number, (given or block).identity)
                 return -1
             if what == LATE:
-                self.lanes.wait_to_send(lane, number, stage)
+                self.posts.wait_to_send(post, number, stage)
             elif what == ROOM:  # twice as much as is needed now, so that it is asked for seldom
                 room = min(2 * which, self._size * shape.most_back)
             else:
@@ -223,14 +222,14 @@ class SharedSlots:
 
     def _head_combine(
         self,
-        lane: Lane,
+        post: Post,
         shape: SlotShape,
         block: Segment,
         tables: int,
         y: Tensor,
         given: Segment | None,
     ) -> None:
-        head, code = lane.head, ROW_DTYPES.index(y.dtype)
+        head, code = post.head, ROW_DTYPES.index(y.dtype)
         signature = _combine_signature(shape, y.dtype)
         own = block.identity
         if signature != head[SIGNATURE] or not own == head[IDENTITY] == head[ROWS_IDENTITY]:
@@ -244,15 +243,15 @@ class SharedSlots:
     def receive_combine(
         self, number: int, back: PendingCombine, out: Tensor, waits: Tensor | None, stage: str
     ) -> None:
-        handle, shape, lane = back.handle, back.handle.shape, self.lanes[2 + number % 2]
+        handle, shape, post = back.handle, back.handle.shape, self.posts.of(COMBINE, number)
         if waits is not None:
-            self.lanes.time_arrivals(lane, number, waits, stage)
+            self.posts.time_arrivals(post, number, waits, stage)
         wide = np.float64 if back.dtype == torch.float64 else np.float32
         call = partial(
             self._calls(COMBINE, back.dtype)[1],
-            lane.peers,
-            self.lanes.masked,
-            self.lanes.flags,
+            post.peers,
+            self.posts.masked,
+            self.posts.flags,
             self._rank,
             self._size,
             number,
@@ -271,19 +270,15 @@ class SharedSlots:
             shape.num_topk,
             shape.hidden,
             out.data_ptr(),
-            lane.read,
+            post.read,
             np.empty(shape.num_topk, wide),
         )
         while code := call():
-            self._answer(code, lane, number, stage)
-        self._after_reading(lane, number, stage)
-
-    def tell(self, error: PeerError) -> None:
-        """Tell the others why this rank will not come any more."""
-        self._team.tell(error)
+            self._answer(code, post, number, stage)
+        self._after_reading(post, number, stage)
 
     def watch(self, differs: Differs) -> None:
-        self.lanes.watch(differs)
+        self.posts.watch(differs)
 
     def travel(self, kind: int, number: int, stage: str) -> None:
         """Nothing does: blocks are read where they are."""
@@ -297,48 +292,48 @@ class SharedSlots:
         return not y.numel() or self._team.pool.find(y.data_ptr(), y.nbytes) is not None
 
     def fail(self, kind: int, number: int, text: str, stage: str, unread: bool) -> None:
-        self.lanes.fail(kind, number, text, unread)
+        self.posts.fail(kind, number, text, unread)
 
     def skip(self, kind: int, number: int) -> None:
         """Instead of receiving."""
-        self.lanes.done(self.lanes[2 * kind + number % 2], number)
+        self.posts.done(self.posts.of(kind, number), number)
 
     def left_out(self) -> list[int]:
-        return self.lanes.left_out()
+        return self.posts.left_out()
 
     def mask(self, rank: int, masked: bool) -> None:
-        self.lanes.mask(rank, masked)
+        self.posts.mask(rank, masked)
 
-    def _answer(self, code: int, lane: Lane, number: int, stage: str) -> None:
+    def _answer(self, code: int, post: Post, number: int, stage: str) -> None:
         """Do what a call that could not go on needs, or raise what it met."""
         what, rank = code >> 32, code & LOW
         if what == LATE:
-            self.lanes.wait_to_receive(lane, number, stage)
+            self.posts.wait_to_receive(post, number, stage)
         elif what == MASKED and self._shrink:
-            self.lanes.mask(rank, True)
+            self.posts.mask(rank, True)
         elif what == MAP:
-            self._map(lane, rank, stage)
+            self._map(post, rank, stage)
         elif what == DIFFERS or (what == LOST and self._shrink):
-            theirs = words(int(lane.peers_R7[rank, 0]), POST_WORDS).copy()
-            mine = words(lane.post, POST_WORDS)
-            is_combine = lane.place >= 2
+            theirs = words(int(post.peers_R7[rank, 0]), POST_WORDS).copy()
+            mine = words(post.own, POST_WORDS)
+            is_combine = post.place >= 2
             if is_combine != (theirs[HANDLE] > 0) or (theirs[NUMBER] - number) % 2:
                 raise Stray(rank)
-            differs = say_difference(stage, self._rank, mine, rank, theirs)
-            self.lanes.done(lane, number)
-            raise CallMismatch(differs)
+            error = posts_differ(stage, self._rank, mine, rank, theirs)
+            self.posts.done(post, number)
+            raise error
         else:  # so far ahead, or left out, is nobody unless ranks may leave each other out
             assert what in (STRAY, LOST, MASKED)
             raise Stray(rank)
 
-    def _map(self, lane: Lane, rank: int, stage: str) -> None:
-        known = lane.peers_R7[rank]
-        post = words(int(known[0]), POST_WORDS)
-        is_combine = lane.place >= 2
+    def _map(self, post: Post, rank: int, stage: str) -> None:
+        known = post.peers_R7[rank]
+        theirs = words(int(known[0]), POST_WORDS)
+        is_combine = post.place >= 2
         for fd, at in ((FD, 1), (ROWS_FD, 4))[: 1 + is_combine]:
-            told = post[fd : fd + 3].tolist()
+            told = theirs[fd : fd + 3].tolist()
             if rank == self._rank:  # its rows are read where they were given
-                block = self._blocks[lane.place]
+                block = self._blocks[post.place]
                 assert block is not None
                 known[at : at + 3] = told[-1], block.address, block.size
             else:
@@ -347,11 +342,11 @@ class SharedSlots:
                 except (PeerDied, PeerLeft):
                     if not self._shrink:
                         raise
-                    self.lanes.mask(rank, True)
+                    self.posts.mask(rank, True)
                     return
                 if mapped.array.size != told[1]:  # which another call has mapped
                     raise Stray(rank)
-                self._held[lane.place, rank, at] = mapped
+                self._held[post.place, rank, at] = mapped
                 known[at : at + 3] = told[-1], mapped.address, mapped.array.size
 
     def _note_new(self, place: int, number: int, identity: int) -> None:
@@ -362,29 +357,29 @@ class SharedSlots:
         """Until all have mapped what this rank has named, in calls that it has ended."""
         deadline = time.monotonic() + seconds
         for place, (named, _) in self._new.items():
-            self.lanes.wait_to_leave(place, named, deadline)
+            self.posts.wait_to_leave(place, named, deadline)
 
-    def _after_reading(self, lane: Lane, number: int, stage: str) -> None:
+    def _after_reading(self, post: Post, number: int, stage: str) -> None:
         """A call that was the first to name some memory ends when all have mapped it, lest this
         rank should close its Buffer, or end, before a slow one has done so. If others wait for this
         rank by then, a later call does that.
         """
-        self.lanes.pay(lane, number)
+        self.posts.pay(post, number)
         for place, (named, identity) in list(self._new.items()):
-            if not self.lanes.wait_until_read(place, named, lane, number, stage):
+            if not self.posts.wait_until_read(place, named, post, number, stage):
                 return
             self._new.pop(place, None)
             if len(self._mapped) >= _MANY:  # most are no more
                 self._mapped &= {segment.identity for segment in self._team.pool}
             self._mapped.add(identity)
 
-    def _block(self, lane: Lane, number: int, num_bytes: int, most: int, stage: str) -> Segment:
+    def _block(self, post: Post, number: int, num_bytes: int, most: int, stage: str) -> Segment:
         """Memory for what this call sends: so much now, and `most` with calls of its sizes.
 
         One that is too small, or was far too large for many calls, goes back to the pool, which may
         give it to anybody: so all must have read what it holds.
         """
-        place = lane.place
+        place = post.place
         block = self._blocks[place]
         if block is not None and num_bytes <= block.size:
             if block.size <= _ALWAYS_KEPT or block.size <= 4 * most:
@@ -395,7 +390,7 @@ class SharedSlots:
                 return block
         self._too_large[place] = 0
         if block is not None:
-            self.lanes.wait_to_send(lane, number, stage)
+            self.posts.wait_to_send(post, number, stage)
             is_larger = block.size > most
             block = self._blocks[place] = self._arrays[place] = None
             if is_larger:  # the pool itself looks at what lies idle only when it is asked for more

@@ -121,18 +121,18 @@ def autocast(x: Tensor) -> Tensor:
 def gather_over_ranks(buffer: Buffer, x: Tensor, num_experts: int) -> Tensor:
     """[R, D]: x [D] of every rank, ranks ascending, on all ranks. For a few numbers; no gradients.
 
-    num_experts is that of the Buffer's other calls.
+    `Buffer.all_gather` as an operator that torch.compile keeps. num_experts has no use any more.
     """
-    return operators.gather_over_ranks(x, number_of(buffer), num_experts)
+    return operators.gather_over_ranks(x, number_of(buffer))
 
 
 def sum_over_ranks(buffer: Buffer, x: Tensor, num_experts: int) -> Tensor:
     """[D]: the sum of x [D] of all ranks, on all ranks. For a few numbers, such as loads.
 
-    num_experts is that of the Buffer's other calls.
+    num_experts has no use any more.
     """
     require_plain("sum_over_ranks", x=x)
-    return operators.sum_over_ranks(x, number_of(buffer), num_experts)
+    return operators.sum_over_ranks(x, number_of(buffer))
 
 
 def _makes_graph(*tensors: Tensor) -> bool:

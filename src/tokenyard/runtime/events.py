@@ -1,27 +1,30 @@
 """Events, with DeepEP's names, and the thread on which calls go on after they have returned.
 
-A call with async_finish=True agrees with the other ranks and gives its results their memory before
-it returns; the rows move on its Buffer's thread, one call after the other, and its event is over
-when the results can be read. Without async_finish a call is done when it returns.
+A call with async_finish=True agrees with the other ranks and takes memory for its results before it
+returns. The Buffer's thread then moves the rows, one call after the other, and the call's event is
+over when the results can be read. Without async_finish a call has ended when it returns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 
 import torch
 
 
 class EventHandle:
-    """A moment: all work before it is done. Made of nothing, it has passed."""
+    """Completion of an asynchronous call; without a future it is already complete.
+
+    `StreamEvent` (a moment of a GPU's stream) and `RecvEvent` (a low-latency call that the Buffer's
+    thread receives) answer the same two questions.
+    """
 
     def __init__(self, future: Future[None] | None = None) -> None:
         self._future = future
 
     def current_stream_wait(self) -> None:
-        """Wait for it. If the call failed, raises what it raised."""
+        """Wait until the call has ended. If it failed, raise its error."""
         if self._future is not None:
             self._future.result()
 
@@ -33,7 +36,7 @@ class EventHandle:
 class EventOverlap:
     """What calls return beside their results. `event` is None after a synchronous call.
 
-    As a context manager it waits at the end of the block, which may overlap with the call:
+    As a context manager it waits at the end of the block, which runs while the call goes on:
 
         with event:
             something_else()
@@ -60,28 +63,23 @@ class EventOverlap:
     def __enter__(self) -> EventOverlap:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.event is not None:
             self.event.current_stream_wait()
 
 
 class Worker:
-    """A thread that does what it is given, in order. It starts with the first piece of work.
+    """A thread that does pieces of work in order. It starts with the first of them.
 
-    After a failure nothing more is done: what follows would not find the other ranks where it
-    expects them. Every later piece fails with the same error.
+    After a failure it does nothing more, since the other ranks are not where later work expects
+    them: every later piece fails with the same error.
     """
 
     def __init__(
         self, name: str, on_failure: Callable[[BaseException], None] | None = None
     ) -> None:
-        """`on_failure` is called on the thread, with what went wrong first; it is let go with the
-        thread, so that what it belongs to needs no garbage collector.
+        """The thread calls `on_failure` with the first error. A worker that is closed drops it, so
+        that its owner needs no garbage collector.
         """
         self._name, self._on_failure = name, on_failure
         self._thread: ThreadPoolExecutor | None = None
@@ -91,24 +89,24 @@ class Worker:
     def submit(self, work: Callable[[], None]) -> EventHandle:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix=self._name)
-        # Tensors that were made in inference mode can be written to there alone.
+        # Tensors that were made in inference mode can only be written to in that mode.
         self._last = self._thread.submit(self._do, work, torch.is_inference_mode_enabled())
         return EventHandle(self._last)
 
     def drain(self) -> None:
-        """Wait until all is done. Raises what failed."""
+        """Wait until all work is done. Raises its error if some failed."""
         if self._last is not None:
             self._last.result()
             self._last = None
 
     def close(self) -> None:
-        """Let what was begun end, well or not."""
+        """Wait until all work has ended, well or not."""
         if self._thread is not None:
             self._thread.shutdown()
         self._on_failure = None
 
     def close_then(self, last: Callable[[], None]) -> None:
-        """The same without waiting: `last` is done afterwards, here if nothing goes on."""
+        """The same without waiting. The thread calls `last` at its end; without one, this does."""
 
         def end() -> None:
             last()

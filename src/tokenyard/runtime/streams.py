@@ -1,32 +1,26 @@
 """Streams and events of a GPU, behind the names that events have on CPU.
 
-A Buffer on GPU tensors moves rows on a stream of its own, after what the current stream was given
-before the call. A CPU group has none of this, and never touches torch.cuda. Tests pass another
-`api` with the same names, which is how these lines run where there is no GPU.
+A Buffer of GPU tensors moves rows on a stream of its own, after the work that the current stream
+had before the call. A CPU group has no streams and never touches torch.cuda. Tests pass another
+`api` with the same names, so that most of these lines run where there is no GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tokenyard.runtime.completion import Completion
 from tokenyard.runtime.events import EventHandle, EventOverlap
 
 
-class Finish(NamedTuple):
-    """How a call ends, and where its results come from."""
-
-    async_finish: bool = False
-    on_comm_stream: bool = False  # allocate there; the current stream is then not waited for
-
-
 class StreamEvent(EventHandle):
-    """A moment of a stream. To wait for it takes none of the host's time."""
+    """A moment of a stream. The current stream waits for it; the host does not."""
 
     def __init__(self, event: Any, api: Any) -> None:
         super().__init__()
@@ -50,30 +44,30 @@ class Streams:
         work: Callable[[], None],
         tensors: Iterable[Tensor | None],
         pending: EventHandle | None,
-        finish: Finish,
+        completion: Completion,
     ) -> EventOverlap:
-        """Do the work on the communication stream, after `pending`. `tensors` are what it reads and
-        writes: those of the current stream are waited for.
+        """Do the work on the communication stream, after `pending` and, unless results are
+        allocated there, after the current stream. `tensors` are those that it reads and writes.
         """
         current = self._api.current_stream()
-        if not finish.on_comm_stream:
+        if not completion.on_comm_stream:
             self.comm.wait_stream(current)
         with self._api.stream(self.comm):
             if pending is not None:
                 pending.current_stream_wait()
             work()
         done = self._record(self.comm)
-        if not finish.async_finish:
+        if not completion.async_finish:
             current.wait_event(done)
             return EventOverlap(None)
-        for tensor in tensors:  # or their memory might be given away while the work goes on
+        for tensor in tensors:  # their memory must not be given away while the work goes on
             if tensor is not None:
                 self._api.record_stream(tensor, self.comm)
         return EventOverlap(StreamEvent(done, self._api))
 
-    def scope(self, finish: Finish, after_current: bool) -> AbstractContextManager[Any]:
-        """What is made inside belongs to the communication stream, if it shall."""
-        if not finish.on_comm_stream:
+    def scope(self, completion: Completion, after_current: bool) -> AbstractContextManager[Any]:
+        """A context: tensors made inside belong to the communication stream, if that was asked."""
+        if not completion.on_comm_stream:
             return nullcontext()
         if after_current:
             self.comm.wait_stream(self._api.current_stream())
@@ -97,7 +91,7 @@ class _Cuda:
 
 
 def capture() -> EventHandle:
-    """All that the current stream was given, if there are any; else a moment that has passed."""
+    """An event after all work of the current stream; without a GPU it is already complete."""
     if not torch.cuda.is_initialized():
         return EventHandle()
     event = torch.cuda.Event()  # no GPU has run this
@@ -113,7 +107,7 @@ def streams_for(device: torch.device) -> Streams | None:
 
 
 def to_device(numbers: np.ndarray, device: torch.device) -> Tensor:
-    """Through pinned memory, without waiting."""
+    """Copy through pinned memory, without waiting."""
     there = torch.from_numpy(numbers)
     if device.type == "cpu":
         return there
@@ -121,7 +115,7 @@ def to_device(numbers: np.ndarray, device: torch.device) -> Tensor:
 
 
 def to_host(numbers: Tensor) -> np.ndarray:
-    """Waits until the device has made them: through pinned memory, and for this stream alone."""
+    """Copy through pinned memory, and wait for this stream alone until the numbers are there."""
     if numbers.device.type == "cpu":
         return numbers.numpy()
     here = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)  # no GPU has run this

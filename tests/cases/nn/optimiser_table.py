@@ -1,4 +1,4 @@
-"""The table of docs/guide/optimisers.md: `python -m tests.cases.nn.optimiser_table` writes it anew."""
+"""The table of docs/guide/optimisers.md: `python -m tests.cases.nn.optimiser_table` writes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of docs/guide/transformers_models.md: python -m tests.cases.transformers.family_table"""
+"""The table of docs/guide/transformers_models.md, written by running this module."""
 
 from __future__ import annotations
 

@@ -13,10 +13,11 @@ from tokenyard.types import Handle
 
 
 class Everyone:
-    """Sums over ranks of what all of them have: combine, then dispatch, along one route.
+    """Sums over ranks of rows that all of them have.
 
-    Each rank looks after an equal share of the rows, and sends it to all. Back along that route
-    every rank gets the sum of its share, and there again everybody the whole.
+    Each rank is responsible for an equal share of the rows. `Buffer.all_gather` of the shares makes
+    a route. combine along that route gives every rank the sums of its share; all_gather along it
+    gives every rank all sums.
     """
 
     KEPT = 16  # routes; generation asks for the same again with every token
@@ -32,9 +33,7 @@ class Everyone:
     def sum(self, x: Tensor) -> Tensor:
         handle = self._handle(x)
         share = self.buffer.combine(x, handle).x
-        whole = self.buffer.dispatch(share, handle=handle).recv_x
-        assert isinstance(whole, Tensor)
-        return whole
+        return self.buffer.all_gather(share, handle).x
 
     def _handle(self, x: Tensor) -> Handle:
         key = (*x.shape, x.dtype)
@@ -48,15 +47,8 @@ class Everyone:
     def _route(self, x: Tensor) -> Handle:
         rank, size = self.buffer.rank, self.buffer.group_size
         begin, end = len(x) * rank // size, len(x) * (rank + 1) // size
-        to_all = torch.arange(size).repeat(end - begin, 1)
-        got = self.buffer.dispatch(
-            x[begin:end],
-            topk_idx=to_all,
-            topk_weights=torch.ones(to_all.shape),
-            num_experts=size,
-        )
-        assert got.handle is not None
-        if len(got.recv_x) != len(x):
+        got = self.buffer.all_gather(x[begin:end])
+        if len(got.x) != len(x):
             raise ValueError(
                 f"rank {rank} has {len(x)} tokens and others have not: want tokens='own', "
                 "or the same tokens on all ranks"

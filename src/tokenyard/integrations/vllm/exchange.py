@@ -81,33 +81,27 @@ class Exchange:
         rows = permute(got.recv_x, got.recv_topk_idx, experts.num_local)
         return Arrived(rows=rows, weights=got.recv_topk_weights, handle=got.handle)
 
-    def send_back(self, y: Tensor, arrived: Arrived, weights: Tensor | None) -> Tensor:
-        """[T, D] the sums of what experts made of each token's rows, y [M, D], times weights."""
+    def send_back(
+        self, y: Tensor, arrived: Arrived, weights: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:
+        """[T, D] the sums of what experts made of each token's rows, y [M, D], times weights. They
+        are written to `out`, if it is given.
+        """
         summed = self.buffer.get_next_combine_buffer(arrived.handle)
         unpermute(y, arrived.rows.row_of, weights=weights, out=summed)
-        return self.buffer.combine(summed, arrived.handle).x
+        if out is None:
+            return self.buffer.combine(summed, arrived.handle).x
+        if out.dtype == summed.dtype and out.is_contiguous():
+            self.buffer.combine(summed, arrived.handle, out=out)
+        else:
+            out.copy_(self.buffer.combine(summed, arrived.handle).x)
+        return out
 
     def gather(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Handle]:
         """Each of these [T, ...] of all ranks, by rank; and the way back for their sums."""
-        first, *others = (one.reshape(one.shape[0], -1).contiguous() for one in tensors)
-        size = self.buffer.group_size
-        to_all = torch.arange(size).repeat(first.shape[0], 1)
-        got = self.buffer.dispatch(
-            first,
-            topk_idx=to_all,
-            topk_weights=torch.ones(to_all.shape, dtype=torch.float32),
-            num_experts=size,
-        )
-        assert got.handle is not None
-        arrived = [got.recv_x]
-        for one in others:
-            # As bytes, since ids and logits may have dtypes that no row of a Buffer has.
-            arrived.append(self.buffer.dispatch(one.view(torch.uint8), handle=got.handle).recv_x)
-        gathered = []
-        for rows, one in zip(arrived, tensors):
-            assert isinstance(rows, Tensor)
-            gathered.append(rows.view(one.dtype).reshape(-1, *one.shape[1:]))
-        return gathered, got.handle
+        first, *others = tensors
+        got = self.buffer.all_gather(first)
+        return [got.x, *(self.buffer.all_gather(one, got.handle).x for one in others)], got.handle
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compile, or load, what a request will need: one token to every rank and back."""

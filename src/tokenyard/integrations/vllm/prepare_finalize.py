@@ -21,7 +21,11 @@ from tokenyard.types import Permuted
 
 
 class _OneExpertARow(mk.FusedMoEPrepareAndFinalizeModular):
-    """The part that needs no other rank."""
+    """vLLM's two calls. Subclasses bring rows to this rank's experts and take sums back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_prepared = False
 
     @property
     def activation_format(self) -> mk.FusedMoEActivationFormat:
@@ -36,6 +40,53 @@ class _OneExpertARow(mk.FusedMoEPrepareAndFinalizeModular):
     def output_is_reduced(self) -> bool:
         return False  # over tensor parallel ranks
 
+    def prepare(
+        self,
+        a1: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+        quant_config: Any,
+        defer_input_quant: bool = False,
+    ) -> Any:
+        if apply_router_weight_on_input:
+            a1 = _weighted(a1, topk_weights)
+        places = self._places(expert_map, num_experts)
+        x, scales, own_scales = _quantised(a1, quant_config, defer_input_quant)
+        rows = self._bring(x, own_scales, topk_ids, topk_weights, places)
+        self._is_prepared = True
+        return _for_kernel(rows, scales if own_scales is None else rows.scales)
+
+    def finalize(
+        self,
+        output: Tensor,
+        fused_expert_output: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        apply_router_weight_on_input: bool,
+        weight_and_reduce_impl: Any,
+    ) -> None:
+        if not self._is_prepared:
+            raise ValueError("finalize without a prepare before it")
+        self._is_prepared = False
+        self._take_back(_one_a_row(fused_expert_output), not apply_router_weight_on_input, output)
+
+    def _places(self, expert_map: Tensor | None, num_experts: int) -> Any:
+        """What _bring must know of where experts are."""
+        raise NotImplementedError
+
+    def _bring(
+        self, x: Tensor, scales: Tensor | None, topk_ids: Tensor, weights: Tensor, places: Any
+    ) -> Permuted:
+        """The rows of this rank's experts, by expert. `scales` if each row of x has its own."""
+        raise NotImplementedError
+
+    def _take_back(self, y: Tensor, weigh: bool, output: Tensor) -> None:
+        """Write the sum of each token's rows of y, weighted or not, to the output."""
+        raise NotImplementedError
+
 
 class ExchangingPrepareAndFinalize(_OneExpertARow):
     """Ranks have tokens of their own, which travel to the experts' ranks and back."""
@@ -49,50 +100,26 @@ class ExchangingPrepareAndFinalize(_OneExpertARow):
     def num_dispatchers(self) -> int:
         return self._exchange.buffer.group_size
 
-    def prepare(
-        self,
-        a1: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        num_experts: int,
-        expert_map: Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: Any,
-        defer_input_quant: bool = False,
-    ) -> Any:
-        if apply_router_weight_on_input:
-            a1 = _weighted(a1, topk_weights)
-        self._check_places(expert_map, num_experts)
-        x, scales, own_scales = _quantised(a1, quant_config, defer_input_quant)
-        sent = x.contiguous() if own_scales is None else (x.contiguous(), own_scales)
-        arrived = self._exchange.send(sent, topk_ids, topk_weights, num_experts)
-        self._arrived = arrived
-        return _for_kernel(arrived.rows, scales if own_scales is None else arrived.rows.scales)
+    def _places(self, expert_map: Tensor | None, num_experts: int) -> int:
+        """The number of experts. They must be where the exchange takes them to be."""
+        if not self._checked and expert_map is not None:
+            local, wanted = expert_map.tolist(), self._exchange.expert_map(num_experts)
+            if local != wanted:
+                raise ValueError(f"expert_map is {local}, want experts in blocks by rank, {wanted}")
+            self._checked = True
+        return num_experts
 
-    def finalize(
-        self,
-        output: Tensor,
-        fused_expert_output: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: Any,
-    ) -> None:
+    def _bring(
+        self, x: Tensor, scales: Tensor | None, topk_ids: Tensor, weights: Tensor, places: int
+    ) -> Permuted:
+        sent = x.contiguous() if scales is None else (x.contiguous(), scales)
+        self._arrived = self._exchange.send(sent, topk_ids, weights, places)
+        return self._arrived.rows
+
+    def _take_back(self, y: Tensor, weigh: bool, output: Tensor) -> None:
         arrived, self._arrived = self._arrived, None
-        if arrived is None:
-            raise ValueError("finalize without a prepare before it")
-        y = _one_a_row(fused_expert_output)
-        weights = None if apply_router_weight_on_input else arrived.weights
-        output.copy_(self._exchange.send_back(y, arrived, weights))
-
-    def _check_places(self, expert_map: Tensor | None, num_experts: int) -> None:
-        """Experts must be where the exchange takes them to be."""
-        if self._checked or expert_map is None:
-            return
-        local, wanted = expert_map.tolist(), self._exchange.expert_map(num_experts)
-        if local != wanted:
-            raise ValueError(f"expert_map is {local}, want experts in blocks by rank, {wanted}")
-        self._checked = True
+        assert arrived is not None
+        self._exchange.send_back(y, arrived, arrived.weights if weigh else None, out=output)
 
 
 class LocalPrepareAndFinalize(_OneExpertARow):
@@ -105,43 +132,31 @@ class LocalPrepareAndFinalize(_OneExpertARow):
     def num_dispatchers(self) -> int:
         return 1
 
-    def prepare(
-        self,
-        a1: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        num_experts: int,
-        expert_map: Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: Any,
-        defer_input_quant: bool = False,
-    ) -> Any:
-        if apply_router_weight_on_input:
-            a1 = _weighted(a1, topk_weights)
-        x, scales, own_scales = _quantised(a1, quant_config, defer_input_quant)
-        num_local = num_experts
-        if expert_map is not None:  # it is None where this rank has all experts
-            num_local = int((expert_map >= 0).sum())
-            topk_ids = expert_map[topk_ids.long()]
-        rows = permute(x, topk_ids, num_local, scales=own_scales)
-        self._way = rows.row_of, topk_weights
-        return _for_kernel(rows, scales if own_scales is None else rows.scales)
+    def _places(self, expert_map: Tensor | None, num_experts: int) -> tuple[int, Tensor | None]:
+        """How many experts this rank has, and their map: None where it has all."""
+        if expert_map is None:
+            return num_experts, None
+        return int((expert_map >= 0).sum()), expert_map
 
-    def finalize(
+    def _bring(
         self,
-        output: Tensor,
-        fused_expert_output: Tensor,
-        topk_weights: Tensor,
+        x: Tensor,
+        scales: Tensor | None,
         topk_ids: Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: Any,
-    ) -> None:
+        weights: Tensor,
+        places: tuple[int, Tensor | None],
+    ) -> Permuted:
+        num_local, expert_map = places
+        local_ids = topk_ids if expert_map is None else expert_map[topk_ids.long()]
+        rows = permute(x, local_ids, num_local, scales=scales)
+        self._way = rows.row_of, weights
+        return rows
+
+    def _take_back(self, y: Tensor, weigh: bool, output: Tensor) -> None:
         way, self._way = self._way, None
-        if way is None:
-            raise ValueError("finalize without a prepare before it")
+        assert way is not None
         row_of, weights = way
-        y = _one_a_row(fused_expert_output)
-        unpermute(y, row_of, weights=None if apply_router_weight_on_input else weights, out=output)
+        unpermute(y, row_of, weights=weights if weigh else None, out=output)
 
 
 def _weighted(a1: Tensor, topk_weights: Tensor) -> Tensor:

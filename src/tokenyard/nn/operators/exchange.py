@@ -170,32 +170,24 @@ def _(
 
 
 @torch.library.custom_op("tokenyard::gather_over_ranks", mutates_args=())
-def gather_over_ranks(x: Tensor, buffer: int, num_experts: int) -> Tensor:
-    """[R, D]: all ranks' x, ranks ascending: one token that goes to every rank."""
-    known = tickets.buffer_of(buffer)
-    got = known.dispatch(
-        x[None],
-        num_tokens_per_rank=torch.ones(known.group_size, dtype=torch.int32),
-        is_token_in_rank=torch.ones(1, known.group_size, dtype=torch.bool),
-        num_tokens_per_expert=torch.zeros(num_experts, dtype=torch.int32),
-    )
-    assert isinstance(got.recv_x, Tensor)
-    return got.recv_x
+def gather_over_ranks(x: Tensor, buffer: int) -> Tensor:
+    """[R, D]: all ranks' x, ranks ascending."""
+    return tickets.buffer_of(buffer).all_gather(x[None]).x
 
 
 @gather_over_ranks.register_fake
-def _(x: Tensor, buffer: int, num_experts: int) -> Tensor:
+def _(x: Tensor, buffer: int) -> Tensor:
     return x.new_empty(tickets.buffer_of(buffer).group_size, x.shape[0])
 
 
 @torch.library.custom_op("tokenyard::sum_over_ranks", mutates_args=())
-def sum_over_ranks(x: Tensor, buffer: int, num_experts: int) -> Tensor:
+def sum_over_ranks(x: Tensor, buffer: int) -> Tensor:
     """[D]: the sum of all ranks' x, in the order of ranks."""
-    return gather_over_ranks(x, buffer, num_experts).sum(0)
+    return gather_over_ranks(x, buffer).sum(0)
 
 
 @sum_over_ranks.register_fake
-def _(x: Tensor, buffer: int, num_experts: int) -> Tensor:
+def _(x: Tensor, buffer: int) -> Tensor:
     return torch.empty_like(x)
 
 

@@ -1,0 +1,73 @@
+"""Rows to all ranks: a dispatch in which every token goes everywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenyard import validate
+from tokenyard.engine.inputs import DispatchRequest
+from tokenyard.engine.stages import Engine
+from tokenyard.runtime.completion import Completion
+from tokenyard.types import ROW_DTYPES, Config, Handle
+
+_STAGE = "all_gather"
+
+
+def all_gather(engine: Engine, x: Any, handle: Any, config: Config) -> tuple[Tensor, Handle]:
+    """x of all ranks, by rank, and the handle of the route; along an earlier handle if given."""
+    try:
+        rows = _as_rows(x)
+        if handle is not None:
+            _check_route(validate.handle(handle, engine.buffer_id))
+    except Exception as error:
+        engine.refuse(engine.agreement.named(_STAGE, error))
+        raise AssertionError("a refusal raises") from error
+    if handle is None:
+        received, handle, _ = engine.dispatch(_request(engine, rows, config), Completion(), _STAGE)
+        got = received.x
+    else:
+        got, _, _ = engine.dispatch_cached(rows, handle, (), config, None, Completion())
+    return got.view(x.dtype).reshape(got.shape[0], *x.shape[1:]), handle
+
+
+def _request(engine: Engine, rows_TD: Tensor, config: Config) -> DispatchRequest:
+    """Without experts: the layout alone says where tokens go."""
+    num_tokens, num_ranks, device = rows_TD.shape[0], engine.num_ranks, rows_TD.device
+    return DispatchRequest(
+        x=rows_TD,
+        topk_idx=None,
+        topk_weights=None,
+        num_tokens_per_rank=torch.full((num_ranks,), num_tokens, dtype=torch.int32, device=device),
+        is_token_in_rank=torch.ones(num_tokens, num_ranks, dtype=torch.bool, device=device),
+        num_tokens_per_expert=torch.zeros(
+            engine.local.any_num_experts, dtype=torch.int32, device=device
+        ),
+        num_experts=None,
+        expert_alignment=1,
+        num_worst_tokens=0,
+        config=config,
+        previous_event=None,
+        tag=-1,
+    )
+
+
+def _as_rows(x: Any) -> Tensor:
+    """[T, D]; as bytes if rows of a Buffer cannot have x's dtype."""
+    if not isinstance(x, Tensor):
+        raise validate.not_a_tensor("x", x)
+    validate.require(x.dim() > 0, "x has shape [], want [tokens, ...]")
+    validate.require(x.layout is torch.strided, f"x has layout {x.layout}, want torch.strided")
+    rows = x[:, None] if x.dim() == 1 else x.flatten(1)
+    return rows if x.dtype in ROW_DTYPES else rows.contiguous().view(torch.uint8)
+
+
+def _check_route(handle: Handle) -> None:
+    flow = handle.flow
+    validate.require(
+        flow.num_received == int(flow.tokens_R.sum()),
+        f"handle is of a dispatch (call {handle.call}) in which not every token went to every "
+        "rank, want one of all_gather",
+    )

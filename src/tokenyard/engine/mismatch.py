@@ -1,0 +1,83 @@
+"""What ranks must agree on, how it is named to a reader, and the error that says they differ.
+
+Both modes report through `differ`: the agreement compares words of `Call`, the low-latency mode
+compares posts. A term is named by its field of `Call`; two more terms are the posts' own.
+"""
+
+from __future__ import annotations
+
+from tokenyard.errors import CallMismatch
+from tokenyard.types import ROW_DTYPES, SCALE_DTYPES
+from tokenyard.wire.fp8 import NO_CAST, PACKED, PLAIN, ROUNDED
+
+# The calls that ranks make together. Their places in this tuple travel between ranks.
+STAGES = (
+    "Buffer",
+    "dispatch",
+    "cached dispatch",
+    "combine",
+    "all_gather",
+    "low-latency dispatch",
+    "low-latency combine",
+)
+
+CASTS = {NO_CAST: "none", PLAIN: "use_fp8", ROUNDED: "round_scale", PACKED: "use_ue8m0"}
+
+_WORDS = {
+    "stage": "what they call",
+    "buffer": "the Buffer that they call",
+    "number": "how many calls they made on this Buffer",
+    "handle": "the handle (by the number of the call that made it)",
+    "hidden": "hidden size",
+    "dtype": "dtype of x",
+    "num_scales": "scales a row",
+    "scales_dtype": "dtype of the scales",
+    "num_topk": "top-k",
+    "num_experts": "num_experts",
+    "num_channels": "channels (config.num_sms // 2)",
+    "num_slots": "config.num_max_nvl_chunked_recv_tokens",
+    "num_max": "num_max_dispatch_tokens_per_rank",
+    "cast": "use_fp8, round_scale or use_ue8m0",
+    "options": "transport=, ring memory, ranks_per_node=, placement= or the low-latency mode",
+    "tag": "tag",
+    "post_number": "how many low-latency calls they made",
+    "post_handle": "the handle (by its dispatch's number)",
+}
+
+
+def differ(
+    stage: str,
+    term: str,
+    mine: tuple[int, int],
+    theirs: tuple[int, int],
+    *,
+    on_all_ranks: bool = True,
+) -> CallMismatch:
+    """The error that this rank raises in `stage`. `mine` and `theirs` are (rank, value) pairs.
+
+    >>> str(differ("combine", "stage", (0, 3), (1, 1)))
+    'combine: ranks differ in what they call: combine on rank 0, dispatch on rank 1'
+    """
+    (rank, own), (other, their) = mine, theirs
+    return CallMismatch(
+        f"{stage}: ranks differ in {_WORDS[term]}: {_show(term, own, True)} on rank {rank}, "
+        f"{_show(term, their, False)} on rank {other}",
+        what=term,  # the same on all ranks: where values differ, each rank differs from some other
+        on_all_ranks=on_all_ranks,
+    )
+
+
+def _show(term: str, value: int, is_own: bool) -> str:
+    if term in ("buffer", "options"):  # digests, which mean nothing to a reader
+        return "one" if is_own else "another"
+    if value == -1:
+        return "none"
+    if term == "stage":
+        return STAGES[value] if 0 <= value < len(STAGES) else "another call"
+    if term == "dtype":
+        return str(ROW_DTYPES[value]).removeprefix("torch.")
+    if term == "scales_dtype":
+        return str(SCALE_DTYPES[value]).removeprefix("torch.")
+    if term == "cast":
+        return CASTS[value]
+    return str(value)

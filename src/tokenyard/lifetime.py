@@ -1,0 +1,166 @@
+"""How a Buffer lives: one call at a time, what a failed call leaves behind, and how it is closed.
+
+`opening` says how it begins. `Buffer` adds the calls that users make.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import TypeVar
+
+from tokenyard.engine.failure import raised_on_all_ranks
+from tokenyard.engine.stages import Engine
+from tokenyard.errors import BufferClosed, BufferInUse, PeerError
+from tokenyard.low_latency.engine import LowLatency
+
+Self = TypeVar("Self", bound="Lifetime")
+
+
+class Use:
+    """The context of a call: one at a time, and afterwards the Buffer looks how it ended."""
+
+    def __init__(self, buffer: Lifetime) -> None:
+        self._buffer, self._lock = weakref.ref(buffer), threading.Lock()
+        self._thread = 0  # the last one that took the lock
+        self.rank = -1
+
+    def __enter__(self) -> Engine:
+        buffer = self._buffer()
+        assert buffer is not None
+        buffer._check_process()  # before the lock: a forked child may have inherited it taken
+        self.take()
+        try:
+            return buffer._usable_engine()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def take(self) -> threading.Lock:
+        """The lock, taken by this thread. Raises BufferInUse rather than wait for it."""
+        if not self._lock.acquire(blocking=False):
+            who = "another thread"
+            if self._thread == threading.get_ident():
+                who = "this very thread, in a call that a signal handler has interrupted"
+            raise BufferInUse(
+                f"the Buffer is in use by {who}, want one call at a time, on rank {self.rank}"
+            )
+        self._thread = threading.get_ident()
+        return self._lock
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        buffer = self._buffer()
+        assert buffer is not None
+        try:
+            buffer._after_call(error)
+        finally:
+            self._lock.release()
+
+
+class Lifetime:
+    """The engines of a Buffer until it is closed, or broken by a call that failed."""
+
+    rank: int
+
+    def __init__(self, explicitly_destroy: bool) -> None:
+        """Before the engines are opened, since that may raise."""
+        self.explicitly_destroy = explicitly_destroy
+        self._engine: Engine | None = None
+        self._low_latency: LowLatency | None = None
+        self._why_closed = "the Buffer is closed"
+        self._pid = os.getpid()
+        self._use = Use(self)
+
+    def _opened(self, engine: Engine, low_latency: LowLatency | None) -> None:
+        self._engine, self._low_latency = engine, low_latency
+        self.rank = self._use.rank = engine.rank
+        if not self.explicitly_destroy:
+            self._finalizer = weakref.finalize(self, engine.abandon)
+            self._finalizer.atexit = False
+
+    def close(self) -> None:
+        """Give back what the Buffer holds; twice is fine. Local, with one exception: where another
+        rank is yet to call the hook of a low-latency call that has ended here, close waits for
+        that, 5 seconds at most.
+        """
+        if self._engine is None:
+            return
+        if os.getpid() != self._pid:  # a fork, whose parent still uses all this
+            self._engine = self._low_latency = None
+            return
+        lock = self._use.take()
+        try:
+            if self._low_latency is not None and self._engine.failure.error is None:
+                self._low_latency.wait_to_leave()
+            self._close()
+        finally:
+            lock.release()
+
+    def _close(self) -> None:
+        engine, self._engine, self._low_latency = self._engine, None, None
+        if engine is not None:
+            if not self.explicitly_destroy:
+                self._finalizer.detach()
+            engine.close()
+
+    def destroy(self) -> None:
+        """DeepEP's name for close."""
+        self.close()
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise BufferClosed(
+                f"the Buffer belongs to process {self._pid}, of which this one is a fork; want a "
+                f"Buffer of its own here, in a process that was not forked, on rank {self.rank}"
+            )
+
+    def _open_engine(self) -> Engine:
+        self._check_process()
+        return self._usable_engine()
+
+    def _usable_engine(self) -> Engine:
+        engine = self._engine
+        failed = None if engine is None else engine.failure.error
+        if failed is not None:  # on the Buffer's thread, or in a hook
+            self._broken()
+        if self._engine is None:
+            raise BufferClosed(f"{self._why_closed}, on rank {self.rank}") from failed
+        return self._engine
+
+    def _open_low_latency(self, is_open: bool = False) -> LowLatency:
+        if not is_open:
+            self._open_engine()
+        if self._low_latency is None:
+            raise ValueError(
+                f"low_latency_mode is False, want Buffer(low_latency_mode=True), "
+                f"on rank {self.rank}"
+            )
+        return self._low_latency
+
+    def _after_call(self, error: BaseException | None) -> None:
+        """Break the Buffer if the call failed after others had begun to rely on it."""
+        engine, low_latency = self._engine, self._low_latency
+        if engine is None:
+            return
+        engaged = engine.agreement.engaged or engine.failure.error is not None
+        if low_latency is not None:
+            engaged |= low_latency.engaged
+        engine.agreement.engaged = False  # the call has ended, or goes on on the Buffer's thread
+        if error is None:
+            return
+        if isinstance(error, PeerError) or (engaged and not raised_on_all_ranks(error)):
+            engine.failure.give_up(error)
+            self._broken()
+
+    def _broken(self) -> None:
+        """After a failure the engine is in no known state, so nothing may use it again."""
+        assert self._engine is not None
+        self._why_closed = self._engine.failure.why_closed
+        self._close()

@@ -1,0 +1,137 @@
+"""Checks of one tensor: what it is, and whether its memory holds what it means."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenyard.runtime.events import EventHandle
+from tokenyard.validate.values import kind, name, names
+
+CPU = torch.device("cpu")
+
+
+def tensor(
+    what: str,
+    value: Any,
+    *,
+    shape: Sequence[int | str],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device | None = CPU,
+    after: EventHandle | None = None,
+) -> Tensor:
+    """A dense tensor of this shape, in which a word stands for any length: ["tokens", 8].
+
+    If device is None, any will do. If the tensor must be read here, `after` is waited for first.
+    Every call comes through here, so messages are built only when they are needed.
+    """
+    if not isinstance(value, Tensor):
+        raise not_a_tensor(what, value)
+    form(what, value.shape, value.dtype, value.layout, shape=shape, dtypes=dtypes)
+    if device is not None and value.device != device:
+        raise ValueError(f"{what} is on device {value.device}, want {device}")
+    if value.requires_grad:
+        value = without_gradient(what, value)
+    return held(what, value, after)
+
+
+def held(what: str, value: Tensor, after: EventHandle | None = None) -> Tensor:
+    """The tensor, or a copy of it if its memory does not hold its values.
+
+    Kernels read addresses. But a tensor may stand for the negative of its memory, or have no memory
+    of its own: a wrapper around others, one that is traced, one whose storage was freed.
+    """
+    try:
+        if value.data_ptr() and not value.is_neg():
+            return value
+    except RuntimeError:  # of torch.func's wrappers
+        address(what, value)
+    if not value.numel() or value.is_meta:  # no kernel reads it
+        return value
+    if not value.is_neg() and not value._is_zerotensor():
+        address(what, value)
+    if after is not None:
+        after.current_stream_wait()
+    return value.clone()
+
+
+def target(
+    what: str,
+    value: Any,
+    *,
+    shape: Sequence[int | str],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device = CPU,
+) -> Tensor:
+    """A tensor that a result is written to: its own memory, not a copy."""
+    checked = tensor(what, value, shape=shape, dtypes=dtypes, device=device)
+    if checked.data_ptr() != value.data_ptr():
+        raise ValueError(f"{what} is not what its memory holds, want a plain torch.Tensor")
+    return checked
+
+
+def address(what: str, value: Tensor) -> int:
+    """The address of a tensor that has elements."""
+    try:
+        found = value.data_ptr()
+    except RuntimeError:  # of torch.func's wrappers
+        found = 0
+    if not found:
+        raise ValueError(f"{what} has no memory of its own, want a plain torch.Tensor")
+    return found
+
+
+def without_gradient(what: str, value: Tensor) -> Tensor:
+    """The tensor, detached. Warns, once for each line of the user's code, that a gradient is lost:
+    but not under no_grad or inference_mode, nor inside an autograd.Function.
+    """
+    if torch.is_grad_enabled():
+        level, frame = 1, sys._getframe()
+        while frame.f_back and str(frame.f_globals.get("__name__")).startswith("tokenyard."):
+            level, frame = level + 1, frame.f_back
+        warnings.warn(
+            f"{what} requires grad, and this call passes no gradient on: take "
+            f"tokenyard.nn.functional, or give {what}.detach()",
+            stacklevel=level,
+        )
+    return value.detach()
+
+
+def not_a_tensor(what: str, value: Any) -> ValueError:
+    return ValueError(f"{what} is {kind(value)}, want a torch.Tensor")
+
+
+def form(
+    what: str,
+    got: Sequence[int],
+    dtype: torch.dtype,
+    layout: torch.layout,
+    *,
+    shape: Sequence[int | str],
+    dtypes: Sequence[torch.dtype],
+) -> None:
+    """Check the attributes that a tensor has on any device."""
+    fits = len(got) == len(shape)
+    for length, size in zip(shape, got):
+        fits = fits and (length == size or isinstance(length, str))
+    if not fits:
+        want = "[" + ", ".join(map(str, shape)) + "]"
+        raise ValueError(f"{what} has shape {list(got)}, want {want}")
+    if dtype not in dtypes:
+        raise ValueError(f"{what} has dtype {name(dtype)}, want {names(dtypes)}")
+    if layout is not torch.strided:
+        raise ValueError(f"{what} has layout {layout}, want torch.strided")
+
+
+def contiguous(value: Tensor, after: EventHandle | None) -> Tensor:
+    """Make contiguous; if that copies, wait for `after` first."""
+    if value.is_contiguous():
+        return value
+    if after is not None:
+        after.current_stream_wait()
+    return value.contiguous()
