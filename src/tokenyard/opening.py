@@ -16,7 +16,7 @@ from torch import Tensor
 from tokenyard import kernels as kernel_sets
 from tokenyard import validate
 from tokenyard.comm import connect
-from tokenyard.comm.process_table import Watch, Who, who_am_i
+from tokenyard.comm.process_table import ProcessId, ProcessWatch, this_process
 from tokenyard.engine.agreement import STAGES, Agreement, Call, Terms
 from tokenyard.engine.stages import Engine
 from tokenyard.errors import PeerError, SharedMemoryError
@@ -127,7 +127,7 @@ def open_engine(
             except SharedMemoryError as error:
                 own_reason = str(error)
         words = (0, -1, 0) if probe is None else probe.words
-        mine = (secrets.randbits(62), own_reason is not None, _machine(), *words, *who_am_i())
+        mine = (secrets.randbits(62), own_reason is not None, _machine(), *words, *this_process())
         call = Call(stage=STAGES.index("Buffer"), options=options)
         return Terms(call, payload=np.array([mine] * size, np.int64))
 
@@ -140,8 +140,8 @@ def open_engine(
             culprit = int(told[:, 1].argmax())
             alone = own_reason if culprit == rank else f"rank {culprit} cannot share memory"
         machines = told[:, 2].tolist()
-        whos = [Who(*words) for words in told[:, 6:].tolist()]
-        communicator.settle(str(shared_id), Watch(rank, machines, whos))
+        processes = [ProcessId(*words) for words in told[:, 6:].tolist()]
+        communicator.settle(str(shared_id), ProcessWatch(rank, machines, processes))
         if ranks_per_node is not None:
             topology = _given(ranks_per_node, size)
         else:

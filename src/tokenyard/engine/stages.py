@@ -311,7 +311,7 @@ class Engine:
 
     def _leave(self) -> None:
         left = f"rank {self.rank} has closed its Buffer"
-        self._communicator.leave_word(PeerLeft(left, ranks=(self.rank,), stage="close"))
+        self._communicator.report(PeerLeft(left, ranks=(self.rank,), stage="close"))
         self.transport.close()
         self._communicator.close()
 

@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import torch
 
 from tokenyard.comm.base import Communicator
 from tokenyard.errors import (
@@ -43,6 +42,7 @@ from tokenyard.wire.columns import LINE
 
 MAIL, ROWS, READ = range(3)  # a message is there; rows were written; rows were read
 _KINDS = 3
+_OPENING = "Buffer (attach)"  # the stage
 _BOX = 128  # int64s of a message that go at once
 _FAILURE, _LEFT, _BEAT, _DROPS = range(4)  # int64s of a control segment's first line
 _FAILURES = (PeerTimeout, PeerDied, PeerLeft)
@@ -135,9 +135,9 @@ class Team:
         if control is not None:
             self._kept.append(control)
             told = control.told
-        self._pids, *named = tell_all(self._communicator, [os.getpid(), *told])
+        self._pids, *named = self._communicator.gather([os.getpid(), *told], _OPENING)
         failure = failure or self._attach_controls(list(zip(*named))) or self._watch()
-        failed = tell_all(self._communicator, [int(failure is not None)])[0]
+        failed = self._communicator.gather([int(failure is not None)], _OPENING)[0]
         if any(failed):
             others = name_ranks([self._members[rank] for rank, one in enumerate(failed) if one])
             raise OSError(failure or f"{others} cannot attach the other ranks' memory")
@@ -255,7 +255,7 @@ class Team:
         if head is not None and error.ranks and not head[_FAILURE]:
             self._texts[self.rank][:] = text_to_words(str(error))
             if error.ranks == (self._me,):
-                self._communicator.leave_word(error)
+                self._communicator.report(error)
             kind = next((k for k, one in enumerate(_FAILURES) if isinstance(error, one)), 2)
             head[_FAILURE] = 4 * (1 + error.rank) + kind  # one store, so whole
 
@@ -390,7 +390,7 @@ class Team:
             PeerTimeout: f"{self._timeout:g} s passed; no word from {who}",
         }[kind]
         error = kind(f"{stage}: {what}, on rank {self._me}", ranks=ranks, stage=stage)
-        self._communicator.leave_word(error)
+        self._communicator.report(error)
         return error
 
     def dead_ranks(self, wait_ms: int = 0) -> tuple[int, ...]:
@@ -429,7 +429,7 @@ class Team:
                     stage=stage,
                 )
                 if rank != self.rank:
-                    self._communicator.leave_word(error)  # so that no other node blames this rank
+                    self._communicator.report(error)  # so that no other node blames this rank
                 raise error
 
     def _say_dropped(self, segment: Segment) -> None:
@@ -524,14 +524,3 @@ def _try_segment(num_bytes: int) -> tuple[Segment | None, str | None]:
         return Segment(num_bytes), None
     except SharedMemoryError as error:
         return None, str(error)
-
-
-def tell_all(communicator: Communicator, numbers: list[int]) -> list[list[int]]:
-    """Each of these numbers, of all ranks."""
-    message = torch.tensor([numbers] * communicator.size)
-    answer = torch.empty_like(message)
-    one_each = [1] * communicator.size
-    communicator.all_to_all(
-        answer.view(torch.uint8), message.view(torch.uint8), one_each, one_each, "Buffer (attach)"
-    )
-    return answer.t().tolist()

@@ -13,12 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.comm.base import Communicator, Move
+from tokenyard.comm.base import Communicator, Exchange, Move
 from tokenyard.errors import PeerError
 from tokenyard.kernels.base import RowKernels
 from tokenyard.runtime import memory
 from tokenyard.runtime.memory import as_bytes
-from tokenyard.runtime.streams import to_device, to_host
 from tokenyard.transports.base import Sum
 from tokenyard.types import Config, Flow, Handle
 
@@ -42,7 +41,7 @@ class CollectiveTransport:
         self.name = f"collective over {communicator.name}"
 
     def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
-        return exchange_words(self._communicator, message_RM, stage)
+        return self._communicator.exchange(message_RM, stage)
 
     def offer_rows(self, flow: Flow | None, widths: Sequence[int]) -> Sequence[int]:
         return ()
@@ -67,9 +66,8 @@ class CollectiveTransport:
             outs = [as_bytes(out)[: flow.num_received] for out in arrive]
             single = len(outs) == 1  # a single column is its own record
             records = outs[0] if single else self._bytes(flow.num_received, sent.shape[1])
-            self._communicator.all_to_all(
-                records, sent, flow.recv_counts, flow.route.send_counts, stage
-            )
+            counts = flow.recv_counts, flow.route.send_counts
+            self._communicator.all_to_all(Exchange(records, sent, *counts, stage))
             if not single:
                 unpack_records(self._kernels, records, outs)
 
@@ -94,7 +92,7 @@ class CollectiveTransport:
             sent = columns[0] if single else pack_records(self._kernels, columns, None)
             counts = flow.route.send_counts
             records = self._bytes(sum(counts), sent.shape[1])
-            self._communicator.all_to_all(records, sent, counts, flow.recv_counts, stage)
+            self._communicator.all_to_all(Exchange(records, sent, counts, flow.recv_counts, stage))
             back = [records]
             if not single:
                 back = [self._bytes(len(records), column.shape[1]) for column in columns]
@@ -115,7 +113,7 @@ class CollectiveTransport:
 
     def tell(self, error: PeerError) -> None:
         if error.ranks == (self.rank,):  # of others the communicator has told already
-            self._communicator.leave_word(error)
+            self._communicator.report(error)
 
     def dead_ranks(self) -> tuple[int, ...]:
         return self._communicator.dead_ranks()
@@ -143,15 +141,6 @@ def pack_records(kernels: RowKernels, columns: Sequence[Tensor], index_N: Tensor
 def unpack_records(kernels: RowKernels, records: Tensor, columns: Sequence[Tensor]) -> None:
     for part, column in zip(_parts(records, columns), columns):
         kernels.pack(part, None, column)
-
-
-def exchange_words(communicator: Communicator, message_RM: np.ndarray, stage: str) -> np.ndarray:
-    """Row r of an int64 message goes to rank r; row r of the answer came from it."""
-    one_each = [1] * communicator.size
-    message = to_device(message_RM, communicator.device)
-    answer = torch.zeros_like(message)
-    communicator.all_to_all(as_bytes(answer), as_bytes(message), one_each, one_each, stage)
-    return to_host(answer)
 
 
 def _parts(records: Tensor, columns: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -26,7 +26,6 @@ from tokenyard.runtime import memory
 from tokenyard.runtime.memory import as_bytes
 from tokenyard.shm.pool import size_class
 from tokenyard.transports.base import Sum
-from tokenyard.transports.collective import exchange_words
 from tokenyard.transports.symmetric_memory import PeerMemory, SymmetricBlock
 from tokenyard.types import Config, Flow, Handle, Route
 from tokenyard.wire.columns import LINE, column_offsets
@@ -100,7 +99,7 @@ class SymmetricTransport:
 
     def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
         self._peers.check(stage)
-        return exchange_words(self._communicator, message_RM, stage)
+        return self._communicator.exchange(message_RM, stage)
 
     def offer_rows(self, flow: Flow | None, widths: Sequence[int]) -> Sequence[int]:
         return ()

@@ -17,7 +17,7 @@ from torch import Tensor
 from tokenyard.comm.base import Communicator
 from tokenyard.errors import PeerError, PeerTimeout, SharedMemoryError, name_ranks
 from tokenyard.shm import shared_rows
-from tokenyard.shm.node import Mapped, Team, tell_all
+from tokenyard.shm.node import Mapped, Team
 from tokenyard.shm.pool import rows
 from tokenyard.shm.shared_rows import NOTHING
 
@@ -71,12 +71,12 @@ class SharedSegments:
             words = own.told
         except SharedMemoryError as problem:
             error = problem
-        told = list(zip(*tell_all(self._communicator, list(words))))
+        told = list(zip(*self._communicator.gather(words, stage)))
         shared_rows.check(np.array(told)[:, :1], [error], stage, self._team.rank)
         self._mapped += self._team.map_all(told, Mapped(own.array(), own.address), stage)
         addresses = [one.address for one in self._mapped[-len(told) :]]
         # No peer may close its segment, nor write to it, before all have mapped it.
-        tell_all(self._communicator, [0])
+        self._communicator.gather([0], stage)
         return SymmetricBlock(tuple(addresses), rows(own.array(), 0, 1, num_bytes, torch.uint8)[0])
 
     def wait(self, look: Callable[[Tensor, int, int], None], num_flags: int, stage: str) -> None:

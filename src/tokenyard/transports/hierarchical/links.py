@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.comm.base import Communicator, Move
+from tokenyard.comm.base import Communicator, Exchange, Move
 from tokenyard.runtime import memory
 from tokenyard.topology import Topology
 
@@ -81,7 +81,7 @@ class Links:
                 sent = torch.from_numpy(np.concatenate(parcels))[:, None]
                 counts = [len(parcel) for parcel in parcels]
             if rail in self._words:
-                self._words[rail].all_to_all(out, sent, sizes[rail], counts, stage)
+                self._words[rail].all_to_all(Exchange(out, sent, sizes[rail], counts, stage))
             answer[rail] = np.split(out.numpy()[:, 0], np.cumsum(sizes[rail])[:-1])
         return answer
 
@@ -105,7 +105,7 @@ class Links:
         stream.fill(rail, chunk, sent)
         arrive: Move | None = None
         if rail in self._rows:
-            arrive = self._rows[rail].start(out, sent, out_counts, counts, stage)
+            arrive = self._rows[rail].start(Exchange(out, sent, out_counts, counts, stage))
 
         def end() -> None:
             if arrive is not None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from tokenyard.comm.base import Communicator, Move
 from tokenyard.errors import PeerError, name_ranks
 from tokenyard.shm import shared_rows
-from tokenyard.shm.node import READ, ROWS, Team, tell_all
+from tokenyard.shm.node import READ, ROWS, Team
 from tokenyard.shm.shared_rows import NO_MEMORY, SharedRows
 from tokenyard.topology import Topology
 from tokenyard.transports.base import Sum
@@ -77,7 +77,7 @@ class HierarchicalTransport:
                 opened.callback(self._team.close)
             except OSError as error:
                 failure = error
-            failed = tell_all(communicator, [int(failure is not None)])[0]
+            failed = communicator.gather([int(failure is not None)], "Buffer (attach)")[0]
             if any(failed):
                 culprits = name_ranks([rank for rank, one in enumerate(failed) if one])
                 raise failure or OSError(f"{culprits} cannot attach memory of their node")
