@@ -25,6 +25,7 @@ from tokenyard.runtime.streams import streams_for
 from tokenyard.topology import Placement, Topology
 from tokenyard.transports import (
     CollectiveTransport,
+    Opening,
     Probe,
     check_name,
     open_transport,
@@ -154,15 +155,17 @@ def open_engine(
     def build(undo: ExitStack) -> tuple[Engine, LowLatency | None]:
         opened = open_transport(
             transport,
-            communicator,
-            kernel_set,
-            topology,
+            Opening(
+                communicator=communicator,
+                kernels=kernel_set,
+                topology=topology,
+                timeout=timeout,
+                num_bytes=num_nvl_bytes,
+                num_channels=num_channels,
+                label=str(shared_id),
+            ),
             several_machines=len(set(machines)) > 1,
             alone=alone,
-            timeout=timeout,
-            num_bytes=num_nvl_bytes,
-            num_channels=num_channels,
-            label=str(shared_id),
         )
         undo.callback(opened.close)
         agreement, streams = Agreement(opened, shared_id), streams_for(device)

@@ -7,13 +7,13 @@ ranks before any row moves, and the group goes on working. Fixed-size integers o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from tokenyard.errors import CallMismatch, rejected, text_to_words
-from tokenyard.transports import Transport
+from tokenyard.transports import Offer, Transport
 from tokenyard.types import ROW_DTYPES, SCALE_DTYPES
 
 _Made = TypeVar("_Made")
@@ -65,14 +65,15 @@ class Terms(NamedTuple):
     """What one rank brings to the table."""
 
     call: Call
-    offer: Sequence[int] | np.ndarray = ()  # of its transport, at most 12 words; [W], or [R, W]
+    offer: Offer = Offer()
     payload: np.ndarray | None = None  # [R, M] int64, row r for rank r
     num_tokens: int = 0
     num_worst_tokens: int = 0
 
 
 class Agreed(NamedTuple):
-    offers: np.ndarray  # [R, 12]
+    offer: Offer  # this rank's
+    offers: np.ndarray  # [R, 12] the words of all ranks' offers
     payload: np.ndarray  # [R, M] int64, row r from rank r
     num_tokens: np.ndarray  # [R]
     num_worst_tokens: list[int]  # R
@@ -117,9 +118,10 @@ class Agreement:
         head = failed, stage_number, self._buffer_id, self.number, *shapes
         message = self._message
         message[:, :_OFFER] = *head, num_tokens, num_worst_tokens
-        if len(offer):
-            words = offer.shape[1] if isinstance(offer, np.ndarray) else len(offer)
-            message[:, _OFFER : _OFFER + words] = offer
+        words = offer.words
+        if len(words):
+            num_words = words.shape[1] if isinstance(words, np.ndarray) else len(words)
+            message[:, _OFFER : _OFFER + num_words] = words
         width = room = 0
         if payload is not None:
             width = payload.shape[1]
@@ -142,7 +144,7 @@ class Agreement:
             more = self._transport.exchange(rest, f"{stage} (notify)")
             told = np.concatenate([told, more], axis=1)
         worst = answer[:, _WORST].tolist()
-        return Agreed(answer[:, _OFFER:_INLINE], told, answer[:, _TOKENS], worst)
+        return Agreed(offer, answer[:, _OFFER:_INLINE], told, answer[:, _TOKENS], worst)
 
     def confirm(self, stage: str, failure: Exception | None) -> None:
         """A second look at what only the counts could show. Raises on all ranks if one failed."""

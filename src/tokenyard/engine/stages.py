@@ -28,7 +28,7 @@ from tokenyard.runtime.events import EventHandle, EventOverlap, Worker
 from tokenyard.runtime.streams import Finish, Streams
 from tokenyard.shm.shared_rows import NO_MEMORY, check
 from tokenyard.topology import Placement, Topology
-from tokenyard.transports import Sum, Transport
+from tokenyard.transports import RowsBack, RowsOut, Sum, Transport
 from tokenyard.types import ROW_DTYPES, SCALE_DTYPES, Config, Flow, Handle, Layout, Received
 
 _LARGE = 32 << 20  # bytes of a result that a rank may not have: ranks ask each other first
@@ -135,12 +135,11 @@ class Engine:
             out.topk_weights,
             self.local.token_numbers(out.x.shape[0]),
         ]
-        two_level = self.transport.learn_route(
-            flow, out.layout.is_token_in_rank, _widths(columns), stage
+        rows = self.transport.learn_route(
+            _rows_out(columns, flow, agreed, out.config, stage), out.layout.is_token_in_rank
         )
-        if two_level is not None:
-            flow = flow._replace(two_level=two_level)
-        arrive, move = self._send(columns, flow, agreed, out.config, stage)
+        flow = rows.flow
+        arrive, move = self._send(columns, rows)
         x, scales, topk_idx, topk_weights, src_idx = arrive
         assert x is not None
         assert src_idx is not None
@@ -214,8 +213,9 @@ class Engine:
 
         with self._scope(finish, previous_event):
             (values, scales, known, pending), agreed = self._agreement.agree(stage, prepare, terms)
+            columns = [values, scales]
             (recv_x, recv_scales), move = self._send(
-                [values, scales], known.flow, agreed, config, stage
+                columns, _rows_out(columns, known.flow, agreed, config, stage)
             )
         assert recv_x is not None
         used = [values, scales, recv_x, recv_scales]
@@ -274,7 +274,9 @@ class Engine:
 
         with self._scope(finish, previous_event):
             (sums, known, pending), agreed = self._agreement.agree(stage, prepare, terms)
-            move = self.transport.sum_back(sums, known, agreed.offers, config, stage)
+            move = self.transport.sum_back(
+                RowsBack(sums, known, agreed.offer, agreed.offers, config, stage)
+            )
         used = [tensor for one in sums for tensor in (one.rows_ND, *one.biases_TD, one.out_TD)]
         event = self._go(move, finish, pending, used)
         return sums[0].out_TD, sums[1].out_TD if len(sums) > 1 else None, event
@@ -394,18 +396,12 @@ class Engine:
         self._agreement.confirm(stage, error)
 
     def _send(
-        self,
-        columns: Sequence[Tensor | None],
-        flow: Flow,
-        agreed: Agreed,
-        config: Config,
-        stage: str,
+        self, columns: Sequence[Tensor | None], rows: RowsOut
     ) -> tuple[list[Tensor | None], Callable[[], None]]:
         """Rows of the columns that are there; zeros after those that arrive."""
-        present = [column for column in columns if column is not None]
-        failure = None
+        present, flow, stage, failure = rows.columns, rows.flow, rows.stage, None
         try:
-            arrive, move = self.transport.send(present, flow, agreed.offers, config, stage)
+            arrive, move = self.transport.send(rows)
         except MemoryError as error:
             failure = SharedMemoryError(f"{stage}: {error}, on rank {self.rank}")
         if not self.transport.offers_memory and flow.most_rows * sum(_widths(present)) >= _LARGE:
@@ -427,6 +423,13 @@ class Engine:
 def _widths(columns: Sequence[Tensor | None]) -> list[int]:
     """Bytes of a row of each column that is there."""
     return [one.shape[1] * one.element_size() for one in columns if one is not None]
+
+
+def _rows_out(
+    columns: Sequence[Tensor | None], flow: Flow, agreed: Agreed, config: Config, stage: str
+) -> RowsOut:
+    present = [column for column in columns if column is not None]
+    return RowsOut(present, flow, agreed.offer, agreed.offers, config, stage)
 
 
 def _rings(config: Config) -> dict[str, int]:

@@ -394,9 +394,8 @@ def _open_exchange(
     """The low-latency mode's exchange, beside a transport. All ranks together; where they share no
     memory it has connections of its own.
     """
-    team = getattr(transport, "team", None)
-    if team is not None:
-        return SharedSlots(team, kernels, shrink, stage)
+    if transport.node is not None:
+        return SharedSlots(transport.node, kernels, shrink, stage)
     if shrink:
         raise ValueError(
             f"enable_shrink is True on transport {transport.name!r}, want ranks that share memory "
