@@ -7,9 +7,7 @@ import logging
 import pytest
 
 import tokenyard
-from tokenyard.testing import (
-    run_virtual,
-)
+from tokenyard.testing import run_virtual
 
 
 def buffer_words(group) -> tuple[str, str]:

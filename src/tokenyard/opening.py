@@ -21,7 +21,7 @@ from torch import Tensor
 from tokenyard import kernels as kernel_sets
 from tokenyard import validate
 from tokenyard.comm import connect
-from tokenyard.comm.process_table import Watch, Who, who_am_i
+from tokenyard.comm.process_table import ProcessId, ProcessWatch, this_process
 from tokenyard.engine.agreement import Agreement, Call, Terms
 from tokenyard.engine.mismatch import STAGES
 from tokenyard.engine.stages import Engine
@@ -31,6 +31,7 @@ from tokenyard.runtime.streams import streams_for
 from tokenyard.topology import Placement, Topology
 from tokenyard.transports import (
     CollectiveTransport,
+    Opening,
     Probe,
     check_name,
     open_transport,
@@ -146,7 +147,13 @@ def open_engine(group: Any, options: Options) -> tuple[Engine, LowLatency | None
             call = Call(stage=STAGES.index("Buffer"), options=options.digest(placed))
             probe, own_reason = _try_probe(kernel_set)
             words = (0, -1, 0) if probe is None else probe.words
-            mine = (secrets.randbits(62), own_reason is not None, _machine(), *words, *who_am_i())
+            mine = (
+                secrets.randbits(62),
+                own_reason is not None,
+                _machine(),
+                *words,
+                *this_process(),
+            )
             terms = Terms(call, payload=np.array([mine] * size, np.int64))
         except Exception as error:
             first.reject("Buffer", error)
@@ -157,8 +164,8 @@ def open_engine(group: Any, options: Options) -> tuple[Engine, LowLatency | None
             culprit = int(told[:, 1].argmax())
             alone = own_reason if culprit == rank else f"rank {culprit} cannot share memory"
         machines = told[:, 2].tolist()
-        whos = [Who(*words) for words in told[:, 6:].tolist()]
-        communicator.settle(str(shared_id), Watch(rank, machines, whos))
+        processes = [ProcessId(*words) for words in told[:, 6:].tolist()]
+        communicator.settle(str(shared_id), ProcessWatch(rank, machines, processes))
         if options.ranks_per_node is not None:
             topology = _given(options.ranks_per_node, size)
         else:
@@ -171,15 +178,17 @@ def open_engine(group: Any, options: Options) -> tuple[Engine, LowLatency | None
     def build(undo: ExitStack) -> tuple[Engine, LowLatency | None]:
         opened = open_transport(
             options.transport,
-            communicator,
-            kernel_set,
-            topology,
+            Opening(
+                communicator=communicator,
+                kernels=kernel_set,
+                topology=topology,
+                timeout=options.timeout,
+                num_bytes=options.num_nvl_bytes,
+                num_channels=options.num_channels,
+                label=str(shared_id),
+            ),
             several_machines=len(set(machines)) > 1,
             alone=alone,
-            timeout=options.timeout,
-            num_bytes=options.num_nvl_bytes,
-            num_channels=options.num_channels,
-            label=str(shared_id),
         )
         undo.callback(opened.close)
         agreement, streams = Agreement(opened, shared_id), streams_for(communicator.device)

@@ -1,4 +1,4 @@
-"""Words in a group's store: whose they are, which of them count, and a store that is lost."""
+"""Notes about failures in a group's store: whose they are, which count, and a lost store."""
 
 from __future__ import annotations
 
@@ -11,48 +11,48 @@ import pytest
 import torch.distributed as dist
 
 from tokenyard import PeerDied, PeerLeft, PeerTimeout
-from tokenyard.comm import process_table as watch_module
-from tokenyard.comm.failure_board import StoreLost, Word, Words
-from tokenyard.comm.process_table import Watch, Who, who_am_i
+from tokenyard.comm import process_table
+from tokenyard.comm.failure_board import FailureBoard, FailureNote, StoreLost
+from tokenyard.comm.process_table import ProcessId, ProcessWatch, this_process
 from tokenyard.comm.torch_dist import GlooPart
 
 
-def words_of(store: dist.Store, rank: int, label: str) -> Words:
-    words = Words(lambda: store, rank)
-    words.label = label
-    return words
+def board_of(store: dist.Store, rank: int, label: str) -> FailureBoard:
+    board = FailureBoard(lambda: store, rank)
+    board.label = label
+    return board
 
 
-def test_words_are_those_of_one_buffer() -> None:
+def test_notes_are_those_of_one_buffer() -> None:
     store = dist.HashStore()
-    first, other = words_of(store, 0, "7"), words_of(store, 0, "8")
-    reader = words_of(store, 1, "7")
-    other.leave(PeerDied, (2,), {})
+    first, other = board_of(store, 0, "7"), board_of(store, 0, "8")
+    reader = board_of(store, 1, "7")
+    other.post(PeerDied, (2,), {})
     assert reader.read(range(3)) == {}
-    first.leave(PeerLeft, (0,), {"rows": 3})
-    (word,) = reader.read(range(3)).values()
-    assert (word.kind, word.culprits, word.done) == (PeerLeft, (0,), {"rows": 3})
+    first.post(PeerLeft, (0,), {"rows": 3})
+    (note,) = reader.read(range(3)).values()
+    assert (note.kind, note.culprits, note.done) == (PeerLeft, (0,), {"rows": 3})
     assert first.read(range(3)) == {}  # its own are no news
 
 
-def test_the_first_word_that_names_somebody_stays() -> None:
+def test_the_first_note_that_names_somebody_stays() -> None:
     store = dist.HashStore()
-    author, reader = words_of(store, 0, "7"), words_of(store, 1, "7")
+    author, reader = board_of(store, 0, "7"), board_of(store, 1, "7")
     for kind, culprits in [(PeerDied, ()), (PeerTimeout, (2,)), (PeerLeft, (0,))]:
-        author.leave(kind, culprits, {})
-    word = reader.read([0])[0]
-    assert (word.kind, word.culprits) == (PeerTimeout, (2,))
+        author.post(kind, culprits, {})
+    note = reader.read([0])[0]
+    assert (note.kind, note.culprits) == (PeerTimeout, (2,))
 
 
 def test_who_left_after_an_exchange_is_not_missed_in_it() -> None:
     part = object.__new__(GlooPart)
     part.members, part.label = (0, 1, 2), "rows"
-    left = {1: Word(PeerLeft, (1,), time.time(), {"rows": 4})}
+    left = {1: FailureNote(PeerLeft, (1,), time.time(), {"rows": 4})}
     assert part._concern(left, 4) == {}
     assert part._concern(left, 5) == left
     assert part._concern(left, None) == {}  # an exchange of the user's
     assert part._concern({3: left[1]}, 5) == {}  # whom nobody waits for here
-    died = {3: Word(PeerDied, (5,), time.time(), {"rows": 9})}
+    died = {3: FailureNote(PeerDied, (5,), time.time(), {"rows": 9})}
     assert part._concern(died, 4) == died
 
 
@@ -63,22 +63,22 @@ def test_a_lost_store_is_asked_once() -> None:
         asked.append(1)
         raise ConnectionRefusedError
 
-    words = Words(connect, 0)
+    board = FailureBoard(connect, 0)
     for _ in range(2):
         with pytest.raises(StoreLost):
-            words.leave(PeerDied, (), {})
+            board.post(PeerDied, (), {})
     assert asked == [1]
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="there is no table of processes")
 def test_processes_are_seen_to_die() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    me = who_am_i()
+    me = this_process()
     with open(f"/proc/{child.pid}/stat") as file:
         begun = int(file.read().rsplit(")", 1)[1].split()[19])
     theirs = me._replace(pid=child.pid, begun=begun)
-    elsewhere, hidden = Who(me.processes + 1, 1, 1), Who(me.processes, 1, -1)
-    watch = Watch(0, [5, 5, 5, 5], [me, theirs, elsewhere, hidden])
+    elsewhere, hidden = ProcessId(me.table + 1, 1, 1), ProcessId(me.table, 1, -1)
+    watch = ProcessWatch(0, [5, 5, 5, 5], [me, theirs, elsewhere, hidden])
     assert [watch.sees(rank) for rank in range(4)] == [True, True, False, False]
     assert watch.dead_ranks() == ()
     assert watch.neighbours(1) == [0, 1, 3]
@@ -94,20 +94,20 @@ def test_processes_are_seen_to_die() -> None:
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="there is no table of processes")
 def test_who_died_before_the_others_looked_is_dead() -> None:
     """A rank may die between telling its number, and the others' first look at it."""
-    me = who_am_i()
+    me = this_process()
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     buried = me._replace(pid=child.pid)
     used_again = me._replace(begun=me.begun - 1)  # the number of another, earlier process
-    watch = Watch(0, [5, 5, 5], [me, buried, used_again])
+    watch = ProcessWatch(0, [5, 5, 5], [me, buried, used_again])
     assert watch.dead_ranks() == (1, 2)
 
 
 def test_hidden_processes_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mock of hidepid, which hides the processes of other users: a signal still finds them."""
-    me = who_am_i()
-    monkeypatch.setattr(watch_module, "open", no_such_file, raising=False)
-    watch = Watch(0, [5, 5], [me, me._replace(begun=7)])
+    me = this_process()
+    monkeypatch.setattr(process_table, "open", no_such_file, raising=False)
+    watch = ProcessWatch(0, [5, 5], [me, me._replace(begun=7)])
     assert not watch.sees(1)
     assert watch.dead_ranks() == ()
 

@@ -160,15 +160,15 @@ def noticed_between_two_looks(group: Any) -> Told:
     with tokenyard.Buffer(group, transport="direct", timeout=10) as buffer:
         exchange(buffer)
         if group.rank() == 0:
-            team: Any = buffer._engine.transport._team  # type: ignore[union-attr]
-            look = team._have_left
+            liveness: Any = buffer._engine.transport._node.liveness  # type: ignore[union-attr]
+            look = liveness.have_left
 
             def seen_at_last() -> set[int]:
                 group_store.set("looked", "")
                 group_store.wait(["left"])
                 return look()
 
-            group_store, team._have_left = store(group), seen_at_last
+            group_store, liveness.have_left = store(group), seen_at_last
             return told(buffer)
         if group.rank() == 1:
             group_store = store(group)

@@ -107,12 +107,13 @@ def lie(group: Any) -> list[str]:
     for turn in range(2):
         with tokenyard.Buffer(group, transport="direct", timeout=20) as buffer:
             transport: Any = buffer._engine.transport
-            offer_back, exchange = transport.offer_back, transport._team.exchange
+            mailbox = transport.node.mailbox
+            offer_back, exchange = transport.offer_back, mailbox.exchange
 
             def back(*args: Any, real: Any = offer_back) -> Any:
-                words = real(*args)
-                words[:, 4] = 1 << 44
-                return words
+                offer = real(*args)
+                offer.words[:, 4] = 1 << 44
+                return offer
 
             def start(message: Any, stage: str, real: Any = exchange) -> Any:
                 if message.shape[1] == 5:  # the second round of a dispatch
@@ -123,7 +124,7 @@ def lie(group: Any) -> list[str]:
                 if turn == 0:
                     transport.offer_back = back
                 else:
-                    transport._team.exchange = start
+                    mailbox.exchange = start
             try:
                 got = buffer.dispatch(
                     torch.ones(5000, 8),  # more than is offered first

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from tests.fuzz.steps import Trouble
 
-_SHARED = ("direct", "ring", "hierarchical")  # transports on which ranks have a Team
+_SHARED = ("direct", "ring", "hierarchical")  # transports on which ranks have a SharedNode
 _GLOO = ("collective", "hierarchical")
 _ALL = ("direct", "ring", "collective", "hierarchical")
 
@@ -27,10 +27,10 @@ _ALL = ("direct", "ring", "collective", "hierarchical")
 # whose calls pass there; "low" for those of the low-latency mode alone.
 POINTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "Agreement.meet": ("tokenyard.engine.agreement", "Agreement.meet", _ALL),
-    "Team.exchange": ("tokenyard.shm.node", "Team.exchange", _SHARED),
-    "Team.meet": ("tokenyard.shm.node", "Team.meet", ("direct", "hierarchical")),
-    "Team.memory": ("tokenyard.shm.node", "Team.memory", (*_SHARED, "low")),
-    "attach": ("tokenyard.shm.node", "attach", (*_SHARED, "low")),
+    "Mailbox.exchange": ("tokenyard.shm.mailbox", "Mailbox.exchange", _SHARED),
+    "Mailbox.meet": ("tokenyard.shm.mailbox", "Mailbox.meet", ("direct", "hierarchical")),
+    "memory": ("tokenyard.shm.attached", "AttachedSegments.memory", (*_SHARED, "low")),
+    "attach": ("tokenyard.shm.attached", "attach", (*_SHARED, "low")),
     "Pool.take": ("tokenyard.shm.pool", "SegmentPool.take", ("direct", "hierarchical")),
     "Worker._do": ("tokenyard.runtime.events", "Worker._do", _ALL),
     "scatter": ("tokenyard.kernels.numba", "scatter", ("direct",)),

@@ -5,16 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.cases.slots import (
-    CASTS,
-    EXPERTS,
-    MOST,
-    RANKS,
-    received,
-    room,
-    shape_of,
-    there_and_back,
-)
+from tests.cases.slots import CASTS, EXPERTS, MOST, RANKS, received, room, shape_of, there_and_back
 from tokenyard import kernels
 from tokenyard.testing import assert_same, poisoned
 from tokenyard.validate import SUMMABLE

@@ -9,7 +9,7 @@ import torch
 
 import tokenyard
 from tokenyard.comm.torch_dist import GlooPart
-from tokenyard.shm.node import Team
+from tokenyard.shm.mailbox import Mailbox
 from tokenyard.testing import Processes
 
 HIDDEN, TOKENS = 7168, 64
@@ -21,20 +21,20 @@ def count_exchanges(group: Any, transport: str) -> tuple[list[int], list[int], f
     idx = torch.arange(TOKENS)[:, None] % 6
     weights = torch.ones(TOKENS, 1)
     sent, mailed = [0], [0]
-    start, exchange = GlooPart.start, Team.exchange
+    start, exchange = GlooPart.start, Mailbox.exchange
 
     def counted_start(self: GlooPart, *args: Any) -> Any:
         sent[-1] += 1
         return start(self, *args)
 
-    def counted_exchange(self: Team, *args: Any) -> Any:
+    def counted_exchange(self: Mailbox, *args: Any) -> Any:
         mailed[-1] += 1
         return exchange(self, *args)
 
     with tokenyard.Buffer(
         group, transport=transport, ranks_per_node=nodes, low_latency_mode=True, timeout=20
     ) as buffer:
-        GlooPart.start, Team.exchange = counted_start, counted_exchange  # type: ignore[method-assign]
+        GlooPart.start, Mailbox.exchange = counted_start, counted_exchange  # type: ignore[method-assign]
         try:
             for _ in range(2):
                 x = torch.full((TOKENS, HIDDEN), 1.0 + group.rank())
@@ -47,7 +47,7 @@ def count_exchanges(group: Any, transport: str) -> tuple[list[int], list[int], f
                 assert torch.equal(y, x)
                 del got
         finally:
-            GlooPart.start, Team.exchange = start, exchange  # type: ignore[method-assign]
+            GlooPart.start, Mailbox.exchange = start, exchange  # type: ignore[method-assign]
     return sent[:-1], mailed[:-1], float(y.sum())
 
 

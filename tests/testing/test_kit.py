@@ -5,14 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenyard.testing import (
-    ROUTINGS,
-    assert_same,
-    layout_of,
-    numbered_tokens,
-    poisoned,
-    routing,
-)
+from tokenyard.testing import ROUTINGS, assert_same, layout_of, numbered_tokens, poisoned, routing
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def dispatch(buffer: tokenyard.Buffer, turn: int, num_tokens: int = 40) -> Any:
 
 
 def num_segments(buffer: tokenyard.Buffer) -> int:
-    return len(list(buffer._engine.transport._team.pool))
+    return len(list(buffer._engine.transport.node.pool))
 
 
 def hold_and_go_on(group: Any, rounds: int) -> tuple[bool, int]:

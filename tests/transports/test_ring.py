@@ -24,8 +24,8 @@ def ranks():
 
 def shared_bytes(buffer: tokenyard.Buffer) -> int:
     """Of all segments that this rank made for the Buffer."""
-    team = buffer._engine.transport._team
-    return sum(segment.size for segment in [*team._kept, *team.pool])
+    node = buffer._engine.transport.node
+    return sum(segment.size for segment in [*node._kept, *node.pool])
 
 
 def there_and_back(buffer: tokenyard.Buffer, num_tokens: int, hidden: int, turn: int, **more: Any):

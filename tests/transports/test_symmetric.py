@@ -24,6 +24,7 @@ from tokenyard.kernels import load
 from tokenyard.kernels.base import interprets_triton
 from tokenyard.testing import Exited, Processes, assert_same, numbered_tokens, routing
 from tokenyard.topology import Placement
+from tokenyard.transports import Offer, RowsOut
 from tokenyard.transports.symmetric import SymmetricTransport
 from tokenyard.transports.symmetric_memory import (
     SharedSegments,
@@ -185,12 +186,13 @@ def over_torch_symmetric_memory(group: Any, silent: int) -> tuple[Any, ...]:
     flow = Flow(
         route, tuple(told[:, 0].tolist()), int(told[:, 0].sum()), sent_RR[:, 0], None, sent_RR
     )
-    (out,), move = transport.send([x], flow, told, tokenyard.Config(), "test")
+    rows = RowsOut([x], flow, Offer(), told, tokenyard.Config(), "test")
+    (out,), move = transport.send(rows)
     move()
     missing = None
     if group.rank() != silent:
         peers._timeout = 2e-5  # some looks
-        transport.send([x], flow, told, tokenyard.Config(), "test")[1]()
+        transport.send(rows)[1]()
         with pytest.raises(tokenyard.PeerTimeout) as caught:
             peers.check("dispatch")
         missing = caught.value.ranks

@@ -1,73 +1,99 @@
-"""What a communicator does: the little that every engine of this field can, an all-to-all of byte
-rows, and who is to blame when it fails.
+"""What a communicator does: an all-to-all of byte rows, and who is to blame when it fails.
+
+Every engine of this field has an all-to-all, so nothing else is asked of one. Between machines rows
+and messages go through a communicator; ranks that share memory use it only to open a Buffer, and to
+tell ranks of other nodes who is at fault.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.comm.process_table import Watch
+from tokenyard.comm.process_table import ProcessWatch
 from tokenyard.errors import PeerError
+from tokenyard.runtime.memory import as_bytes
+from tokenyard.runtime.streams import to_device, to_host
 
 Move = Callable[[], None]
 
 
-class Communicator(Protocol):
-    """Blocks, but never for ever: PeerDied or PeerTimeout say who did not come, and where."""
+class Exchange(NamedTuple):
+    """One all-to-all: counts[r] rows go to each rank r, in order; out_counts[r] come from it."""
+
+    out_NB: Tensor
+    rows_NB: Tensor
+    out_counts: Sequence[int]
+    counts: Sequence[int]
+    stage: str
+
+
+class Communicator:
+    """The ranks of a group, or some of them.
+
+    Calls block, but never for ever: PeerDied or PeerTimeout say who did not come, and where. The
+    defaults are those of a communicator that sees no process die and notes no failure.
+    """
 
     rank: int
     size: int
     name: str
-    device: torch.device  # of the rows that it moves
+    device = torch.device("cpu")  # of the rows that it moves
     members: Sequence[int]  # what its ranks are called in the whole group, and in errors
 
-    def all_to_all(
-        self,
-        out_NB: Tensor,
-        rows_NB: Tensor,
-        out_counts: Sequence[int],
-        counts: Sequence[int],
-        stage: str,
-    ) -> None:
-        """Send counts[r] rows to each rank r, in order; out_counts[r] rows come from it."""
+    def all_to_all(self, exchange: Exchange) -> None:
+        self.start(exchange)()
 
-    def start(
-        self,
-        out_NB: Tensor,
-        rows_NB: Tensor,
-        out_counts: Sequence[int],
-        counts: Sequence[int],
-        stage: str,
-    ) -> Move:
-        """The same, begun: what it returns waits for the end. Ends are awaited in order."""
+    def start(self, exchange: Exchange) -> Move:
+        """Begin an exchange. What this returns waits for its end; ends are awaited in order."""
+        raise NotImplementedError
+
+    def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
+        """Row r of an int64 message goes to rank r; row r of the answer came from it."""
+        one_each = [1] * self.size
+        message = to_device(message_RM, self.device)
+        answer = torch.zeros_like(message)
+        self.all_to_all(Exchange(as_bytes(answer), as_bytes(message), one_each, one_each, stage))
+        return to_host(answer)
+
+    def gather(self, numbers: Sequence[int], stage: str) -> list[list[int]]:
+        """These numbers of every rank: answer[i][r] is number i of rank r."""
+        return self.exchange(np.array([numbers] * self.size, np.int64), stage).T.tolist()
 
     def part(self, members: Sequence[int], name: str) -> Communicator:
         """A communicator of some ranks, which all of them make at once under the same name."""
+        raise NotImplementedError
 
     def own(self, name: str) -> Communicator:
-        """All ranks, on connections that nobody else uses, so that any thread may: they make it at
-        once, under a name that is new for every Buffer, and close it with that.
+        """All ranks, on connections that nobody else uses, so that any thread may use them.
+
+        All ranks make it at once, under a name that is new for every Buffer, and close it with the
+        Buffer.
         """
+        return self.part(range(self.size), name)
 
     def watch(self, look: Callable[[str], None]) -> None:
-        """Whoever waits long here calls look(stage), which may raise, now and then."""
+        """A rank that waits long here calls look(stage), which may raise, now and then."""
 
     def explain(self, stage: str, error: RuntimeError) -> PeerError:
         """Who is to blame for an error of the engine beneath."""
+        raise NotImplementedError
 
-    def settle(self, label: str, watch: Watch) -> None:
-        """Ranks have met: from now on words that they leave are those of one Buffer."""
+    def settle(self, label: str, processes: ProcessWatch) -> None:
+        """Ranks have met: from now on notes about failures are those of the Buffer `label`."""
 
     def dead_ranks(self) -> tuple[int, ...]:
-        """Those of this machine that can be seen to have died."""
+        """The ranks of this machine that can be seen to have died."""
+        return ()
 
-    def leave_word(self, error: PeerError | None = None) -> None:
-        """This rank lives, and has noticed that something is wrong, or goes (PeerLeft, with its own
-        number): so the others know whom to blame. The first word that names somebody stays.
+    def report(self, error: PeerError | None = None) -> None:
+        """Note for the other ranks that this one lives and has noticed a failure, or that it
+        leaves (PeerLeft with its own number). The first note that names a culprit stays.
         """
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        raise NotImplementedError

@@ -1,12 +1,13 @@
-"""Words that the ranks of a Buffer leave in the group's store when something has gone wrong.
+"""Notes about failures that the ranks of a Buffer leave in the group's store.
 
-Engines say only that something failed. So every rank that notices leaves word: what kind of failure
-it is, who is to blame if it knows, and how far it has come itself. A rank that waits looks whether
-any other has left word, and raises the same; one that was to come, and leaves none, is silent.
+Engines say only that something failed. So every rank that notices a failure posts a note: what
+kind of failure it is, which ranks are to blame if it knows, and how many exchanges it has ended
+itself. A rank that waits reads the notes of the others and raises the same failure. Ranks that were
+to come and left no note are blamed.
 
-The store may have died with the process that held it, or be behind a network that is cut, where an
-operation on it may take for ever: each runs on a thread of its own, which is left behind if it does
-not end in time. After that the store is taken for lost.
+The store may have died with the process that held it, or a cut network may hide it; then an
+operation on it may never end. So each operation runs on a thread of its own, which is left behind
+if it does not end in time. After that the store counts as lost and is not asked again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tokenyard.errors import PeerDied, PeerError, PeerLeft, PeerTimeout
 
 _T = TypeVar("_T")
 
-_FRESH = 5.0  # seconds for which a word says that its rank lives, and that a rank is late
+_FRESH = 5.0  # seconds for which a note says that its author lives, and that a rank is late
 _OPENING = "opening"  # the label of all Buffers that have none yet
 _PATIENCE = 0.5  # seconds for an operation on the store
 KINDS: tuple[type[PeerError], ...] = (PeerDied, PeerLeft, PeerTimeout)  # the gravest first
@@ -33,11 +34,11 @@ class StoreLost(RuntimeError):
     """The store does not answer, or is gone."""
 
 
-class Word(NamedTuple):
+class FailureNote(NamedTuple):
     kind: type[PeerError]
-    culprits: tuple[int, ...]  # as far as its rank knows
+    culprits: tuple[int, ...]  # as far as the author knows
     when: float
-    done: Mapping[str, int]  # exchanges that its rank has ended, by the name of the connections
+    done: Mapping[str, int]  # exchanges that the author has ended, by the name of the connections
 
     @property
     def is_fresh(self) -> bool:
@@ -48,40 +49,45 @@ class Word(NamedTuple):
         """A rank that was late once may have come since."""
         return self.kind is not PeerTimeout or self.is_fresh
 
+    @property
+    def is_final(self) -> bool:
+        """The culprits never come back: they have died, or have closed their Buffer."""
+        return bool(self.culprits) and self.kind is not PeerTimeout
 
-class Words:
+
+class FailureBoard:
     def __init__(self, connect: Callable[[], dist.Store], rank: int) -> None:
-        """`connect` is called when there is something to say or to hear for the first time."""
+        """The first `post` or `read` calls `connect`."""
         self._connect, self._connected = connect, False
         self._rank = rank
         self._lost = False
-        self._last: Word | None = None
-        self.label = _OPENING  # of the Buffer whose words they are, once it has one
+        self._last: FailureNote | None = None
+        self.label = _OPENING  # of the Buffer whose notes these are, once it has one
 
-    def leave(
-        self, kind: type[PeerError], culprits: Sequence[int], done: Mapping[str, int]
-    ) -> None:
-        """This rank lives, and has noticed something. Its first word about who is to blame stays:
-        that a rank gives up, and closes its Buffer, is a consequence.
+    def post(self, kind: type[PeerError], culprits: Sequence[int], done: Mapping[str, int]) -> None:
+        """Note that this rank lives and has noticed a failure.
+
+        The first note that names culprits stays: that a rank gives up afterwards and closes its
+        Buffer is a consequence of the failure.
         """
-        last, word = self._last, Word(kind, tuple(culprits), time.time(), dict(done))
+        last, note = self._last, FailureNote(kind, tuple(culprits), time.time(), dict(done))
         if last is not None and last.culprits and last.still_holds:
             return
-        self._last, keys = word, {self._key()}
-        if kind is PeerDied and culprits:  # for whoever opens another Buffer, too
+        self._last, keys = note, {_key(self.label)}
+        if kind is PeerDied and culprits:  # ranks that open another Buffer must know, too
             keys.add(_key(_OPENING))
-        text = json.dumps([KINDS.index(kind), word.culprits, word.when, word.done])
+        text = json.dumps([KINDS.index(kind), note.culprits, note.when, note.done])
 
         def write() -> None:
             for key in keys:
                 self._store.set(f"{key}/{self._rank}", text)
-                self._store.set(key, "there are words")
+                self._store.set(key, "there are notes")
 
         self._ask(write)
 
-    def read(self, ranks: Sequence[int]) -> dict[int, Word]:
-        """Those of other ranks that have left any."""
-        key = self._key()
+    def read(self, ranks: Sequence[int]) -> dict[int, FailureNote]:
+        """The notes of those of these ranks that have posted one, without this rank's own."""
+        key = _key(self.label)
         keys = {rank: f"{key}/{rank}" for rank in ranks if rank != self._rank}
 
         def look() -> dict[int, bytes]:
@@ -91,14 +97,11 @@ class Words:
                 rank: self._store.get(one) for rank, one in keys.items() if self._store.check([one])
             }
 
-        words = {}
+        notes = {}
         for rank, text in self._ask(look).items():
             kind, culprits, when, done = json.loads(text)
-            words[rank] = Word(KINDS[kind], tuple(culprits), when, done)
-        return words
-
-    def _key(self) -> str:
-        return _key(self.label)
+            notes[rank] = FailureNote(KINDS[kind], tuple(culprits), when, done)
+        return notes
 
     def _ask(self, operation: Callable[[], _T]) -> _T:
         answers: list[_T] = []
@@ -114,7 +117,7 @@ class Words:
                 errors.append(error)
 
         if not self._lost:
-            thread = threading.Thread(target=run, daemon=True, name="tokenyard-words")
+            thread = threading.Thread(target=run, daemon=True, name="tokenyard-failure-board")
             try:
                 thread.start()
                 thread.join(_PATIENCE)
@@ -127,4 +130,4 @@ class Words:
 
 
 def _key(label: str) -> str:
-    return f"tokenyard/words/{label}"
+    return f"tokenyard/failures/{label}"

@@ -1,15 +1,15 @@
 """R virtual ranks as threads of one process: the same engine with no process, port or GPU.
 
-Choose it for tests and to see what a routing costs: it counts the bytes on every link. It checks
-what a real engine would answer with a hang or a crash (counts that do not match), and names the
-rank that did not come.
+Choose it for tests, and to see what a routing costs: it counts the bytes on every link. Counts that
+do not match, which make a real engine hang or crash, fail an assertion here. It names the rank that
+did not come.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -17,41 +17,40 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.comm.base import Move
-from tokenyard.comm.process_table import Watch
+from tokenyard.comm.base import Communicator, Exchange, Move
 from tokenyard.errors import PeerDied, PeerError, PeerLeft, PeerTimeout, name_ranks
 
 
 class _Post(NamedTuple):
     rows_NB: np.ndarray  # by the rank that they go to
-    ends: list[int]  # where those of each rank begin, and the last end
+    ends: list[int]  # where the rows for each rank begin, and where the last end
 
 
 class LoopbackWorld:
-    """What the virtual ranks of one run share, or some of them."""
+    """What all virtual ranks of one run share; or what some of them share, as a part."""
 
     def __init__(
         self, size: int, members: Sequence[int] | None = None, whole: LoopbackWorld | None = None
     ) -> None:
-        """Of all ranks; or of these members of a whole."""
+        """Of all ranks, or of these `members` of a `whole`."""
         self.size = size
         self.members = range(size) if members is None else members
         self._whole = self if whole is None else whole
         self._parts: dict[str, LoopbackWorld] = {}
         self._closed: set[int] = set()
         self.bytes_sent: dict[str, Tensor] = {}  # by stage: [R, R] int64, from rank i to rank j
-        # Twice, since a rank may be a round ahead of those who still read.
+        # For two rounds, since a rank may be a round ahead of those that still read.
         self._posts: list[list[_Post | None]] = [[None] * size for _ in range(2)]
         self._meeting = threading.Condition()
         self._arrived: set[int] = set()
         self._round = 0
         self._dead: set[int] = set()
         self._is_over = False
-        # Why a part can be used no more: all its ranks raise the same.
+        # Why a part can no longer be used: all its ranks raise the same error.
         self._verdict: tuple[type[PeerError], tuple[int, ...], str] | None = None
 
     def end(self) -> None:
-        """The run is over: whoever waits, or comes later, is told."""
+        """The run is over: ranks that wait, or come later, raise."""
         with self._meeting:
             self._is_over = True
             self._meeting.notify_all()
@@ -63,7 +62,7 @@ class LoopbackWorld:
         return LoopbackGroup(self, rank)
 
     def leave(self, rank: int) -> None:
-        """The rank's thread is gone; whoever waits for it is told."""
+        """The rank's thread has ended: ranks that wait for it raise."""
         with self._meeting:
             self._dead.add(rank)
             self._meeting.notify_all()
@@ -73,7 +72,7 @@ class LoopbackWorld:
                 part.leave(part.members.index(self.members[rank]))
 
     def part(self, members: Sequence[int], name: str) -> LoopbackWorld:
-        """The same for all who ask under one name."""
+        """All ranks that ask under one name get the same part."""
         with self._meeting:
             if name not in self._parts:
                 self._parts[name] = LoopbackWorld(len(members), tuple(members), self)
@@ -81,7 +80,7 @@ class LoopbackWorld:
             return self._parts[name]
 
     def close(self, rank: int) -> None:
-        """The rank comes no more; when none does, a part is forgotten."""
+        """The rank does not come any more. Once no rank does, a part is forgotten."""
         with self._meeting:
             self._closed.add(rank)
             self._meeting.notify_all()
@@ -98,8 +97,8 @@ class LoopbackWorld:
             self._parts = {name: one for name, one in self._parts.items() if one is not part}
 
     def meet(self, rank: int, stage: str, timeout: float) -> None:
-        """Wait until all ranks are here. Who goes on wakes the next: hundreds of threads that wake
-        at once would fight for the interpreter, each looking 200 times a second whether it is free.
+        """Wait until all ranks are here. Each rank that goes on wakes the next: hundreds of threads
+        that wake at once would fight for the interpreter.
         """
         deadline = time.monotonic() + timeout
         with self._meeting:
@@ -113,7 +112,7 @@ class LoopbackWorld:
                 self._verdict = self._verdict or self._find(is_late, timeout)
                 if self._verdict is not None:
                     kind, culprits, what = self._verdict
-                    if not self.is_part:  # the user's, which other Buffers need
+                    if not self.is_part:  # the user's group, which other Buffers need
                         self._verdict = None
                     self._meeting.notify_all()
                     text = f"{stage}: {what}, on rank {self.members[rank]}"
@@ -130,7 +129,7 @@ class LoopbackWorld:
         gone = self._names(self._dead - self._closed - self._arrived)
         if gone:
             return PeerDied, gone, f"{name_ranks(gone)} ended"
-        left = self._names(self._closed)  # it may have come, and have given up since
+        left = self._names(self._closed)  # a rank may have arrived, and have given up since
         if left:
             return PeerLeft, left, f"{name_ranks(left)} closed the Buffer, or gave up"
         if is_late:
@@ -139,7 +138,7 @@ class LoopbackWorld:
         return None
 
     def post(self, stage: str, rank: int, rows_NB: np.ndarray, counts: Sequence[int]) -> int:
-        """Lay out what goes to each rank, for the round that all are about to meet in."""
+        """Lay out what goes to each rank in this round, before `meet`. Returns the round."""
         with self._meeting:
             this_round = self._round
         ends = list(accumulate(counts, initial=0))
@@ -151,7 +150,7 @@ class LoopbackWorld:
     def count(self, stage: str, rank: int, to: list[int], weights: Tensor) -> None:
         with self._meeting:
             if stage not in self.bytes_sent:
-                with torch.inference_mode(False):  # whatever the mode of later calls
+                with torch.inference_mode(False):  # later calls may have another mode
                     self.bytes_sent[stage] = torch.zeros(self.size, self.size, dtype=torch.int64)
             self.bytes_sent[stage][rank, to] += weights
 
@@ -182,9 +181,8 @@ class LoopbackGroup:
         return LoopbackCommunicator(self.world, self._rank, timeout)
 
 
-class LoopbackCommunicator:
+class LoopbackCommunicator(Communicator):
     name = "loopback"
-    device = torch.device("cpu")
 
     def __init__(self, world: LoopbackWorld, rank: int, timeout: float) -> None:
         self._world = world
@@ -193,32 +191,18 @@ class LoopbackCommunicator:
         self.members = world.members
         self._parts: list[LoopbackCommunicator] = []
 
-    def all_to_all(
-        self,
-        out_NB: Tensor,
-        rows_NB: Tensor,
-        out_counts: Sequence[int],
-        counts: Sequence[int],
-        stage: str,
-    ) -> None:
-        world = self._world
-        # A copy, so that the rows are the sender's again while others still read.
-        this_round = world.post(stage, self.rank, rows_NB.numpy().copy(), counts)
+    def all_to_all(self, exchange: Exchange) -> None:
+        world, stage = self._world, exchange.stage
+        # A copy, so that the sender may change its rows while others still read.
+        this_round = world.post(stage, self.rank, exchange.rows_NB.numpy().copy(), exchange.counts)
         world.meet(self.rank, stage, self._timeout)
         parcels = world.mail(self.rank, this_round)
-        sent = [len(parcel) for parcel in parcels]
-        assert sent == list(out_counts), f"rank {self.rank} expects {out_counts} rows, gets {sent}"
-        np.concatenate(parcels, out=out_NB.numpy())
+        sent, expected = [len(parcel) for parcel in parcels], list(exchange.out_counts)
+        assert sent == expected, f"rank {self.rank} expects {expected} rows, gets {sent}"
+        np.concatenate(parcels, out=exchange.out_NB.numpy())
 
-    def start(
-        self,
-        out_NB: Tensor,
-        rows_NB: Tensor,
-        out_counts: Sequence[int],
-        counts: Sequence[int],
-        stage: str,
-    ) -> Move:
-        return lambda: self.all_to_all(out_NB, rows_NB, out_counts, counts, stage)
+    def start(self, exchange: Exchange) -> Move:
+        return lambda: self.all_to_all(exchange)
 
     def part(self, members: Sequence[int], name: str) -> LoopbackCommunicator:
         world = self._world.part(members, name)
@@ -226,22 +210,11 @@ class LoopbackCommunicator:
         self._parts.append(part)
         return part
 
-    def own(self, name: str) -> LoopbackCommunicator:
-        return self.part(range(self.size), name)
-
-    def watch(self, look: Callable[[str], None]) -> None:
-        """Who is waited for here is seen to end."""
-
     def explain(self, stage: str, error: RuntimeError) -> PeerError:
         return PeerDied(f"{stage}: {error}, on rank {self.rank}", ranks=(), stage=stage)
 
-    def settle(self, label: str, watch: Watch) -> None: ...
-
-    def dead_ranks(self) -> tuple[int, ...]:
-        return ()
-
-    def leave_word(self, error: PeerError | None = None) -> None:
-        """Who waits sees who died; that this rank has left must be told."""
+    def report(self, error: PeerError | None = None) -> None:
+        """A rank that waits sees which threads have ended, but not that this rank has left."""
         if isinstance(error, PeerLeft):
             for part in self._parts:
                 part._world.close(part.rank)

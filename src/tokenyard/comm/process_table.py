@@ -1,8 +1,8 @@
 """Which ranks of this machine still live, as its process table says.
 
-A broken connection does not say whose end it was, and a rank that is silent may be busy. Ranks that
-see each other's processes need not guess: each tells the others its number, and when it began, so
-that a number which is used again is not taken for it.
+A broken connection does not say which end broke, and a rank that is silent may be busy. Ranks that
+see each other's processes need not guess: each tells the others its process number and when the
+process began, so that a number that is used again is not taken for the old process.
 """
 
 from __future__ import annotations
@@ -12,54 +12,59 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Who(NamedTuple):
+class ProcessId(NamedTuple):
     """A process, as it tells others of itself."""
 
-    processes: int  # the table of processes that it is in: containers have their own
+    table: int  # the process table that it is in: containers have their own
     pid: int
     begun: int  # in the clock ticks of its machine; -1 where there is no such table
 
 
-def who_am_i() -> Who:
+def this_process() -> ProcessId:
     try:
         table = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
-        return Who(-os.getpid(), os.getpid(), -1)  # a table of its own
+        return ProcessId(-os.getpid(), os.getpid(), -1)  # a table of its own
     begun = _begun(os.getpid())
-    return Who(table, os.getpid(), -1 if begun is None else begun)
+    return ProcessId(table, os.getpid(), -1 if begun is None else begun)
 
 
-class Watch:
-    def __init__(self, rank: int, machines: Sequence[int], whos: Sequence[Who]) -> None:
-        """The machine and the process of every rank, of which this is one; or nobody's."""
-        self._tables = [(machine, who.processes) for machine, who in zip(machines, whos)]
-        near = {who.pid for who, table in zip(whos, self._tables) if table == self._tables[rank]}
+class ProcessWatch:
+    def __init__(self, rank: int, machines: Sequence[int], processes: Sequence[ProcessId]) -> None:
+        """`rank` watches the others, given the machine and the process of every rank. Without
+        processes nobody is watched.
+        """
+        self._tables = [(machine, one.table) for machine, one in zip(machines, processes)]
+        near = {one.pid for one, table in zip(processes, self._tables) if self._near(table, rank)}
         begun = {pid: _begun(pid) for pid in near}  # once: virtual ranks are one process
-        self._whos = {
-            other: who
-            for other, who in enumerate(whos)
-            if self._tables[other] == self._tables[rank]
-            if who.begun != -1 and begun[who.pid] is not None
+        self._watched = {
+            other: one
+            for other, one in enumerate(processes)
+            if self._near(self._tables[other], rank)
+            if one.begun != -1 and begun[one.pid] is not None
         }
 
     def sees(self, rank: int) -> bool:
-        return rank in self._whos
+        return rank in self._watched
 
     def dead_ranks(self) -> tuple[int, ...]:
         return tuple(
-            rank for rank, who in self._whos.items() if _begun(who.pid) not in (who.begun, None)
+            rank for rank, one in self._watched.items() if _begun(one.pid) not in (one.begun, None)
         )
 
     def neighbours(self, rank: int) -> list[int]:
-        """The ranks that see each other's processes as this one does, and itself."""
+        """The ranks that see the same processes as this rank, itself included."""
         if not self._tables:
             return [rank]
-        return [other for other, one in enumerate(self._tables) if one == self._tables[rank]]
+        return [other for other, table in enumerate(self._tables) if self._near(table, rank)]
+
+    def _near(self, table: tuple[int, int], rank: int) -> bool:
+        return table == self._tables[rank]
 
 
 def _begun(pid: int) -> int | None:
-    """When a process began; -1 if it is dead, whether or not anybody has buried it. None where
-    others' processes are hidden, as with hidepid.
+    """When a process began; -1 if it is dead, whether or not its parent has waited for it. None
+    where the processes of others are hidden, as with hidepid.
     """
     try:
         with open(f"/proc/{pid}/stat") as file:
@@ -75,5 +80,5 @@ def _is_there(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except OSError:
-        return True  # somebody else's
+        return True  # a process of another user
     return True

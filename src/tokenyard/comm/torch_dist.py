@@ -1,4 +1,10 @@
-"""Communicators over torch.distributed: the user's process group, and parts of it over gloo."""
+"""Communicators over torch.distributed: the user's process group, and parts of it over gloo.
+
+Choose the group itself for what all ranks do on the user's thread; a part has connections of its
+own, which another thread may use. NCCL groups move CUDA tensors and have no parts. When an exchange
+fails, this module finds out who is to blame: from the notes of other ranks (`failure_board`), from
+the machine's process table, and from who stays silent.
+"""
 
 from __future__ import annotations
 
@@ -12,67 +18,43 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from tokenyard.comm.base import Communicator, Move
-from tokenyard.comm.failure_board import KINDS, StoreLost, Word, Words
-from tokenyard.comm.process_table import Watch
+from tokenyard.comm.base import Communicator, Exchange, Move
+from tokenyard.comm.failure_board import KINDS, FailureBoard, FailureNote, StoreLost
+from tokenyard.comm.process_table import ProcessWatch
 from tokenyard.errors import BufferClosed, PeerDied, PeerError, PeerLeft, PeerTimeout, name_ranks
 
-_LOOK = 0.1  # seconds between looks for words of a failure
+_LOOK = 0.1  # seconds between two looks at the failure board
 _LET_GO = 0.1  # seconds to close connections that nobody uses
-_GRACE = 0.5  # seconds that the other ranks get to say that they live, once an exchange has failed
-_BEFORE = 1.0  # how long before an exchange a word may have been left that concerns it
+_GRACE = 0.5  # seconds in which the other ranks may post that they live, after an exchange failed
+_BEFORE = 1.0  # a note may be this many seconds older than the exchange that it concerns
 
 
 class _Noticed(RuntimeError):
-    """Another rank has left word of a failure."""
+    """Another rank has posted a note about a failure."""
 
 
-class _TorchExchange:
+class _TorchExchange(Communicator):
     """What the group's communicator and those of its parts have in common."""
 
-    rank: int
-    size: int
-    members: Sequence[int]
-    device = torch.device("cpu")
     label: str  # of its connections, among those of the Buffer
     _timeout: float
     _whole: TorchCommunicator
     _look: Callable[[str], None] | None = None
     _begun = 0  # exchanges so far
-    done = 0  # of them; they end in the order in which they began
+    done = 0  # how many of them have ended; they end in the order in which they began
 
-    def _begin(
-        self, out: Tensor, rows: Tensor, out_counts: list[int], counts: list[int]
-    ) -> dist.Work:
+    def _begin(self, exchange: Exchange) -> dist.Work:
         raise NotImplementedError
 
-    def all_to_all(
-        self,
-        out_NB: Tensor,
-        rows_NB: Tensor,
-        out_counts: Sequence[int],
-        counts: Sequence[int],
-        stage: str,
-    ) -> None:
-        self.start(out_NB, rows_NB, out_counts, counts, stage)()
-
-    def start(
-        self,
-        out_NB: Tensor,
-        rows_NB: Tensor,
-        out_counts: Sequence[int],
-        counts: Sequence[int],
-        stage: str,
-    ) -> Move:
+    def start(self, exchange: Exchange) -> Move:
         if self.size == 1:
-            out_NB.copy_(rows_NB)
+            exchange.out_NB.copy_(exchange.rows_NB)
             return lambda: None
         self._begun += 1
-        number = self._begun
+        number, stage = self._begun, exchange.stage
         try:
-            work = self._begin(out_NB, rows_NB, list(out_counts), list(counts))
+            work = self._begin(exchange)
         except RuntimeError as error:
             raise self._explain(stage, error, number) from error
 
@@ -87,23 +69,23 @@ class _TorchExchange:
 
         return finish
 
-    def leave_word(self, error: PeerError | None = None) -> None:
+    def report(self, error: PeerError | None = None) -> None:
         kind = next((one for one in KINDS if isinstance(error, one)), PeerDied)
         with suppress(StoreLost):
-            self._whole.leave(kind, error.ranks if error is not None else ())
+            self._whole.post(kind, error.ranks if error is not None else ())
 
     def watch(self, look: Callable[[str], None]) -> None:
         self._look = look
 
-    def settle(self, label: str, watch: Watch) -> None:
-        self._whole.words.label, self._whole.seen = label, watch
+    def settle(self, label: str, processes: ProcessWatch) -> None:
+        self._whole.board.label, self._whole.processes = label, processes
 
     def dead_ranks(self) -> tuple[int, ...]:
-        return self._whole.seen.dead_ranks()
+        return self._whole.processes.dead_ranks()
 
     def _wait(self, work: dist.Work, stage: str, number: int) -> None:
-        """A rank that has noticed a failure elsewhere does not come here, and lives: so whoever
-        waits for long looks whether any rank has left word of one.
+        """A rank that has noticed a failure elsewhere lives and does not come here. So a rank that
+        waits reads the failure board now and then.
         """
         if self.device.type == "cuda":
             # The stream waits, not the host; NCCL's own watchdog sees to peers.
@@ -121,35 +103,38 @@ class _TorchExchange:
             if self._look is not None:
                 self._look(stage)
             with suppress(StoreLost):  # the exchange will fail by itself
-                heard = self._concern(self._whole.words.read(self._all_ranks()), number)
-                for word in heard.values():
-                    if word.when > begin - _BEFORE or _is_for_good(word):
-                        raise _Noticed("timeout" if word.kind is PeerTimeout else "death")
+                notes = self._concern(self._whole.board.read(self._all_ranks()), number)
+                for note in notes.values():
+                    if note.when > begin - _BEFORE or note.is_final:
+                        raise _Noticed("timeout" if note.kind is PeerTimeout else "death")
 
-    def _concern(self, words: Mapping[int, Word], number: int | None) -> dict[int, Word]:
-        """The words that say something about an exchange here. That a rank left does not, if it had
-        ended this exchange before: then it is not missed, and others who miss it say so.
+    def _concern(
+        self, notes: Mapping[int, FailureNote], number: int | None
+    ) -> dict[int, FailureNote]:
+        """The notes that concern an exchange here. A rank that left after it had ended this
+        exchange is not missed here; ranks that do miss it post notes of their own.
         """
 
-        def is_missed(rank: int, word: Word) -> bool:
+        def is_missed(rank: int, note: FailureNote) -> bool:
             if number is None or rank not in self.members:
                 return False
-            return word.done.get(self.label, 0) < number
+            return note.done.get(self.label, 0) < number
 
         return {
-            rank: word
-            for rank, word in words.items()
-            if word.kind is not PeerLeft or is_missed(rank, word)
+            rank: note
+            for rank, note in notes.items()
+            if note.kind is not PeerLeft or is_missed(rank, note)
         }
 
     def explain(self, stage: str, error: RuntimeError) -> PeerError:
         return self._explain(stage, error, None)
 
     def _explain(self, stage: str, error: RuntimeError, number: int | None) -> PeerError:
-        """Who did not come to an exchange, or to one of somebody else. Gloo says only that
-        something failed. So every rank that notices leaves word, and the same is raised by all: of
-        ranks that are seen to be dead, or whom a rank has found to be at fault. If there are none,
-        whoever leaves no word is named: one of those that were to come here, if there is.
+        """Who did not come to an exchange: to number `number` here, or to one that is not ours.
+
+        Gloo says only that something failed. So every rank that notices posts a note, and all raise
+        the same. They name the ranks that a note blames, else those that are seen to be dead, else
+        those that posted no note, members of this communicator first.
         """
         if isinstance(error, BufferClosed):
             raise error
@@ -163,7 +148,7 @@ class _TorchExchange:
         kind, culprits, who = self._find(stage, PeerTimeout if late else PeerDied, number)
         where = f"on rank {self.members[self.rank]}"
         found = kind(f"{stage}: {what}; {who}, {where}", ranks=culprits, stage=stage)
-        self.leave_word(found)
+        self.report(found)
         return found
 
     def _find(
@@ -171,27 +156,30 @@ class _TorchExchange:
     ) -> tuple[type[PeerError], tuple[int, ...], str]:
         """The kind of a failure, who is to blame, and a clause that says so."""
         whole, deadline = self._whole, time.monotonic() + _GRACE
-        words: dict[int, Word] = {}
+        notes: dict[int, FailureNote] = {}
         is_lost = False
         with suppress(StoreLost):
-            whole.leave(kind, ())
+            whole.post(kind, ())
         while True:
             try:
-                words = whole.words.read(self._all_ranks())
+                notes = whole.board.read(self._all_ranks())
             except StoreLost:
                 is_lost = True
-            heard = self._concern(words, number)
-            told = [word for word in heard.values() if word.culprits and word.still_holds]
-            if told:
-                first = min(told, key=lambda word: (KINDS.index(word.kind), word.when))
+            blaming = [
+                note
+                for note in self._concern(notes, number).values()
+                if note.culprits and note.still_holds
+            ]
+            if blaming:
+                first = min(blaming, key=lambda note: (KINDS.index(note.kind), note.when))
                 return first.kind, first.culprits, _say(first.kind, first.culprits)
-            left = {rank for rank, word in words.items() if word.kind is PeerLeft}
+            left = {rank for rank, note in notes.items() if note.kind is PeerLeft}
             dead = tuple(rank for rank in self.dead_ranks() if rank not in left)
             if dead:
                 return PeerDied, dead, _say(PeerDied, dead)
             if self._look is not None:
                 self._look(stage)
-            silent = self._silent(kind, words, is_lost)
+            silent = self._silent(kind, notes, is_lost)
             if time.monotonic() > deadline or (not silent and kind is PeerTimeout):
                 break
             time.sleep(0.01)
@@ -203,20 +191,20 @@ class _TorchExchange:
         return kind, silent, _say(PeerTimeout, silent) if silent else "every rank still answers"
 
     def _silent(
-        self, kind: type[PeerError], words: Mapping[int, Word], is_lost: bool
+        self, kind: type[PeerError], notes: Mapping[int, FailureNote], is_lost: bool
     ) -> tuple[int, ...]:
-        """Those of whom nobody knows anything. Of who may be dead the ranks of a machine speak for
-        each other: they would see it.
+        """The ranks that nobody knows to live. Where a rank may have died, a note also speaks for
+        the other ranks of its machine, whose death its author would have seen.
         """
-        seen = self._whole.seen
-        spoken = {rank for rank, word in words.items() if word.is_fresh or word.kind is PeerLeft}
+        processes = self._whole.processes
+        alive = {rank for rank, note in notes.items() if note.is_fresh or note.kind is PeerLeft}
         if kind is PeerDied:
-            spoken |= {other for rank in spoken for other in seen.neighbours(rank)}
-            spoken |= {rank for rank in self._all_ranks() if seen.sees(rank)}
+            alive |= {other for rank in alive for other in processes.neighbours(rank)}
+            alive |= {rank for rank in self._all_ranks() if processes.sees(rank)}
         me = self.members[self.rank]
-        silent = tuple(rank for rank in self._all_ranks() if rank not in spoken and rank != me)
+        silent = tuple(rank for rank in self._all_ranks() if rank not in alive and rank != me)
         here = tuple(rank for rank in silent if rank in self.members)
-        if is_lost:  # it is one of the few that a part has; in a large group it cannot be told
+        if is_lost:  # a part has few ranks, one of them silent; in a large group it cannot be told
             return here if self.size == 2 or self._is_part() else ()
         return here or silent
 
@@ -228,8 +216,10 @@ class _TorchExchange:
 
 
 class TorchCommunicator(_TorchExchange):
-    """Refers to the group weakly: torch itself keeps a group until it is destroyed, and may abort
-    the process at exit if anybody else keeps it longer.
+    """All ranks of the user's group, over its own engine.
+
+    It refers to the group weakly: torch keeps a group until it is destroyed, and may abort the
+    process at exit if anybody else keeps it longer.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
@@ -242,10 +232,10 @@ class TorchCommunicator(_TorchExchange):
             self.device = torch.device("cuda", torch.cuda.current_device())  # no GPU has run this
         self._store = dist.distributed_c10d._get_process_group_store(group)
         self._whole, self.label = self, "group"
-        self.seen = Watch(self.rank, range(self.size), ())  # nobody, before ranks have met
-        # A connection of its own: an operation that never ends must not block the user's.
+        self.processes = ProcessWatch(self.rank, range(self.size), ())  # nobody is watched yet
         self._parts: list[GlooPart] = []
-        self.words = Words(lambda: _own_connection(self._store, timeout), self.rank)
+        # A connection of its own: an operation that never ends must not block the user's.
+        self.board = FailureBoard(lambda: _own_connection(self._store, timeout), self.rank)
 
     def part(self, members: Sequence[int], name: str) -> GlooPart:
         made = GlooPart(self, members, self._store, name, self._timeout)
@@ -253,28 +243,27 @@ class TorchCommunicator(_TorchExchange):
         return made
 
     def own(self, name: str) -> Communicator:
-        """Gloo's, whatever moves the rows of the group: what a Buffer's thread sends must not come
-        between collectives of the user's, or of another Buffer.
+        """A part over gloo, whatever engine the group has: what a Buffer's thread sends must not
+        come between collectives of the user, or of another Buffer.
 
-        NCCL's stays, where no thread of ours sends anything: work of all streams of a group is
-        ordered by the calls. So does MPI's, which has no store to meet in.
+        A Buffer over NCCL uses the group itself: it sends on no thread of its own, and the calls
+        order the work of all streams. So does one over MPI, whose groups have no store to meet in.
         """
         if self.device.type == "cuda" or self._store is None:
             return self
         return self.part(self.members, name)
 
     def close(self) -> None:
-        """What was made of the group; itself is the user's, and stays."""
+        """Close the parts. The group itself is the user's, and stays open."""
         for part in self._parts:
             part.close()
         self._parts.clear()
         self._look = None
 
-    def _begin(
-        self, out: Tensor, rows: Tensor, out_counts: list[int], counts: list[int]
-    ) -> dist.Work:
+    def _begin(self, exchange: Exchange) -> dist.Work:
+        out, rows, out_counts, counts, _ = exchange
         return dist.all_to_all_single(
-            out, rows, out_counts, counts, group=self.group(), async_op=True
+            out, rows, list(out_counts), list(counts), group=self.group(), async_op=True
         )
 
     def group(self) -> dist.ProcessGroup:
@@ -283,18 +272,20 @@ class TorchCommunicator(_TorchExchange):
             raise BufferClosed(f"the process group was destroyed, on rank {self.rank}")
         return group
 
-    def leave(self, kind: type[PeerError], culprits: Sequence[int]) -> None:
-        """Word, with how far this rank has come on all connections. Raises StoreLost."""
+    def post(self, kind: type[PeerError], culprits: Sequence[int]) -> None:
+        """A note, with the exchanges that this rank has ended on all connections, on the failure
+        board. Raises StoreLost.
+        """
         if self.size > 1:
             done = {one.label: one.done for one in (self, *self._parts)}
-            self.words.leave(kind, culprits, done)
+            self.board.post(kind, culprits, done)
 
 
 class GlooPart(_TorchExchange):
-    """Some ranks of a group, with connections of their own, which are closed with it.
+    """Some ranks of a group, with gloo connections of their own, which are closed with it.
 
-    Not `dist.new_group`, which all ranks of the world would have to call, in one order, and which
-    would live as long as the process.
+    It does not use `dist.new_group`: all ranks of the world would have to call that, in one order,
+    and the group would live as long as the process.
     """
 
     name = "gloo"
@@ -313,7 +304,7 @@ class GlooPart(_TorchExchange):
         meeting = dist.PrefixStore(f"tokenyard/{name}", _own_connection(store, timeout))
         self._pg: dist.ProcessGroupGloo | None = None
         if self.size > 1:
-            # Gloo's own time limit comes a little after ours, which knows more words.
+            # Gloo's own time limit comes a little after ours, whose message says more.
             limit = timedelta(seconds=timeout + 1)
             try:
                 self._pg = dist.ProcessGroupGloo(meeting, self.rank, self.size, limit)
@@ -327,8 +318,8 @@ class GlooPart(_TorchExchange):
         return self
 
     def close(self) -> None:
-        """Gloo lets go once what was begun has ended, or its time is up: after a failure that takes
-        long, and nobody waits for it.
+        """Gloo closes its connections once the exchanges that were begun have ended, or their time
+        is up. After a failure that takes long, so a thread does it, and we wait only a moment.
         """
         if self._pg is None:
             return
@@ -337,17 +328,12 @@ class GlooPart(_TorchExchange):
         thread.start()
         thread.join(_LET_GO)
 
-    def _begin(
-        self, out: Tensor, rows: Tensor, out_counts: list[int], counts: list[int]
-    ) -> dist.Work:
+    def _begin(self, exchange: Exchange) -> dist.Work:
         if self._pg is None:
             raise BufferClosed(f"the Buffer is closed, on rank {self._whole.rank}")
         begin: Any = self._pg.alltoall_base  # type: ignore[attr-defined]  # not in torch's stubs
-        return begin(out, rows, out_counts, counts)
-
-
-def _is_for_good(word: Word) -> bool:
-    return bool(word.culprits) and word.kind is not PeerTimeout
+        out, rows, out_counts, counts, _ = exchange
+        return begin(out, rows, list(out_counts), list(counts))
 
 
 def _say(kind: type[PeerError], culprits: tuple[int, ...]) -> str:
@@ -359,8 +345,10 @@ def _say(kind: type[PeerError], culprits: tuple[int, ...]) -> str:
 
 
 def _own_connection(store: dist.Store, timeout: float) -> dist.Store:
-    """A store across a network through a connection of its own, with this time limit. Others as
-    they are: each copy of a FileStore counts as a worker that ends, and the last removes the file.
+    """The same store; if it is across a network, through a new connection with this time limit.
+
+    Other stores are not copied: each copy of a FileStore counts as a worker, and the last one that
+    ends removes the file.
     """
     inner = store
     while isinstance(inner, dist.PrefixStore):

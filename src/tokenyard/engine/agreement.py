@@ -7,7 +7,6 @@ ranks before any row moves, and the group goes on working. Messages are integers
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from tokenyard.engine.mismatch import STAGES, differ
 from tokenyard.errors import rejected, text_to_words
-from tokenyard.transports import Transport
+from tokenyard.transports import Offer, Transport
 from tokenyard.types import ROW_DTYPES, SCALE_DTYPES, Config
 
 
@@ -70,7 +69,7 @@ class Terms(NamedTuple):
     """What one rank tells the others."""
 
     call: Call
-    offer: Sequence[int] | np.ndarray = ()  # of its transport, at most 12 words; [W], or [R, W]
+    offer: Offer = Offer()
     payload: np.ndarray | None = None  # [R, M] int64, row r for rank r
     num_tokens: int = 0
     num_worst_tokens: int = 0
@@ -79,7 +78,8 @@ class Terms(NamedTuple):
 class Agreed(NamedTuple):
     """What all ranks have told."""
 
-    offers: np.ndarray  # [R, 12]
+    offer: Offer  # this rank's
+    offers: np.ndarray  # [R, 12] the words of all ranks' offers
     payload: np.ndarray  # [R, M] int64, row r from rank r
     num_tokens: np.ndarray  # [R]
     num_worst_tokens: list[int]  # R
@@ -117,9 +117,10 @@ class Agreement:
         head = failed, stage_number, self._buffer_id, self.number, *shapes
         message = self._message
         message[:, :_OFFER] = *head, num_tokens, num_worst_tokens
-        if len(offer):
-            words = offer.shape[1] if isinstance(offer, np.ndarray) else len(offer)
-            message[:, _OFFER : _OFFER + words] = offer
+        words = offer.words
+        if len(words):
+            num_words = words.shape[1] if isinstance(words, np.ndarray) else len(words)
+            message[:, _OFFER : _OFFER + num_words] = words
         width = room = 0
         if payload is not None:
             width = payload.shape[1]
@@ -142,7 +143,7 @@ class Agreement:
             more = self._transport.exchange(rest, f"{stage} (notify)")
             told = np.concatenate([told, more], axis=1)
         worst = answer[:, _WORST].tolist()
-        return Agreed(answer[:, _OFFER:_INLINE], told, answer[:, _TOKENS], worst)
+        return Agreed(offer, answer[:, _OFFER:_INLINE], told, answer[:, _TOKENS], worst)
 
     def confirm(self, stage: str, failure: Exception | None) -> None:
         """Ask again about what only the counts could show. Raises on all ranks if one failed."""

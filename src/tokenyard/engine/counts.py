@@ -43,7 +43,7 @@ def tell(route: Route, layout: Layout, placement: Placement, one_node: bool) -> 
 
 def hear(agreed: Agreed, route: Route, placement: Placement, rank: int) -> tuple[Flow, np.ndarray]:
     """Read what `tell` wrote on the other ranks: the flow, and the pairs of this rank's experts."""
-    _, told_RM, tokens_R, worst = agreed
+    told_RM, tokens_R, worst = agreed.payload, agreed.num_tokens, agreed.num_worst_tokens
     last = 1 + placement.most_experts
     counts = tuple(told_RM[:, 0].tolist())
     sent_RR = rows_R = None

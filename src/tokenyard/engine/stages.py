@@ -33,7 +33,7 @@ from tokenyard.runtime.events import EventHandle, EventOverlap, Worker
 from tokenyard.runtime.streams import Streams
 from tokenyard.shm.shared_rows import NO_MEMORY, check
 from tokenyard.topology import Placement, Topology
-from tokenyard.transports import Sum, Transport
+from tokenyard.transports import RowsBack, RowsOut, Sum, Transport
 from tokenyard.types import Config, Flow, Handle, Layout, Received
 
 _LARGE = 32 << 20  # bytes of a result that a rank may not have: ranks ask each other first
@@ -94,12 +94,11 @@ class Engine:
                 out.topk_weights,
                 self.local.token_numbers(out.x.shape[0]),
             ]
-            two_level = self.transport.learn_route(
-                flow, out.layout.is_token_in_rank, _widths(columns), stage
+            rows = self.transport.learn_route(
+                _rows_out(columns, flow, agreed, out.config, stage), out.layout.is_token_in_rank
             )
-            if two_level is not None:
-                flow = flow._replace(two_level=two_level)
-            arrive, move = self._send(columns, flow, agreed, out.config, stage)
+            flow = rows.flow
+            arrive, move = self._send(columns, rows)
             received = self._received(out, flow, arrive, per_expert)
         work = partial(self._receive, move, flow, arrive, out.placement, received.src_idx)
         used = [*columns, *arrive, received.src_idx]
@@ -144,7 +143,9 @@ class Engine:
 
             agreed = self.agreement.meet(stage, terms)
 
-            (recv_x, recv_scales), move = self._send(columns, known.flow, agreed, config, stage)
+            (recv_x, recv_scales), move = self._send(
+                columns, _rows_out(columns, known.flow, agreed, config, stage)
+            )
         assert recv_x is not None
         used = [*columns, recv_x, recv_scales]
         work = partial(_move_and_fill, move, known.flow, (recv_x, recv_scales))
@@ -177,7 +178,9 @@ class Engine:
 
             agreed = self.agreement.meet(stage, terms)
 
-            move = self.transport.sum_back(sums, known, agreed.offers, config, stage)
+            move = self.transport.sum_back(
+                RowsBack(sums, known, agreed.offer, agreed.offers, config, stage)
+            )
         used = [tensor for one in sums for tensor in (one.rows_ND, *one.biases_TD, one.out_TD)]
         event = self._finish(move, completion, pending, used)
         return sums[0].out_TD, sums[1].out_TD if len(sums) > 1 else None, event
@@ -222,7 +225,7 @@ class Engine:
 
     def _leave(self) -> None:
         left = f"rank {self.rank} has closed its Buffer"
-        self._communicator.leave_word(PeerLeft(left, ranks=(self.rank,), stage="close"))
+        self._communicator.report(PeerLeft(left, ranks=(self.rank,), stage="close"))
         self.transport.close()
         self._communicator.close()
 
@@ -286,18 +289,12 @@ class Engine:
         self.agreement.confirm(stage, error)
 
     def _send(
-        self,
-        columns: Sequence[Tensor | None],
-        flow: Flow,
-        agreed: Agreed,
-        config: Config,
-        stage: str,
+        self, columns: Sequence[Tensor | None], rows: RowsOut
     ) -> tuple[list[Tensor | None], Callable[[], None]]:
         """Where the rows of each column arrive, and the move that brings them."""
-        present = [column for column in columns if column is not None]
-        failure = None
+        present, flow, stage, failure = rows.columns, rows.flow, rows.stage, None
         try:
-            arrive, move = self.transport.send(present, flow, agreed.offers, config, stage)
+            arrive, move = self.transport.send(rows)
         except MemoryError as error:
             failure = SharedMemoryError(f"{stage}: {error}, on rank {self.rank}")
         if not self.transport.offers_memory and flow.most_rows * sum(_widths(present)) >= _LARGE:
@@ -389,3 +386,10 @@ def _zero_tail(flow: Flow, columns: Sequence[Tensor | None]) -> None:
 def _widths(columns: Sequence[Tensor | None]) -> list[int]:
     """Bytes of a row of each column that is there."""
     return [one.shape[1] * one.element_size() for one in columns if one is not None]
+
+
+def _rows_out(
+    columns: Sequence[Tensor | None], flow: Flow, agreed: Agreed, config: Config, stage: str
+) -> RowsOut:
+    present = [column for column in columns if column is not None]
+    return RowsOut(present, flow, agreed.offer, agreed.offers, config, stage)

@@ -30,14 +30,7 @@ from tokenyard.errors import CallMismatch, PeerError, PeerInputError
 from tokenyard.kernels import Kernels
 from tokenyard.low_latency.exchanged import ExchangedSlots
 from tokenyard.low_latency.handle import LowLatencyHandle, PendingCombine
-from tokenyard.low_latency.inputs import (
-    Fp8,
-    Inputs,
-    bad_pair,
-    counters,
-    known_handle,
-    unsent_pair,
-)
+from tokenyard.low_latency.inputs import Fp8, Inputs, bad_pair, counters, known_handle, unsent_pair
 from tokenyard.low_latency.results import Results
 from tokenyard.low_latency.shared import SharedSlots
 from tokenyard.runtime import memory
@@ -373,9 +366,8 @@ def _open_exchange(
     """The low-latency mode's exchange, beside a transport. All ranks together; where they share no
     memory it has connections of its own.
     """
-    team = getattr(transport, "team", None)
-    if team is not None:
-        return SharedSlots(team, kernels, shrink, stage)
+    if transport.node is not None:
+        return SharedSlots(transport.node, kernels, shrink, stage)
     if shrink:
         raise ValueError(
             f"enable_shrink is True on transport {transport.name!r}, want ranks that share memory "

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.comm.base import Communicator
+from tokenyard.comm.base import Communicator, Exchange
 from tokenyard.kernels.base import RowKernels
 from tokenyard.low_latency.handle import PendingCombine
 from tokenyard.runtime import memory
@@ -173,7 +173,7 @@ class ExchangedSlots:
         begin, mail = time.perf_counter_ns(), self._mail[kind, number]
         out_counts, counts = (list(map(mail.units, one)) for one in (mail.rows_from, mail.rows_to))
         mail.came_NB = memory.empty(sum(out_counts), mail.sent_NB.shape[1])
-        self._own.all_to_all(mail.came_NB, mail.sent_NB, out_counts, counts, stage)
+        self._own.all_to_all(Exchange(mail.came_NB, mail.sent_NB, out_counts, counts, stage))
         mail.spent += time.perf_counter_ns() - begin
 
     def left_out(self) -> list[int]:

@@ -9,10 +9,10 @@ anything is written without waiting for it, and looked at again after reading. W
 left out leaves the other out too.
 
 Ranks that make calls of both modes in different orders would wait for each other in vain: one for a
-post, the other for a message of the team. So whoever waits looks whether a rank that it waits for
-has gone on without it. All ranks make the same calls in the same order, and a call's first word to
-the others (its post or the reason why there is none; its message) is written on the user's thread,
-in that order, whenever the call is received. Thus:
+post, the other for a message of the mailbox. So whoever waits looks whether a rank that it waits
+for has gone on without it. All ranks make the same calls in the same order, and a call's first word
+to the others (its post or the reason why there is none; its message) is written on the user's
+thread, in that order, whenever the call is received. Thus:
 
 - Let this rank have sent M messages, and K posts of the other kind, when it sent a post. A rank
   that has sent more than M messages, or more than K posts of the other kind, has come past that
@@ -37,7 +37,9 @@ import numpy as np
 from torch import Tensor
 
 from tokenyard.errors import TEXT_WORDS, rejected, text_to_words
-from tokenyard.shm.node import SignalKernels, Stopped, Team
+from tokenyard.shm.liveness import Stopped
+from tokenyard.shm.mailbox import SignalKernels
+from tokenyard.shm.node import SharedNode
 from tokenyard.types import round_up
 from tokenyard.wire.columns import LINE
 from tokenyard.wire.slots import POST_WORDS, TEXT
@@ -100,12 +102,12 @@ class Post(NamedTuple):
 
 
 class Posts:
-    def __init__(self, team: Team, kernels: PostKernels, shrink: bool, stage: str) -> None:
+    def __init__(self, node: SharedNode, kernels: PostKernels, shrink: bool, stage: str) -> None:
         """All ranks together."""
-        self._team, self._kernels, self._shrink = team, kernels, shrink
-        self._rank, self._size = team.rank, team.size
-        team.shrinks = shrink
-        controls = team.share(round_up(_MASKS + 8 * self._size, 4096), stage).tolist()
+        self._node, self._kernels, self._shrink = node, kernels, shrink
+        self._rank, self._size = node.rank, node.size
+        node.liveness.shrinks = shrink
+        controls = node.share(round_up(_MASKS + 8 * self._size, 4096), stage).tolist()
         self._posts = [self._post(controls, place) for place in range(4)]
         self._own_masks = controls[self._rank] + _MASKS
         self._flags_R = np.array([base + _MASKS + 8 * self._rank for base in controls], np.int64)
@@ -115,14 +117,17 @@ class Posts:
         self._owed = [0] * 4  # by post: a call that failed while an earlier one was unread
         self._made = [0, 0]  # by kind: the last call that was begun here
         self._before = [(0, 0)] * 4  # by post: messages, and calls of the other kind, before it
-        words_of = [words(team.mail_lines, self._size), *(post.arrays[0] for post in self._posts)]
+        words_of = [
+            words(node.mailbox.arrivals, self._size),
+            *(post.arrays[0] for post in self._posts),
+        ]
         words_of += [post.arrays[2] for post in self._posts]
         self._marks_RM = np.ascontiguousarray(np.stack(words_of, axis=1))
         self._nothing = np.zeros(1, np.int64)
         self._nothing_R = np.full(self._size, self._nothing.ctypes.data, np.int64)
         self._never = int(self._nothing_R.ctypes.data)  # [R] words that nobody ever raises
         self._differs: Differs | None = None
-        team.look = self._look_beyond_mail
+        node.mailbox.look = self._look_beyond_mail
 
     def __getitem__(self, place: int) -> Post:
         return self._posts[place]
@@ -159,7 +164,7 @@ class Posts:
     def begin(self, kind: int, number: int) -> None:
         """This rank is about to send, or to say why it cannot."""
         self._made[kind] = number
-        self._before[_place(kind, number)] = self._team.mails, self._made[1 - kind]
+        self._before[_place(kind, number)] = self._node.mailbox.num_sent, self._made[1 - kind]
 
     def left_out(self) -> list[int]:
         return np.flatnonzero(self._masked_R).tolist()
@@ -219,7 +224,7 @@ class Posts:
             return left
 
         while True:
-            stopped = self._team.who_stops(step, missing, stage, given_up)
+            stopped = self._node.liveness.who_stops(step, missing, stage, given_up)
             if stopped is None:
                 return not missing()
             self._blame(stopped, stage)
@@ -233,7 +238,7 @@ class Posts:
         if words(post.read, 1)[0] < named:
             return
         while time.monotonic() < deadline:
-            waiting = set(self._others()) - set(self.left_out()) - self._team.gone()
+            waiting = set(self._others()) - set(self.left_out()) - self._node.liveness.gone()
             if all(self._has(post.reads, rank, named) for rank in waiting):
                 return
             time.sleep(1e-3)
@@ -263,7 +268,7 @@ class Posts:
             self._look(post, number, stage)
             rank, mark = divmod(found, _MARKS)
             place = (mark - 1) % 4
-            theirs = self._team.next_message(rank) if mark == 0 else place // 2
+            theirs = self._node.mailbox.next_message(rank) if mark == 0 else place // 2
             self._differs(stage, rank, theirs)
 
     def _look_beyond_mail(self, stage: str) -> None:
@@ -271,8 +276,8 @@ class Posts:
             return
         dispatches, combines = self._made
         made = [dispatches, dispatches, combines, combines]
-        limits = np.array([self._team.mails, *made, *made], np.int64)
-        found = self._find_ahead(limits, self._team.mail_lines, self._team.mails)
+        limits = np.array([self._node.mailbox.num_sent, *made, *made], np.int64)
+        found = self._find_ahead(limits, self._node.mailbox.arrivals, self._node.mailbox.num_sent)
         if found >= 0:
             rank, mark = divmod(found, _MARKS)
             self._differs(stage, rank, (mark - 1) % 4 // 2)
@@ -320,7 +325,7 @@ class Posts:
 
     def _go_on(self, step: Callable[[], int], missing: Callable[[], list[int]], stage: str) -> None:
         while True:
-            stopped = self._team.who_stops(step, missing, stage, self.left_out())
+            stopped = self._node.liveness.who_stops(step, missing, stage, self.left_out())
             if stopped is None:
                 return
             self._blame(stopped, stage)
@@ -330,7 +335,7 @@ class Posts:
     def _blame(self, stopped: Stopped, stage: str) -> None:
         """Unless the others may go on without them."""
         if not self._shrink:
-            raise self._team.blame(stopped, stage)
+            raise self._node.liveness.blame(stopped, stage)
 
     def time_arrivals(self, post: Post, number: int, waits: Tensor, stage: str) -> None:
         """Add to each rank's place the nanoseconds until its post was there."""

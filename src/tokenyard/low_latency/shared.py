@@ -1,6 +1,6 @@
 """The low-latency mode's exchange between ranks that share memory: one compiled call each way.
 
-Blocks, and the rows of combines, lie in segments of the team's pool, which a post names, and which
+Blocks, and the rows of combines, lie in segments of the node's pool, which a post names, and which
 are mapped when a post first names them. `posts.py` has the posts.
 """
 
@@ -19,7 +19,8 @@ from tokenyard.errors import PeerDied, PeerLeft
 from tokenyard.low_latency.handle import PendingCombine
 from tokenyard.low_latency.mismatch import posts_differ
 from tokenyard.low_latency.posts import Differs, Post, PostKernels, Posts, words
-from tokenyard.shm.node import Mapped, Team
+from tokenyard.shm.attached import Mapped
+from tokenyard.shm.node import SharedNode
 from tokenyard.shm.segment import Segment
 from tokenyard.types import ROW_DTYPES
 from tokenyard.wire.slots import (
@@ -68,11 +69,11 @@ class SharedSlots:
     moves_alone = False
     travels = False
 
-    def __init__(self, team: Team, kernels: SlotKernels, shrink: bool, stage: str) -> None:
+    def __init__(self, node: SharedNode, kernels: SlotKernels, shrink: bool, stage: str) -> None:
         """All ranks together."""
-        self._team, self._kernels, self._shrink = team, kernels, shrink
-        self._rank, self._size = team.rank, team.size
-        self.posts = Posts(team, kernels, shrink, stage)
+        self._node, self._kernels, self._shrink = node, kernels, shrink
+        self._rank, self._size = node.rank, node.size
+        self.posts = Posts(node, kernels, shrink, stage)
         self._blocks: list[Segment | None] = [None] * 4
         self._arrays: list[np.ndarray | None] = [None] * 4  # of blocks, which are lent meanwhile
         self._too_large = [0] * 4  # by post: the calls in a row that needed far less than they had
@@ -100,7 +101,7 @@ class SharedSlots:
             self._rank,
             self._size,
             number,
-            self._team.patience,
+            self._node.mailbox.patience,
             x.data_ptr(),
             topk_idx.data_ptr(),
             topk_idx.shape[0],
@@ -145,7 +146,7 @@ class SharedSlots:
             self._rank,
             self._size,
             number,
-            self._team.patience,
+            self._node.mailbox.patience,
             shape.signature,
             shape.num_max,
             shape.num_topk,
@@ -177,7 +178,7 @@ class SharedSlots:
         table_bytes, room = shape.table_bytes, 0
         tables = self._size * table_bytes
         most = tables + self._size * shape.most_back * row_bytes
-        given = self._team.pool.find(y.data_ptr(), y.nbytes) if back.zero_copy else None
+        given = self._node.pool.find(y.data_ptr(), y.nbytes) if back.zero_copy else None
         while True:
             block = self._block(post, number, tables + room * row_bytes, most, stage)
             self._head_combine(post, shape, block, tables, y, given)
@@ -187,7 +188,7 @@ class SharedSlots:
                 self._rank,
                 self._size,
                 number,
-                self._team.patience,
+                self._node.mailbox.patience,
                 y.data_ptr(),
                 shape.num_local,
                 shape.num_slots,
@@ -255,7 +256,7 @@ class SharedSlots:
             self._rank,
             self._size,
             number,
-            self._team.patience,
+            self._node.mailbox.patience,
             _combine_signature(shape, back.dtype),
             handle.number,
             0 if back.own is None else back.own.data_ptr(),
@@ -286,10 +287,10 @@ class SharedSlots:
     def combine_buffer(self, shape: SlotShape, dtype: torch.dtype) -> Tensor:
         """[L, S, D] that others can read. It is not given again before its combine was read."""
         slots = shape.num_local * shape.num_slots
-        return self._team.pool.rows(slots, shape.hidden, dtype).view(shape.x_shape)
+        return self._node.pool.rows(slots, shape.hidden, dtype).view(shape.x_shape)
 
     def is_shared(self, y: Tensor) -> bool:
-        return not y.numel() or self._team.pool.find(y.data_ptr(), y.nbytes) is not None
+        return not y.numel() or self._node.pool.find(y.data_ptr(), y.nbytes) is not None
 
     def fail(self, kind: int, number: int, text: str, stage: str, unread: bool) -> None:
         self.posts.fail(kind, number, text, unread)
@@ -338,7 +339,7 @@ class SharedSlots:
                 known[at : at + 3] = told[-1], block.address, block.size
             else:
                 try:
-                    mapped = self._team.memory(rank, told, stage)
+                    mapped = self._node.attached.memory(rank, told, stage)
                 except (PeerDied, PeerLeft):
                     if not self._shrink:
                         raise
@@ -370,7 +371,7 @@ class SharedSlots:
                 return
             self._new.pop(place, None)
             if len(self._mapped) >= _MANY:  # most are no more
-                self._mapped &= {segment.identity for segment in self._team.pool}
+                self._mapped &= {segment.identity for segment in self._node.pool}
             self._mapped.add(identity)
 
     def _block(self, post: Post, number: int, num_bytes: int, most: int, stage: str) -> Segment:
@@ -394,8 +395,8 @@ class SharedSlots:
             is_larger = block.size > most
             block = self._blocks[place] = self._arrays[place] = None
             if is_larger:  # the pool itself looks at what lies idle only when it is asked for more
-                self._team.pool.trim()
-        block, self._arrays[place] = self._team.pool.take(num_bytes)
+                self._node.pool.trim()
+        block, self._arrays[place] = self._node.pool.take(num_bytes)
         self._blocks[place] = block
         return block
 

@@ -1,1 +1,1 @@
-"""Memory that ranks of one machine share: segments, and what they tell each other in them."""
+"""Memory that ranks of one machine share: segments, messages in them, and who is still alive."""

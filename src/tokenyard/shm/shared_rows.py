@@ -1,8 +1,8 @@
 """Rows in memory that ranks share: blocks of columns, and how ranks tell each other of them.
 
 A block holds so many rows of each column, one column after the other, each from a new cache line.
-What a rank tells of a block is that of its segment (`Segment.told`); NO_MEMORY in the first place
-stands for a block that could not be had, which raises on all ranks once all have heard of it.
+A rank tells the others of a block by what names its segment (`Segment.told`). NO_MEMORY instead of
+the descriptor says that the rank could not get the memory: all ranks raise once they have heard it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ NOTHING = (NO_MEMORY, 0, 0)  # instead of what is told of a segment
 
 
 class SharedRows(NamedTuple):
-    """Rows of this rank in shared memory, kept there by `array`; or why there is none for them.
+    """A block of this rank, which lives as long as `array`; or the reason why it has none.
 
-    `array` is None too where the rows lay in shared memory already.
+    `array` is also None where the rows lay in shared memory already.
     """
 
     array: np.ndarray | None
@@ -44,8 +44,8 @@ def take(pool: SegmentPool, num_bytes: int) -> SharedRows:
 
 
 def find_or_take(pool: SegmentPool, column: Tensor, num_rows: int) -> tuple[SharedRows, int]:
-    """The block that a column's rows lie in already, with where they begin in it, or one that they
-    must be copied to (see `share`), from its beginning on.
+    """The block that a column's rows lie in already, and where they begin in it. Else a new block,
+    to whose beginning `share` copies them.
     """
     address, num_bytes = column.data_ptr(), num_rows * column.shape[1] * column.element_size()
     segment = pool.find(address, num_bytes)
@@ -54,10 +54,32 @@ def find_or_take(pool: SegmentPool, column: Tensor, num_rows: int) -> tuple[Shar
     return SharedRows(None, segment.told, segment.address), address - segment.address
 
 
+def offer(
+    pool: SegmentPool, columns: Sequence[Tensor], num_rows: int, ready: bool
+) -> tuple[tuple[SharedRows, ...], list[int]]:
+    """So many rows of each column where other ranks can read them, and the words that say where:
+    whether the rows can be read now, and for each column what names its segment, and where its rows
+    begin there.
+    """
+    blocks, words = [], [0]
+    for column in columns:
+        block, begin = find_or_take(pool, column, num_rows)
+        ready = ready and block.error is None and block.array is None
+        blocks.append(block)
+        words += *block.told, begin
+    words[0] = int(ready)
+    return tuple(blocks), words
+
+
+def check_offers(told_RW: np.ndarray, blocks: Sequence[SharedRows], stage: str, rank: int) -> None:
+    """If a rank has no memory for the rows of some column (`offer`), all raise."""
+    check(told_RW[:, 1 : 1 + 4 * len(blocks) : 4], [one.error for one in blocks], stage, rank)
+
+
 def views(
     block: SharedRows, begins: Sequence[int], num_rows: int, columns: Sequence[Tensor]
 ) -> list[Tensor]:
-    """So many rows of columns like these, where they begin in a block (see `wire.columns`)."""
+    """Tensors for so many rows of columns like these, which begin there in a block."""
     return [
         rows(block.array, at, num_rows, column.shape[1], column.dtype)
         for at, column in zip(begins, columns)
@@ -65,7 +87,9 @@ def views(
 
 
 def share(rows_ND: Tensor, block: SharedRows, flow: Flow, rank: int, kernels: RowKernels) -> None:
-    """Copy rows into the block that was taken for them, if one was, but for those of this rank."""
+    """Copy rows into the block that was taken for them, if one was. Rows that came from this rank
+    are left out: it reads those where they are.
+    """
     if block.array is None:
         return
     copy = rows(block.array, 0, flow.num_received, rows_ND.shape[1], rows_ND.dtype)
@@ -78,7 +102,7 @@ def share(rows_ND: Tensor, block: SharedRows, flow: Flow, rank: int, kernels: Ro
 def check(
     told_fds: np.ndarray, errors: Sequence[SharedMemoryError | None], stage: str, rank: int
 ) -> None:
-    """If a rank told of no memory for its rows (row r is what rank r told), all raise."""
+    """If a rank has no memory for its rows, all raise. Row r has the descriptors of rank r."""
     if NO_MEMORY not in told_fds.flatten().tolist():
         return
     without = np.flatnonzero((told_fds == NO_MEMORY).any(1)).tolist()
@@ -88,8 +112,8 @@ def check(
 def no_memory(
     ranks: Sequence[int], own: SharedMemoryError | None, stage: str, rank: int
 ) -> SharedMemoryError:
-    """What this rank raises when all ranks raise, since some have no memory; `own` is why it has
-    none itself. The Buffer goes on.
+    """The error of this rank when all ranks raise because some have no memory; `own` if this is one
+    of them. The Buffer goes on.
     """
     who = (
         f"{name_ranks(list(ranks))} could not get memory for {'their' * (len(ranks) > 1) or 'its'}"

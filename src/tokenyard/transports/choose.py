@@ -1,14 +1,18 @@
-"""How a transport is found: by name, or the best that the ranks can use."""
+"""How a transport is found: by name, or the best that the ranks can use.
+
+`_TRANSPORTS` is the one place where a transport is entered: its name, how it is opened, and what it
+needs.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 from tokenyard.comm.base import Communicator
 from tokenyard.kernels.base import RowKernels
-from tokenyard.shm.node import Team
+from tokenyard.shm.node import SharedNode
 from tokenyard.shm.segment import why_not
 from tokenyard.topology import Topology
 from tokenyard.transports.base import Transport
@@ -20,22 +24,87 @@ from tokenyard.transports.symmetric import PutKernels, SymmetricTransport
 from tokenyard.transports.symmetric_memory import PeerMemory, SharedSegments, TorchSymmetricMemory
 
 _log = logging.getLogger("tokenyard")
-_TRANSPORTS = ("direct", "ring", "collective", "hierarchical")
-_BY_NAME = ("symmetric",)  # never taken by itself: no GPU has run it yet
 
 
-class _SharingKernels(DirectKernels, RingKernels, Protocol):
-    """What a kernel set for ranks that share memory has."""
+class Opening(NamedTuple):
+    """What a transport is opened with: by all ranks together, and with the same values."""
+
+    communicator: Communicator
+    kernels: Any  # a kernel set that the transport can use
+    topology: Topology
+    timeout: float
+    num_bytes: int
+    num_channels: int
+    label: str  # one that no other Buffer of the group has
+
+
+def _open_direct(opening: Opening) -> Transport:
+    kernels = cast(DirectKernels, opening.kernels)
+    node = SharedNode(opening.communicator, kernels, opening.timeout)
+    return DirectTransport(node, kernels, opening.topology.node_of_rank)
+
+
+def _open_ring(opening: Opening) -> Transport:
+    kernels = cast(RingKernels, opening.kernels)
+    node = SharedNode(opening.communicator, kernels, opening.timeout)
+    nodes, sizes = opening.topology.node_of_rank, (opening.num_bytes, opening.num_channels)
+    try:
+        return RingTransport(node, kernels, nodes, *sizes)
+    except BaseException:
+        node.close()
+        raise
+
+
+def _open_collective(opening: Opening) -> Transport:
+    own = opening.communicator.own(f"{opening.label}/rows")
+    return CollectiveTransport(own, opening.kernels, opening.topology.node_of_rank)
+
+
+def _open_hierarchical(opening: Opening) -> Transport:
+    communicator, kernels, topology, timeout, _, _, label = opening
+    return HierarchicalTransport(communicator, kernels, topology, timeout, label)
+
+
+def _open_symmetric(opening: Opening) -> Transport:
+    if not hasattr(opening.kernels, "put"):
+        raise OSError("the kernel set has no put (take triton)")
+    communicator = opening.communicator.own(f"{opening.label}/words")
+    peers: PeerMemory
+    if communicator.device.type == "cuda":
+        group = cast(Any, communicator).group()  # no GPU has run this
+        device, timeout = communicator.device, opening.timeout
+        peers = TorchSymmetricMemory(group, device, timeout)  # no GPU has run this
+    else:
+        peers = SharedSegments(communicator, opening.timeout)
+    kernels = cast(PutKernels, opening.kernels)
+    return SymmetricTransport(communicator, peers, kernels, opening.topology.node_of_rank)
+
+
+class _Entry(NamedTuple):
+    open: Callable[[Opening], Transport]  # raises OSError on all ranks if one of them cannot
+    shares_memory: bool = False  # of kernels that signal, by ranks of one machine
+    spans_machines: bool = False
+    listed: bool = True  # among those that users are told of
+
+
+_TRANSPORTS = {
+    "direct": _Entry(_open_direct, shares_memory=True),
+    "ring": _Entry(_open_ring, shares_memory=True),
+    "collective": _Entry(_open_collective, spans_machines=True),
+    "hierarchical": _Entry(_open_hierarchical, shares_memory=True, spans_machines=True),
+    # No GPU has run it yet. Whether ranks see each other's memory is found out when it is opened.
+    "symmetric": _Entry(_open_symmetric, spans_machines=True, listed=False),
+}
 
 
 def available() -> tuple[str, ...]:
     """Those that every kernel set for CPU tensors can use, where ranks share a machine."""
-    return _TRANSPORTS
+    return tuple(name for name, entry in _TRANSPORTS.items() if entry.listed)
 
 
 def check_name(name: str) -> None:
-    if name not in ("auto", *_TRANSPORTS, *_BY_NAME):
-        raise ValueError(f"unknown transport {name!r}; available: auto, {', '.join(_TRANSPORTS)}")
+    if name not in ("auto", *_TRANSPORTS):
+        raise ValueError(f"unknown transport {name!r}; available: auto, {', '.join(available())}")
 
 
 def why_not_shared(kernels: RowKernels) -> str | None:
@@ -46,82 +115,34 @@ def why_not_shared(kernels: RowKernels) -> str | None:
 
 
 def open_transport(
-    name: str,
-    communicator: Communicator,
-    kernels: RowKernels,
-    topology: Topology,
-    *,
-    several_machines: bool,
-    alone: str | None,
-    timeout: float,
-    num_bytes: int,
-    num_channels: int,
-    label: str,
+    name: str, opening: Opening, *, several_machines: bool, alone: str | None
 ) -> Transport:
-    """All ranks together, with the same name. `alone` says why a rank cannot share memory at all;
-    `label` is one that no other Buffer of the group has.
+    """All ranks together, with the same name. `alone` says why a rank cannot share memory at all.
+
+    If the name is "auto", ranks that cannot share memory take the collective transport.
     """
-
-    if name == "symmetric":
-        own = communicator.own(f"{label}/words")
-        return _open_symmetric(own, kernels, topology.node_of_rank, timeout)
-
-    def share(chosen: str) -> Transport:
-        """Raises OSError on all ranks if some cannot attach the memory of others."""
-        sharing = cast(_SharingKernels, kernels)
-        if chosen == "hierarchical":
-            return HierarchicalTransport(communicator, sharing, topology, timeout, label)
-        team, nodes = Team(communicator, sharing, timeout), topology.node_of_rank
-        if chosen == "direct":
-            return DirectTransport(team, sharing, nodes)
-        try:
-            return RingTransport(team, sharing, nodes, num_bytes, num_channels)
-        except BaseException:
-            team.close()
-            raise
-
-    chosen, why, cause = name, alone, None
+    communicator, topology = opening.communicator, opening.topology
+    chosen, why, cause = name, None, None
     if name == "auto":
         chosen = "hierarchical" if topology.num_nodes > 1 else "direct"
-    if chosen != "hierarchical" and several_machines:
+    entry = _TRANSPORTS[chosen]
+    if entry.shares_memory:
+        why = alone
+    if several_machines and not entry.spans_machines:
         why = why or "ranks are on several machines"
     if name == "auto" and communicator.name == "loopback":
         why = "virtual ranks are threads, whose bytes are counted"
-    if chosen != "collective" and why is None:
+    if why is None:
         try:
-            made = share(chosen)
+            made = entry.open(opening)
             if name == "auto":
                 nodes = f"{topology.num_nodes} node{'s' * (topology.num_nodes > 1)}"
                 _log.info("transport: %s, since ranks are on %s", chosen, nodes)
             return made
         except OSError as error:
             why, cause = str(error), error
-    if name not in ("auto", "collective"):
+    if name != "auto":
         raise ValueError(f"transport {name!r} cannot be used: {why}") from cause
-    if name == "auto":
-        level = logging.INFO if cause is None else logging.WARNING
-        _log.log(level, "transport: collective over %s, since %s", communicator.name, why)
-    own = communicator.own(f"{label}/rows")
-    return CollectiveTransport(own, kernels, topology.node_of_rank)
-
-
-def _open_symmetric(
-    communicator: Communicator,
-    kernels: RowKernels,
-    node_of_rank: Sequence[int],
-    timeout: float,
-) -> Transport:
-    if not hasattr(kernels, "put"):
-        raise ValueError(
-            "transport 'symmetric' cannot be used: the kernel set has no put (take triton)"
-        )
-    peers: PeerMemory
-    try:
-        if communicator.device.type == "cuda":
-            group = cast(Any, communicator).group()  # no GPU has run this
-            peers = TorchSymmetricMemory(group, communicator.device, timeout)  # no GPU has run this
-        else:
-            peers = SharedSegments(communicator, timeout)
-    except OSError as error:
-        raise ValueError(f"transport 'symmetric' cannot be used: {error}") from error
-    return SymmetricTransport(communicator, peers, cast(PutKernels, kernels), node_of_rank)
+    level = logging.INFO if cause is None else logging.WARNING
+    _log.log(level, "transport: collective over %s, since %s", communicator.name, why)
+    return _open_collective(opening)

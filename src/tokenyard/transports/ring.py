@@ -1,30 +1,32 @@
 """Ranks that share memory pass rows through rings: DeepEP's design, in a fixed amount of memory.
 
-Each rank owns a ring per (channel, source); senders write records and the owner takes them out, to
-their final place in dispatch and into the sum in combine. So a row is copied twice, and whatever is
-moved, the memory that ranks share for it stays `num_nvl_bytes` a rank. Choose it where that
-matters, as with many ranks or long batches; `direct` is faster. The kernels' file has the protocol.
+Each rank owns a ring per (channel, source). Senders write records into it, and the owner takes them
+out: to their final place in dispatch, into the sum in combine. So a row is copied twice, and the
+memory that ranks share stays `num_nvl_bytes` a rank however much is moved. Choose it where that
+matters, as with many ranks or long batches; `direct` is faster. `kernels/numba/ring/protocol.py`
+has the protocol.
 """
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from tokenyard.comm.base import Move
-from tokenyard.errors import OnAllRanks, PeerError
+from tokenyard.errors import OnAllRanks
 from tokenyard.kernels.base import RowKernels
-from tokenyard.runtime import memory
 from tokenyard.runtime.threads import in_channels
-from tokenyard.shm.node import ROWS, SignalKernels, Team
-from tokenyard.transports.base import Sum
-from tokenyard.types import Config, Flow, Handle, Route, round_up
-from tokenyard.wire.columns import LINE
+from tokenyard.shm.control import ROWS
+from tokenyard.shm.mailbox import SignalKernels
+from tokenyard.shm.node import SharedNode
+from tokenyard.transports.base import RowsBack, RowsOut, SharedMemoryTransport, Transport
+from tokenyard.types import Config, Flow, Route, round_up
+from tokenyard.wire.columns import LINE, row_widths
 
 DEFAULT_BYTES = 16 << 20  # of a rank
 _PAGE = mmap.PAGESIZE
@@ -76,52 +78,31 @@ class RingKernels(RowKernels, SignalKernels, Protocol):
     def ring_combine(self, plan: Any, begin: int, end: int, patience: int) -> int: ...
 
 
-class RingTransport:
+class RingTransport(SharedMemoryTransport):
     name = "ring"
-    moves_alone = False
-    offers_memory = False
+    empty = Transport.empty  # results are not read by other ranks: rows pass through the rings
 
     def __init__(
         self,
-        team: Team,
+        node: SharedNode,
         kernels: RingKernels,
         node_of_rank: Sequence[int],
         num_bytes: int,
         num_channels: int,
     ) -> None:
         """All ranks together. Raises SharedMemoryError on all if one of them has no memory."""
-        self._team = team
+        self.node = self._node = node
         self._kernels = kernels
         self._node_of_rank = node_of_rank
-        self.rank, self.size = team.rank, team.size
+        self.rank, self.size = node.rank, node.size
         self._num_bytes, self._num_channels = num_bytes or DEFAULT_BYTES, num_channels
-        room = max(self._num_bytes - team.control_bytes, 0) // _PAGE * _PAGE
-        self._ring_bytes = room // (num_channels * team.size) // LINE * LINE
-        bases_R = team.share(max(room, _PAGE), "Buffer (attach)")
+        room = max(self._num_bytes - node.control_bytes, 0) // _PAGE * _PAGE
+        self._ring_bytes = room // (num_channels * node.size) // LINE * LINE
+        bases_R = node.share(max(room, _PAGE), "Buffer (attach)")
         self._rings = kernels.make_rings(self.rank, bases_R, self._ring_bytes, num_channels)
 
-    @property
-    def team(self) -> Team:
-        return self._team
-
-    def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
-        return self._team.exchange(message_RM, stage)
-
-    def offer_rows(self, flow: Flow | None, widths: Sequence[int]) -> Sequence[int]:
-        return ()
-
-    def learn_route(
-        self, flow: Flow, is_token_in_rank_TR: Tensor, widths: Sequence[int], stage: str
-    ) -> None: ...
-
-    def send(
-        self,
-        columns: Sequence[Tensor],
-        flow: Flow,
-        told_RW: np.ndarray,
-        config: Config,
-        stage: str,
-    ) -> tuple[list[Tensor], Move]:
+    def send(self, rows: RowsOut) -> tuple[list[Tensor], Move]:
+        columns, flow, _, _, config, stage = rows
         slots, channels = self._slots(columns, config, stage), self._channels(config)
         arrive = [self.empty(flow.num_rows, column.shape[1], column.dtype) for column in columns]
 
@@ -136,28 +117,13 @@ class RingTransport:
                 config.num_max_nvl_chunked_send_tokens,
                 channels,
             )
-            moved = (flow.num_received + sum(flow.route.send_counts)) * _width(columns)
-            self._drive(
-                lambda begin, end: self._kernels.ring_dispatch(plan, begin, end, _PATIENCE),
-                plan.awaited,
-                channels,
-                moved,
-                stage,
-            )
+            kernel = partial(self._kernels.ring_dispatch, plan)
+            self._drive(kernel, plan.awaited, channels, _moved_bytes(flow, columns), stage)
 
         return arrive, move
 
-    def offer_back(self, columns: Sequence[Tensor], flow: Flow, ready: bool) -> np.ndarray:
-        return np.empty((self.size, 0), np.int64)
-
-    def sum_back(
-        self,
-        sums: Sequence[Sum],
-        handle: Handle,
-        told_RW: np.ndarray,
-        config: Config,
-        stage: str,
-    ) -> Move:
+    def sum_back(self, back: RowsBack) -> Move:
+        sums, handle, _, _, config, stage = back
         flow, columns = handle.flow, [one.rows_ND for one in sums]
         slots, channels = self._slots(columns, config, stage), self._channels(config)
         weights = sums[1] if len(sums) > 1 else None
@@ -179,43 +145,22 @@ class RingTransport:
                 chunk=config.num_max_nvl_chunked_send_tokens,
                 num_channels=channels,
             )
-            moved = (flow.num_received + sum(flow.route.send_counts)) * _width(columns)
-            self._drive(
-                lambda begin, end: self._kernels.ring_combine(plan, begin, end, _PATIENCE),
-                plan.awaited,
-                channels,
-                moved,
-                stage,
-            )
+            kernel = partial(self._kernels.ring_combine, plan)
+            self._drive(kernel, plan.awaited, channels, _moved_bytes(flow, columns), stage)
 
         return move
 
-    def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        return memory.empty(num_rows, width, dtype=dtype)
-
-    def tell(self, error: PeerError) -> None:
-        self._team.tell(error)
-
-    def dead_ranks(self) -> tuple[int, ...]:
-        return self._team.dead_ranks()
-
-    def explain(self, stage: str, error: RuntimeError) -> PeerError:
-        return self._team.explain(stage, error)
-
-    def close(self) -> None:
-        self._team.close()
-
     def _channels(self, config: Config) -> int:
-        """Those that a call uses: each has rings of its own for the life of the Buffer."""
+        """How many a call uses. Rings are made for all channels when the Buffer is opened."""
         return min(config.num_channels, self._num_channels)
 
     def _slots(self, columns: Sequence[Tensor], config: Config, stage: str) -> int:
-        """The rows that a ring holds: all ranks come to the same, and raise together."""
-        widths = [column.shape[1] * column.element_size() for column in columns]
+        """The rows that a ring holds: all ranks find the same number, and raise together."""
+        widths = row_widths(columns)
         slots = self._kernels.ring_slots(self._ring_bytes, widths)
         if slots < 1:
             rings = self._num_channels * self.size * self._kernels.ring_bytes(1, widths)
-            needed = self._team.control_bytes + round_up(rings, _PAGE)
+            needed = self._node.control_bytes + round_up(rings, _PAGE)
             hint = config.get_nvl_buffer_size_hint(widths[0], self.size)
             raise OnAllRanks(
                 f"{stage}: num_nvl_bytes is {self._num_bytes}, want at least {needed} for a row in "
@@ -225,28 +170,29 @@ class RingTransport:
 
     def _drive(
         self,
-        kernel: Callable[[int, int], int],
+        kernel: Callable[[int, int, int], int],
         awaits: Callable[[], list[int]],
         num_channels: int,
         num_bytes: int,
         stage: str,
     ) -> None:
-        """Both sides of the channels, by as many threads as torch was told to take, if it pays."""
+        """Send and receive on all channels, with as many threads as torch may use, if they pay."""
 
         def part(begin: int, end: int) -> None:
             def step() -> int:
-                left = kernel(begin, end)
+                left = kernel(begin, end, _PATIENCE)
                 if left < 0:
-                    raise self._team.stray(-1 - left, stage)
+                    raise self._node.liveness.stray(-1 - left, stage)
                 return left
 
-            self._team.wait_until(step, awaits, stage)
+            self._node.liveness.wait_until(step, awaits, stage)
 
         in_channels(part, num_channels, num_bytes)
-        # Rings do not need this, but survivors of a death do: a rank that went on alone would wait
-        # elsewhere for those that were told of it here.
-        self._team.meet(ROWS, stage)
+        # Rings do not need this signal, but the survivors of a death do: a rank that went on alone
+        # would wait elsewhere for ranks that heard of the death here.
+        self._node.mailbox.meet(ROWS, stage)
 
 
-def _width(columns: Sequence[Tensor]) -> int:
-    return sum(column.shape[1] * column.element_size() for column in columns)
+def _moved_bytes(flow: Flow, columns: Sequence[Tensor]) -> int:
+    """Of the rows that a rank sends and receives."""
+    return (flow.num_received + sum(flow.route.send_counts)) * sum(row_widths(columns))

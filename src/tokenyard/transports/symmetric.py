@@ -1,13 +1,14 @@
-"""Rows put into peers' memory by kernels of the device, and pulled from it to be summed.
+"""Kernels of the device write rows into peers' memory, and read rows there to sum them.
 
-Every rank has a block of memory that all others can write to and read (see `peers`). Dispatch: the
-sender puts each row into its place in the receiver's block, raises a flag there, waits for the
-flags of all others, and copies its rows out. Combine: each rank copies its rows into its own block,
-and the ranks that sum them read them there. A block is written again only when all ranks have said
-that they are done reading: two flags a pair of ranks, epochs that only grow.
+Every rank has a block of memory that all others can write and read (see `symmetric_memory`). In a
+dispatch the sender writes each row to its place in the receiver's block and raises a flag there. A
+rank waits for the flags of all others, and copies its rows out. In a combine each rank copies its
+rows into its own block, where the ranks that sum them read them. A rank writes to blocks again only
+when all ranks have raised a second flag, that they are done reading. Flags are epochs that only
+grow.
 
-For GPUs of one node that see each other's memory, with Triton's kernels. Blocks are as large as the
-largest call needs; all ranks make larger ones together.
+Choose it, by name, for GPUs of one node that see each other's memory, with Triton's kernels. Blocks
+are as large as the largest call needs; all ranks make larger ones together. No GPU has run it yet.
 """
 
 from __future__ import annotations
@@ -22,13 +23,11 @@ from torch import Tensor
 from tokenyard.comm.base import Communicator, Move
 from tokenyard.errors import PeerError
 from tokenyard.kernels.base import RowKernels
-from tokenyard.runtime import memory
 from tokenyard.runtime.memory import as_bytes
 from tokenyard.runtime.pool import size_class
-from tokenyard.transports.base import Sum
-from tokenyard.transports.collective import exchange_words
+from tokenyard.transports.base import CommunicatorTransport, RowsBack, RowsOut
 from tokenyard.transports.symmetric_memory import PeerMemory, SymmetricBlock
-from tokenyard.types import Config, Flow, Handle, Route
+from tokenyard.types import Flow, Route
 from tokenyard.wire.columns import LINE, column_offsets
 
 _ROWS, _READ = range(2)  # flags: rows were written; they were read
@@ -64,7 +63,7 @@ class _Room:
         self.own = block.own[LINE * _KINDS * size :]
         self.room = room
         self.starts = [address + LINE * _KINDS * size for address in block.addresses]
-        # Where this rank's flags are in all blocks, and those of all ranks in its own.
+        # By kind: this rank's flags in the blocks of all ranks, and all ranks' flags in its own.
         self.outgoing = [
             [address + LINE * (kind * size + rank) for address in block.addresses]
             for kind in range(_KINDS)
@@ -79,9 +78,8 @@ class _Room:
         return self.own[begin : begin + num_rows * width].view(num_rows, width)
 
 
-class SymmetricTransport:
+class SymmetricTransport(CommunicatorTransport):
     name = "symmetric"
-    moves_alone = False
     offers_memory = True
 
     def __init__(
@@ -91,32 +89,20 @@ class SymmetricTransport:
         kernels: PutKernels,
         node_of_rank: Sequence[int],
     ) -> None:
+        """The communicator, which takes messages, is closed with the transport."""
         self._communicator = communicator
         self._peers = peers
         self._kernels = kernels
         self._node_of_rank = node_of_rank
         self._room: _Room | None = None
-        self.rank, self.size = communicator.rank, communicator.size
+        self.rank, self.size, self.device = communicator.rank, communicator.size, peers.device
 
     def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
         self._peers.check(stage)
-        return exchange_words(self._communicator, message_RM, stage)
+        return super().exchange(message_RM, stage)
 
-    def offer_rows(self, flow: Flow | None, widths: Sequence[int]) -> Sequence[int]:
-        return ()
-
-    def learn_route(
-        self, flow: Flow, is_token_in_rank_TR: Tensor, widths: Sequence[int], stage: str
-    ) -> None: ...
-
-    def send(
-        self,
-        columns: Sequence[Tensor],
-        flow: Flow,
-        told_RW: np.ndarray,
-        config: Config,
-        stage: str,
-    ) -> tuple[list[Tensor], Move]:
+    def send(self, rows: RowsOut) -> tuple[list[Tensor], Move]:
+        columns, flow, _, _, config, stage = rows
         arrive = [self.empty(flow.num_rows, column.shape[1], column.dtype) for column in columns]
         outs = [as_bytes(out) for out in arrive]
         room, offsets, targets = self._places(outs, flow, stage)
@@ -134,18 +120,8 @@ class SymmetricTransport:
 
         return arrive, move
 
-    def offer_back(self, columns: Sequence[Tensor], flow: Flow, ready: bool) -> np.ndarray:
-        return np.empty((self.size, 0), np.int64)
-
-    def sum_back(
-        self,
-        sums: Sequence[Sum],
-        handle: Handle,
-        told_RW: np.ndarray,
-        config: Config,
-        stage: str,
-    ) -> Move:
-        flow = handle.flow
+    def sum_back(self, back: RowsBack) -> Move:
+        sums, flow, stage = back.sums, back.handle.flow, back.stage
         columns = [as_bytes(one.rows_ND) for one in sums]
         room, offsets, sources = self._places(columns, flow, stage)
 
@@ -163,27 +139,21 @@ class SymmetricTransport:
 
         return move
 
-    def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        return memory.empty(num_rows, width, dtype=dtype, device=self._peers.device)
-
     def tell(self, error: PeerError) -> None:
         self._peers.tell(error)
 
     def dead_ranks(self) -> tuple[int, ...]:
         return self._peers.dead_ranks()
 
-    def explain(self, stage: str, error: RuntimeError) -> PeerError:
-        return self._communicator.explain(stage, error)
-
     def close(self) -> None:
         self._peers.close()
-        self._communicator.close()
+        super().close()
 
     def _places(
         self, columns: Sequence[Tensor], flow: Flow, stage: str
     ) -> tuple[_Room, list[int], list[list[int]]]:
-        """Where columns [N, B] begin in this rank's block; and where, for each column, the rows
-        that this rank exchanges with each rank begin in that rank's block.
+        """Where columns [N, B] begin in this rank's block; and for each column where the rows that
+        this rank exchanges with rank r begin in the block of rank r.
         """
         rows_R, starts_R = self._counts(flow, stage)
         widths = [column.shape[1] for column in columns]
@@ -203,7 +173,7 @@ class SymmetricTransport:
         return self._room, offsets[self.rank], places
 
     def _counts(self, flow: Flow, stage: str) -> tuple[list[int], list[int]]:
-        """The rows that arrive at each rank, and at which of them this rank's begin."""
+        """How many rows arrive at each rank, and the number of the first that this rank sends."""
         if flow.sent_RR is not None:
             return flow.sent_RR.sum(0).tolist(), flow.sent_RR[: self.rank].sum(0).tolist()
         before = np.cumsum([0, *flow.recv_counts])
@@ -212,7 +182,7 @@ class SymmetricTransport:
         return told_RW[:, 0].tolist(), told_RW[:, 1].tolist()
 
     def _begin(self, room: _Room, stage: str) -> None:
-        """All ranks have read what the last move left in their blocks, or in this rank's."""
+        """Wait until all ranks have read what the last move left in the blocks."""
         self._await(room, _READ, stage)
         room.epoch += 1
 

@@ -1,8 +1,9 @@
-"""Memory of all ranks that each of them can address, and how long one waits for another in it.
+"""Symmetric memory: blocks that all ranks have and can address, and waits for flags in them.
 
-A *block* is as large on every rank, and its addresses by rank are all that kernels need. There are
-two providers: segments that processes of one machine share, and torch's symmetric memory, in which
-GPUs see each other. Kernels cannot tell them apart.
+A *block* has the same size on every rank, and its addresses by rank are all that kernels need.
+There are two providers: segments that processes of one machine share (`SharedSegments`), and
+torch's symmetric memory, in which GPUs see each other (`TorchSymmetricMemory`). Kernels cannot tell
+them apart.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from torch import Tensor
 from tokenyard.comm.base import Communicator
 from tokenyard.errors import PeerError, PeerTimeout, SharedMemoryError, name_ranks
 from tokenyard.shm import shared_rows
-from tokenyard.shm.node import Mapped, Team, tell_all
+from tokenyard.shm.attached import Mapped
+from tokenyard.shm.node import SharedNode
 from tokenyard.shm.pool import rows
 from tokenyard.shm.shared_rows import NOTHING
 
 
 class SymmetricBlock(NamedTuple):
-    """Zeros when it is made."""
+    """It holds zeros when it is made."""
 
     addresses: tuple[int, ...]  # by rank, as this rank sees them
     own: Tensor  # [bytes] uint8
@@ -36,48 +38,49 @@ class PeerMemory(Protocol):
         """All ranks together, with the same number."""
 
     def wait(self, look: Callable[[Tensor, int, int], None], num_flags: int, stage: str) -> None:
-        """Let look(missing, first, patience) find that no flag is missing."""
+        """Until look(missing, first, patience), which sets `missing`, finds no flag missing."""
 
     def check(self, stage: str) -> None:
-        """Raise if a wait has ended without its flags, where that is not known at once."""
+        """Raise if an earlier wait has ended without its flags, where `wait` cannot know that."""
 
     def tell(self, error: PeerError) -> None:
-        """Tell the other ranks who is at fault, if there is a way."""
+        """Tell the other ranks who is at fault, if that is possible."""
 
     def dead_ranks(self) -> tuple[int, ...]:
-        """Those that can be seen to have died without asking anybody."""
+        """The ranks that this one can see to have died, without asking anybody."""
 
     def close(self) -> None: ...
 
 
 class SharedSegments:
-    """Of processes on one machine, for kernels that run in Triton's interpreter.
+    """Memory of processes on one machine, for kernels that run in Triton's interpreter.
 
-    A wait is over when `wait` returns; it looks whether peers live meanwhile.
+    `wait` returns when the flags are there; meanwhile it looks whether peers live.
     """
 
     device = torch.device("cpu")
 
     def __init__(self, communicator: Communicator, timeout: float) -> None:
-        # The team's own kernels are not used: its words go through the communicator here.
-        self._team = Team(communicator, _NoSignals(), timeout)
+        # The node's mailbox is not used: messages go through the communicator here.
+        self._node = SharedNode(communicator, _NoSignals(), timeout)
         self._communicator = communicator
         self._mapped: list[Mapped] = []
 
     def make(self, num_bytes: int, stage: str) -> SymmetricBlock:
-        error, words = None, NOTHING
+        error, told = None, NOTHING
         try:
-            own = self._team.keep(num_bytes)
-            words = own.told
+            own = self._node.keep(num_bytes)
+            told = own.told
         except SharedMemoryError as problem:
             error = problem
-        told = list(zip(*tell_all(self._communicator, list(words))))
-        shared_rows.check(np.array(told)[:, :1], [error], stage, self._team.rank)
-        self._mapped += self._team.map_all(told, Mapped(own.array(), own.address), stage)
-        addresses = [one.address for one in self._mapped[-len(told) :]]
+        told_R3 = np.array(self._communicator.gather(told, stage), np.int64).T
+        shared_rows.check(told_R3[:, :1], [error], stage, self._node.rank)
+        mapped = self._node.attached.all_ranks(told_R3.tolist(), own, stage)
+        self._mapped += mapped
+        addresses = tuple(one.address for one in mapped)
         # No peer may close its segment, nor write to it, before all have mapped it.
-        tell_all(self._communicator, [0])
-        return SymmetricBlock(tuple(addresses), rows(own.array(), 0, 1, num_bytes, torch.uint8)[0])
+        self._communicator.gather([0], stage)
+        return SymmetricBlock(addresses, rows(own.array(), 0, 1, num_bytes, torch.uint8)[0])
 
     def wait(self, look: Callable[[Tensor, int, int], None], num_flags: int, stage: str) -> None:
         missing = torch.zeros(1, dtype=torch.int32)
@@ -86,34 +89,33 @@ class SharedSegments:
             look(missing, int(missing), 1)
             return num_flags - int(missing)
 
-        self._team.wait_until(step, lambda: (int(missing),), stage)
+        self._node.liveness.wait_until(step, lambda: (int(missing),), stage)
 
     def check(self, stage: str) -> None:
         pass
 
     def tell(self, error: PeerError) -> None:
-        self._team.tell(error)
+        self._node.liveness.tell(error)
 
     def dead_ranks(self) -> tuple[int, ...]:
-        return self._team.dead_ranks()
+        return self._node.liveness.dead_ranks()
 
     def close(self) -> None:
-        self._team.close()
+        self._node.close()
 
 
 class _NoSignals:
-    """In place of kernels for a team that nobody signals in."""
+    """Kernels of a node in which nobody signals."""
 
     def __getattr__(self, name: str) -> Any:
-        raise AssertionError(f"{name}: this team has no signals")
+        raise AssertionError(f"{name}: this node has no signals")
 
 
 class TorchSymmetricMemory:
-    """Of GPUs that see each other's memory: torch.distributed._symmetric_memory.
+    """Memory of GPUs that see each other's: torch.distributed._symmetric_memory.
 
-    A wait is work of the stream and takes none of the host's time. If it ends without its flags,
-    it leaves the missing rank in host memory, and the next call raises PeerTimeout. No GPU has run
-    this yet.
+    The stream waits for flags, not the host. If a wait ends without its flags, it leaves the
+    missing rank in host memory, and the next call raises PeerTimeout. No GPU has run this yet.
     """
 
     LOOKS_A_SECOND = 1_000_000  # about: a look crosses NVLink, or PCIe
@@ -141,7 +143,7 @@ class TorchSymmetricMemory:
         look(self._missing, 0, int(self._timeout * self.LOOKS_A_SECOND))
 
     def check(self, stage: str) -> None:
-        """The counter is not waited for: it is what the last wait that has ended has left."""
+        """Reads the counter without waiting: it says how the last wait that has ended went."""
         missing = int(self._missing)
         if 0 <= missing < self._flags:
             raise PeerTimeout(

@@ -1,8 +1,8 @@
-"""Between nodes: the ranks of one rail, which pass on what other ranks of their nodes need.
+"""Links between nodes: ranks of one rail send to each other what other ranks of their nodes need.
 
 `Topology` says which rails there are. A rank sends on its own rail only, to one rank of each other
-node, and receives, for all ranks of its node, on every rail that it is on. Every rail has two
-communicators, made once a Buffer: words and rows may travel at once.
+node. It receives on every rail that it is on, for all ranks of its node. Every rail has two
+communicators, made when the Buffer is opened, so that messages and rows may travel at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.comm.base import Communicator, Move
+from tokenyard.comm.base import Communicator, Exchange, Move
 from tokenyard.runtime import memory
 from tokenyard.topology import Topology
 
@@ -23,21 +23,21 @@ _IN_FLIGHT = 2  # chunks of a rail on their way at once: as many as gloo has thr
 
 
 class ChunkStream(Protocol):
-    """A stream of rows between nodes, in chunks, as one rank sees it."""
+    """Rows that travel between nodes in chunks: what one rank sends and receives of them."""
 
     width: int  # bytes of a row
 
     def num_chunks(self, rail: int) -> int:
-        """The same on all ranks of a rail."""
+        """The number of chunks: the same on all ranks of a rail."""
 
     def counts(self, rail: int, chunk: int) -> tuple[list[int], list[int]]:
-        """Rows of a chunk to each node, and from each node."""
+        """How many rows of a chunk go to each node, and how many come from each node."""
 
     def fill(self, rail: int, chunk: int, rows_NB: Tensor) -> None:
-        """Write the rows that go, by node."""
+        """Write the rows to send, by node."""
 
     def meanwhile(self, chunk: int) -> None:
-        """What can be done while a chunk is on its way."""
+        """Do other work while a chunk is on its way."""
 
     def take(self, rail: int, chunk: int, rows_NB: Tensor) -> None:
         """Read the rows that came, by node."""
@@ -51,27 +51,27 @@ class Links:
         name: str,
         look: Callable[[str], None],
     ) -> None:
-        """All ranks together. `name` is new for every Buffer of the group; `look` raises what other
-        ranks of the node have noticed.
+        """All ranks together. `name` is new for every Buffer of the group. `look`, which long waits
+        call, raises the failures that other ranks of the node have noticed.
         """
         self.own = topology.place(communicator.rank)
         self.numbers = topology.rails_of(communicator.rank)
-        self._words: dict[int, Communicator] = {}
+        self._messages: dict[int, Communicator] = {}
         self._rows: dict[int, Communicator] = {}
         if topology.num_nodes == 1:
             return
         for rail in self.numbers:
             members = topology.rail(rail)
-            self._words[rail] = communicator.part(members, f"{name}/rail-{rail}/words")
+            self._messages[rail] = communicator.part(members, f"{name}/rail-{rail}/messages")
             self._rows[rail] = communicator.part(members, f"{name}/rail-{rail}/rows")
-            self._words[rail].watch(look)
+            self._messages[rail].watch(look)
             self._rows[rail].watch(look)
 
     def exchange(
         self, parcels: Sequence[np.ndarray], sizes: dict[int, list[int]], stage: str
     ) -> dict[int, list[np.ndarray]]:
-        """Bytes for each node, sent on this rank's own rail. `sizes` says how many come from each
-        node on each rail, and the answer has them.
+        """Send bytes to each node, on this rank's own rail. Returns what came, by rail and node;
+        `sizes` says how many bytes come from each node on each rail.
         """
         answer = {}
         for rail in self.numbers:
@@ -80,13 +80,15 @@ class Links:
             if rail == self.own:
                 sent = torch.from_numpy(np.concatenate(parcels))[:, None]
                 counts = [len(parcel) for parcel in parcels]
-            if rail in self._words:
-                self._words[rail].all_to_all(out, sent, sizes[rail], counts, stage)
+            if rail in self._messages:
+                self._messages[rail].all_to_all(Exchange(out, sent, sizes[rail], counts, stage))
             answer[rail] = np.split(out.numpy()[:, 0], np.cumsum(sizes[rail])[:-1])
         return answer
 
     def stream(self, stream: ChunkStream, stage: str) -> None:
-        """All chunks of a stream, so that the network has work while this rank fills and takes."""
+        """Send and receive all chunks. A few are on their way while this rank fills and takes
+        others, so that the network always has work.
+        """
         ends: deque[Move] = deque()
         for chunk in range(max(map(stream.num_chunks, self.numbers))):
             for rail in self.numbers:
@@ -105,7 +107,7 @@ class Links:
         stream.fill(rail, chunk, sent)
         arrive: Move | None = None
         if rail in self._rows:
-            arrive = self._rows[rail].start(out, sent, out_counts, counts, stage)
+            arrive = self._rows[rail].start(Exchange(out, sent, out_counts, counts, stage))
 
         def end() -> None:
             if arrive is not None:
@@ -115,5 +117,5 @@ class Links:
         return end
 
     def close(self) -> None:
-        for communicator in (*self._words.values(), *self._rows.values()):
+        for communicator in (*self._messages.values(), *self._rows.values()):
             communicator.close()

@@ -1,15 +1,15 @@
-"""Which way the rows of a dispatch go over two levels: what a rank knows of it, and remembers.
+"""The route of a dispatch over two levels, as one rank knows it.
 
 A token goes once to each other node that needs it, to this rank's partner there, and straight to
-the ranks of its own node. So a rank has two parts in a dispatch: it sends its own tokens, and it
-passes on what its partners in other nodes send it. Each part is a `Route`:
+the ranks of its own node. So a rank has two tasks in a dispatch: it sends its own tokens, and it
+passes on what its partners in other nodes send it. Each task has a `Route`:
 
-    hops    of this rank's tokens: its *hops* are the ranks of its own node, one by one, and the
-            other nodes, all in the order of nodes
-    relays  of each partner's tokens that need this node, to the ranks of this node
+    hops    where this rank's tokens go first. A *hop* is a rank of its own node, or another node;
+            hops are in the order of nodes
+    relays  for each partner: where its tokens that need this node go, among the ranks of this node
 
-Rows travel in *chunks*, which are ranges of their source's tokens. So both ends can tell the rows
-of a chunk, and everything about a token is in one chunk.
+Rows travel in *chunks*. A chunk is a range of its source's tokens, so sender and receiver know
+which rows are in it, and all rows of a token are in one chunk.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CHUNK = 1 << 20  # bytes of a source's tokens that travel together
 
 
 def chunk_tokens(width: int) -> int:
-    """The tokens of a chunk, if their rows have so many bytes: the same on all ranks."""
+    """How many tokens a chunk has if a row has so many bytes: the same on all ranks."""
     return max(1, _CHUNK // width)
 
 
@@ -49,12 +49,12 @@ class Hops(NamedTuple):
 
     route: Route
     node_of_hop: list[int]
-    hop_of_node: list[int]  # -1 for this rank's own
-    own: list[int]  # those that are the ranks of its own node
+    hop_of_node: list[int]  # -1 for this rank's own node
+    own: list[int]  # the hops that are ranks of its own node
 
 
 class Chunks(NamedTuple):
-    """A way cut into ranges of so many tokens."""
+    """A route, cut into ranges of so many tokens."""
 
     tokens: int
     order: Tensor  # int32, this rank's tokens as they go to other nodes, by (chunk, node, token)
@@ -68,7 +68,7 @@ class Chunks(NamedTuple):
 class TwoLevelRoute:
     topology: Topology
     own_rail: int
-    num_tokens: dict[int, int]  # by rail: the most that a rank on it has
+    num_tokens: dict[int, int]  # by rail: the most tokens that a rank on it has
     hops: Hops
     relays: dict[int, list[Relay]]  # by rail, then by node
     starts: np.ndarray  # [L] where this rank's own rows begin in each local rank's result
@@ -152,7 +152,7 @@ def read_relay(
     starts: np.ndarray,
     kernels: RowKernels,
 ) -> Relay:
-    """What a partner said with `pack_marks`, read by a rank of that node.
+    """The relay of a partner, read from the bits that its `pack_marks` made for this node.
 
     >>> from tokenyard.kernels import reference
     >>> relay = read_relay(np.array([192, 0, 64], np.uint8), 1, 3, np.zeros(2, int), reference)

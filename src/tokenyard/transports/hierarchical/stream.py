@@ -1,10 +1,10 @@
 """The two row exchanges over two levels, as streams of chunks between nodes.
 
-Out: this rank's tokens are packed for the other nodes, and what comes is written to where it
-belongs in the results of this node's ranks. Back: what this node's ranks have for a partner's
-tokens is summed and sent, and what comes is added to the tokens that it belongs to. Meanwhile rows
-of the own node are moved. Rows never wait for another order: on both ways each is written once, to
-its place.
+`DispatchStream` packs this rank's tokens for the other nodes, writes rows for its own node while
+chunks travel, and writes the rows that come to their places in the results of its node's ranks.
+`CombineStream` sums the rows that this node's ranks have for a partner's tokens and sends the sums;
+to the sums that come it adds the rows of its own node and the biases. Both write each row once, to
+its final place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,29 @@ from tokenyard.transports.hierarchical.route import Relay, TwoLevelRoute
 from tokenyard.types import Route
 
 
-class DispatchStream:
+class _Stream:
+    """What both streams have in common."""
+
+    def __init__(
+        self, path: TwoLevelRoute, width: int, kernels: DirectKernels, beat: Callable[[], None]
+    ) -> None:
+        self._path, self.width, self._kernels, self._beat = path, width, kernels, beat
+        self._chunks = path.chunks(width)
+
+    def num_chunks(self, rail: int) -> int:
+        return self._chunks.num_chunks[rail]
+
+    def meanwhile(self, chunk: int) -> None:
+        pass
+
+    def _counts(self, rail: int, chunk: int) -> tuple[list[int], list[int]]:
+        """By node: the rows of this rank's tokens in a chunk, and those of its partners' tokens."""
+        relayed = self._chunks.relayed[rail][chunk]
+        own = self._chunks.sent[chunk] if rail == self._path.own_rail else [0] * len(relayed)
+        return own, relayed
+
+
+class DispatchStream(_Stream):
     def __init__(
         self,
         path: TwoLevelRoute,
@@ -31,24 +53,17 @@ class DispatchStream:
         beat: Callable[[], None],
     ) -> None:
         """`blocks_L` is where each local rank's result begins."""
-        self._path, self._columns, self._blocks_L = path, columns, blocks_L
-        self._kernels, self._beat = kernels, beat
+        self._blocks_L = blocks_L
         self._bytes = [as_bytes(column) for column in columns]
-        self.width = sum(column.shape[1] for column in self._bytes)
-        self._chunks = path.chunks(self.width)
+        super().__init__(path, sum(column.shape[1] for column in self._bytes), kernels, beat)
         self._sent = np.cumsum([0] + [sum(chunk) for chunk in self._chunks.sent]).tolist()
-        # Rows of the own node: of all hops only its ranks have memory here.
+        # By hop, for rows of the own node: only hops that are its ranks have memory here.
         self._hops_H = [np.zeros(len(path.hops.node_of_hop), np.int64) for _ in range(3)]
         for table, values in zip(self._hops_H, (blocks_L, path.starts, path.num_rows)):
             table[path.hops.own] = values
 
-    def num_chunks(self, rail: int) -> int:
-        return self._chunks.num_chunks[rail]
-
     def counts(self, rail: int, chunk: int) -> tuple[list[int], list[int]]:
-        sends = rail == self._path.own_rail
-        relayed = self._chunks.relayed[rail][chunk]
-        return self._chunks.sent[chunk] if sends else [0] * len(relayed), relayed
+        return self._counts(rail, chunk)
 
     def fill(self, rail: int, chunk: int, rows_NB: Tensor) -> None:
         if len(rows_NB) == 0:
@@ -83,7 +98,7 @@ class DispatchStream:
         return rows_NB.split([column.shape[1] for column in self._bytes], dim=1)
 
 
-class CombineStream:
+class CombineStream(_Stream):
     def __init__(
         self,
         path: TwoLevelRoute,
@@ -93,21 +108,16 @@ class CombineStream:
         beat: Callable[[], None],
     ) -> None:
         """`bases_L` is where each local rank's rows begin."""
-        self._path, self._sum, self._bases_L = path, one, bases_L
-        self._kernels, self._beat = kernels, beat
-        self.width = one.rows_ND.shape[1] * one.rows_ND.element_size()
-        self._chunks = path.chunks(self.width)
-
-    def num_chunks(self, rail: int) -> int:
-        return self._chunks.num_chunks[rail]
+        self._sum, self._bases_L = one, bases_L
+        width = one.rows_ND.shape[1] * one.rows_ND.element_size()
+        super().__init__(path, width, kernels, beat)
 
     def counts(self, rail: int, chunk: int) -> tuple[list[int], list[int]]:
-        sends = rail == self._path.own_rail
-        relayed = self._chunks.relayed[rail][chunk]
-        return relayed, self._chunks.sent[chunk] if sends else [0] * len(relayed)
+        own, relayed = self._counts(rail, chunk)
+        return relayed, own
 
     def fill(self, rail: int, chunk: int, rows_NB: Tensor) -> None:
-        """The sums of this node's rows, rounded, for each partner's tokens."""
+        """Sum this node's rows for each partner's tokens, and round."""
         counts = self._chunks.relayed[rail][chunk]
         by_node = rows_NB.view(self._sum.rows_ND.dtype).split(counts)
         for relay in self._path.relays[rail]:
@@ -121,10 +131,8 @@ class CombineStream:
                     by_node[relay.node],
                 )
 
-    def meanwhile(self, chunk: int) -> None: ...
-
     def take(self, rail: int, chunk: int, rows_NB: Tensor) -> None:
-        """Add up what other nodes sent, rows of the own node, and biases."""
+        """Add up the sums of other nodes, the rows of this rank's own node, and the biases."""
         self._beat()
         begin = chunk * self._chunks.tokens
         end = begin + self._chunks.tokens
@@ -136,7 +144,7 @@ class CombineStream:
         bases_H[path.hops.own] = self._bases_L + path.starts * self.width
         at = rows_NB.data_ptr()
         for node, hop in enumerate(path.hops.hop_of_node):
-            if hop >= 0:  # as if all rows of the chunks before were there as well
+            if hop >= 0:  # where row 0 would be if the rows of all chunks before were there, too
                 bases_H[hop] = at - int(self._chunks.first_hop[chunk, node]) * self.width
                 at += self._chunks.sent[chunk][node] * self.width
         biases = [bias[begin:end] for bias in self._sum.biases_TD]
@@ -145,12 +153,12 @@ class CombineStream:
 
 
 def _first(relay: Relay, token: int) -> int:
-    """The partner's rows before this token of it."""
+    """How many of the partner's rows come before this token of it."""
     return int(relay.before[min(token, len(relay.before) - 1)])
 
 
 def _tokens(route: Route, begin: int, end: int) -> Route:
-    """The copies of some tokens, for kernels that go by tokens."""
+    """The part of a route that is about some tokens, for kernels that go by tokens."""
     starts = route.copy_start[begin : end + 1]
     first, last = int(starts[0]), int(starts[-1])
     return route._replace(

@@ -1,12 +1,12 @@
 """Ranks on several nodes: each row crosses the network once per node, then goes on in memory.
 
-Two exchanges, one after the other. Between nodes ranks send to their partners on a rail (`rails`);
-inside a node they write into each other's memory, as `direct` does (`team`). On the way back the
-rank that passed a token on sums what its node has for it, rounds that to the rows' dtype, and sends
-one row. Chunks follow each other, so that the network has work while rows move in memory.
+A dispatch has two steps. Between nodes a rank sends to its partners on a rail (`links`); inside a
+node ranks write into each other's memory, as `direct` does. On the way back the rank that passed a
+token on sums the rows that its node has for it, rounds the sum to the rows' dtype, and sends one
+row. Rows travel in chunks, so that the network has work while rows move in memory.
 
-The default where ranks are on several nodes and those of each node share memory. It takes memory
-for every result in full, and for a few chunks.
+It is the default where ranks are on several nodes and those of each node share memory. It takes
+memory for every result in full, and for a few chunks.
 """
 
 from __future__ import annotations
@@ -17,33 +17,32 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from tokenyard.comm.base import Communicator, Move
 from tokenyard.errors import PeerError, name_ranks
 from tokenyard.shm import shared_rows
-from tokenyard.shm.node import READ, ROWS, Team, tell_all
+from tokenyard.shm.control import READ, ROWS
+from tokenyard.shm.node import SharedNode
 from tokenyard.shm.shared_rows import NO_MEMORY, SharedRows
 from tokenyard.topology import Topology
-from tokenyard.transports.base import Sum
+from tokenyard.transports.base import Offer, RowsBack, RowsOut, SharedMemoryTransport
 from tokenyard.transports.direct import DirectKernels
 from tokenyard.transports.hierarchical.links import Links
 from tokenyard.transports.hierarchical.route import TwoLevelRoute, list_hops, pack_marks, read_relay
 from tokenyard.transports.hierarchical.stream import CombineStream, DispatchStream
-from tokenyard.types import Config, Flow, Handle
+from tokenyard.types import Flow
 from tokenyard.wire.columns import column_offsets, row_widths
 
-# int64s that ranks of a node pass on at once: for each partner the agreement's, if they fit.
+# int64s that ranks of a node pass on at once: the agreement's message of each partner, if they fit.
 _MESSAGE, _MOST_AT_ONCE = 128, 4096
-# Seconds that ranks of a node wait longer for each other than for other nodes: who waits there must
-# have the time to find out who is at fault, and to say so.
+# Seconds that ranks of a node wait longer for each other than for other nodes: a rank that waits
+# for another node needs the time to find out who is at fault, and to tell its own node.
 _LATER = 1.0
 
 
-class HierarchicalTransport:
+class HierarchicalTransport(SharedMemoryTransport):
     name = "hierarchical"
-    moves_alone = False
     offers_memory = True
 
     def __init__(
@@ -59,38 +58,35 @@ class HierarchicalTransport:
         """
         self.rank, self.size = communicator.rank, communicator.size
         self._kernels, self._topology = kernels, topology
-        self._node = topology.node_of_rank[self.rank]
-        self._locals = topology.ranks_of_node[self._node]
+        self._home = topology.node_of_rank[self.rank]  # the number of this rank's node
+        self._locals = topology.ranks_of_node[self._home]
         self._upstream = [topology.upstream(rank) for rank in self._locals]
         self._mine = topology.upstream(self.rank)
         self._most = 1 + max(map(len, self._upstream))
-        self._blocks: list[SharedRows] = []
-        self._told: list[list[int]] | None = None  # of a dispatch that was surveyed
-        self._opened = ExitStack()
         with ExitStack() as opened:
-            neighbours = communicator.part(self._locals, f"{name}/node-{self._node}")
+            neighbours = communicator.part(self._locals, f"{name}/node-{self._home}")
             opened.callback(neighbours.close)
             failure = None
             try:
                 box = min(_MESSAGE * self._most, _MOST_AT_ONCE)
-                self._team = Team(neighbours, kernels, timeout + _LATER, box)
-                opened.callback(self._team.close)
+                self._node = SharedNode(neighbours, kernels, timeout + _LATER, box)
+                opened.callback(self._node.close)
             except OSError as error:
                 failure = error
-            failed = tell_all(communicator, [int(failure is not None)])[0]
+            failed = communicator.gather([int(failure is not None)], "Buffer (attach)")[0]
             if any(failed):
                 culprits = name_ranks([rank for rank, one in enumerate(failed) if one])
                 raise failure or OSError(f"{culprits} cannot attach memory of their node")
-            self._links = Links(communicator, topology, name, self._team.raise_told)
+            self._links = Links(communicator, topology, name, self._node.liveness.raise_told)
             opened.callback(self._links.close)
             self._opened = opened.pop_all()
 
     def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
-        """To the partner in each node, what is for all ranks of it; these pass it on."""
+        """Send what is for the ranks of a node to the partner there, which passes it on."""
         width = message_RM.shape[1]
         nodes = self._topology.ranks_of_node
         parcels = [
-            np.ascontiguousarray(message_RM[list(ranks) if node != self._node else []])
+            np.ascontiguousarray(message_RM[list(ranks) if node != self._home else []])
             for node, ranks in enumerate(nodes)
         ]
         row_bytes = 8 * width * len(self._locals)
@@ -100,7 +96,7 @@ class HierarchicalTransport:
         relayed_LPM[:, 0] = message_RM[list(self._locals)]
         for place, part in enumerate(came, start=1):
             relayed_LPM[:, place] = part.view(np.int64).reshape(len(self._locals), width)
-        heard = self._team.exchange(relayed_LPM.reshape(len(self._locals), -1), stage)
+        heard = self._node.mailbox.exchange(relayed_LPM.reshape(len(self._locals), -1), stage)
         heard = heard.reshape(relayed_LPM.shape)
         answer_RM = np.empty_like(message_RM)
         for local, upstream in enumerate(self._upstream):
@@ -109,22 +105,19 @@ class HierarchicalTransport:
                 answer_RM[source] = heard[local, place]
         return answer_RM
 
-    def offer_rows(self, flow: Flow | None, widths: Sequence[int]) -> Sequence[int]:
-        self._told = None
+    def offer_rows(self, flow: Flow | None, widths: Sequence[int]) -> Offer:
         if flow is None:
-            return ()  # memory is found once counts are known, in `learn_route`
-        block = shared_rows.take(self._team.pool, column_offsets(flow.num_rows, tuple(widths))[-1])
-        self._blocks = [block]
-        return block.told
+            return Offer()  # `learn_route` takes memory, once counts are known
+        block = self._take(flow, tuple(widths))
+        return Offer(block.told, (block,))
 
-    def learn_route(
-        self, flow: Flow, is_token_in_rank_TR: Tensor, widths: Sequence[int], stage: str
-    ) -> TwoLevelRoute:
-        block = shared_rows.take(self._team.pool, column_offsets(flow.num_rows, tuple(widths))[-1])
-        self._blocks = [block]
+    def learn_route(self, rows: RowsOut, is_token_in_rank_TR: Tensor) -> RowsOut:
+        flow, stage = rows.flow, rows.stage
+        block = self._take(flow, row_widths(rows.columns))
         told = self._tell_neighbours(block, flow, stage)
-        self._told = told[:, :3].tolist()
-        without = [rank for rank, (fd, *_) in zip(self._locals, self._told) if fd == NO_MEMORY]
+        told_RW = np.zeros((self.size, 3), np.int64)  # of other nodes nothing is needed
+        told_RW[list(self._locals)] = told[:, :3]
+        without = [rank for rank in self._locals if told_RW[rank, 0] == NO_MEMORY]
         tokens, marks_TR = flow.tokens_R.tolist(), is_token_in_rank_TR.numpy()
         said = self._tell_partners(marks_TR, tokens, 1 + without[0] if without else 0, stage)
         self._check_all([1 + rank for rank in without] + [one for one, _ in said], block, stage)
@@ -141,107 +134,79 @@ class HierarchicalTransport:
             starts_L, home = told[:, 5 + place].copy(), self._topology.node_of_rank[source]
             relay = read_relay(bits, home, tokens[source], starts_L, self._kernels)
             path.relays[rail].append(relay)
-        return path
+        flow = flow._replace(two_level=path)
+        return rows._replace(flow=flow, offer=Offer(block.told, (block,)), told_RW=told_RW)
 
-    def send(
-        self,
-        columns: Sequence[Tensor],
-        flow: Flow,
-        told_RW: np.ndarray,
-        config: Config,
-        stage: str,
-    ) -> tuple[list[Tensor], Move]:
-        (block,), self._blocks = self._blocks, []
-        told, self._told = self._told, None
-        if told is None:
-            shared_rows.check(told_RW[:, :1], [block.error], stage, self.rank)
-            told = told_RW[list(self._locals), :3].tolist()
+    def send(self, rows: RowsOut) -> tuple[list[Tensor], Move]:
+        columns, flow, offer, told_RW, _, stage = rows
+        (block,) = offer.blocks
+        shared_rows.check(told_RW[:, :1], [block.error], stage, self.rank)
+        node = self._node
         mapped = [
-            self._team.memory(local, one, stage) if local != self._team.rank else None
-            for local, one in enumerate(told)
+            node.attached.memory(local, told, stage) if local != node.rank else None
+            for local, told in enumerate(told_RW[list(self._locals), :3].tolist())
         ]
         blocks_L = np.array([one.address if one else block.address for one in mapped], np.int64)
 
         def move(held: Any = (block, mapped)) -> None:
             # `held` lives until all ranks have written, even if nobody wants the result any more.
             stream = DispatchStream(
-                flow.two_level, columns, blocks_L, self._kernels, self._team.beat
+                flow.two_level, columns, blocks_L, self._kernels, node.liveness.beat
             )
             with self._telling():
                 self._links.stream(stream, stage)
-            self._team.meet(ROWS, stage)
+            node.mailbox.meet(ROWS, stage)
 
         offsets = column_offsets(flow.num_rows, row_widths(columns))
         return shared_rows.views(block, offsets, flow.num_rows, columns), move
 
-    def offer_back(self, columns: Sequence[Tensor], flow: Flow, ready: bool) -> np.ndarray:
-        words: list[int] = []
-        self._blocks = []
-        for column in columns:
-            block, begin = shared_rows.find_or_take(self._team.pool, column, flow.num_received)
-            ready = ready and block.error is None and block.array is None
-            self._blocks.append(block)
-            words += [*block.told, begin]
-        return np.array([[int(ready), *words]] * self.size, np.int64)
+    def offer_back(self, columns: Sequence[Tensor], flow: Flow, ready: bool) -> Offer:
+        blocks, words = shared_rows.offer(self._node.pool, columns, flow.num_received, ready)
+        return Offer(words, blocks)
 
-    def sum_back(
-        self,
-        sums: Sequence[Sum],
-        handle: Handle,
-        told_RW: np.ndarray,
-        config: Config,
-        stage: str,
-    ) -> Move:
-        flow, mine = handle.flow, self._blocks
-        self._blocks = []
-        told_fds = told_RW[:, 1 : 1 + 4 * len(mine) : 4]
-        shared_rows.check(told_fds, [block.error for block in mine], stage, self.rank)
-        told_LW = told_RW[list(self._locals)]
+    def sum_back(self, back: RowsBack) -> Move:
+        sums, stage, node = back.sums, back.stage, self._node
+        flow, blocks = back.handle.flow, back.offer.blocks
+        shared_rows.check_offers(back.told_RW, blocks, stage, self.rank)
+        told_LW = back.told_RW[list(self._locals)]
         bases, held = [], []
         for place, one in enumerate(sums):
             addresses = [one.rows_ND.data_ptr()] * len(self._locals)
-            for local, (*told, begin) in enumerate(
-                told_LW[:, 1 + 4 * place : 5 + 4 * place].tolist()
-            ):
-                if local != self._team.rank:
-                    mapped = self._team.memory_at(local, told, begin, 0, stage)
+            told_L4 = told_LW[:, 1 + 4 * place : 5 + 4 * place].tolist()
+            for local, (*told, begin) in enumerate(told_L4):
+                if local != node.rank:
+                    mapped = node.attached.memory_at(local, told, begin, 0, stage)
                     held.append(mapped)
                     addresses[local] = mapped.address
             bases.append(np.array(addresses, np.int64))
         all_ready = all(told_LW[:, 0].tolist())
 
         def move(held: Any = held) -> None:
-            for one, block in zip(sums, mine):
+            for one, block in zip(sums, blocks):
                 shared_rows.share(one.rows_ND, block, flow, self.rank, self._kernels)
             if not all_ready:
-                self._team.meet(ROWS, stage)
+                node.mailbox.meet(ROWS, stage)
             for one, bases_L in zip(sums, bases):
-                stream = CombineStream(flow.two_level, one, bases_L, self._kernels, self._team.beat)
+                stream = CombineStream(
+                    flow.two_level, one, bases_L, self._kernels, node.liveness.beat
+                )
                 with self._telling():
                     self._links.stream(stream, stage)
             # The rows are the user's again after this, so all must have read them.
-            self._team.meet(READ, stage)
+            node.mailbox.meet(READ, stage)
 
         return move
-
-    def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        return self._team.pool.rows(num_rows, width, dtype)
-
-    def tell(self, error: PeerError) -> None:
-        self._team.tell(error)
-
-    def dead_ranks(self) -> tuple[int, ...]:
-        return self._team.dead_ranks()
-
-    def explain(self, stage: str, error: RuntimeError) -> PeerError:
-        return self._team.explain(stage, error)
 
     def close(self) -> None:
         self._opened.close()
 
+    def _take(self, flow: Flow, widths: tuple[int, ...]) -> SharedRows:
+        """A block for the rows that a dispatch along this flow brings."""
+        return shared_rows.take(self._node.pool, column_offsets(flow.num_rows, widths)[-1])
+
     def _tell_neighbours(self, block: SharedRows, flow: Flow, stage: str) -> np.ndarray:
-        """To each rank of the node: this rank's block, how many rows it holds, and where the rows
-        of that rank, and of each of its partners, begin in it. Their answers, by place.
+        """Tell each rank of the node this rank's block, how many rows it holds, and where the rows
+        of that rank, and of each of its partners, begin in it. Returns what they tell, by rank.
         """
         firsts = list(accumulate(flow.recv_counts, initial=0))
         message = np.zeros((len(self._locals), 4 + self._most), np.int64)
@@ -249,17 +214,17 @@ class HierarchicalTransport:
         for place, upstream in enumerate(self._upstream):
             sources = [self._locals[place], *(source for _, source in upstream)]
             message[place, 4 : 4 + len(sources)] = [firsts[source] for source in sources]
-        return self._team.exchange(message, stage)
+        return self._node.mailbox.exchange(message, stage)
 
     def _tell_partners(
         self, marks_TR: np.ndarray, tokens_R: Sequence[int], failed: int, stage: str
     ) -> list[tuple[int, np.ndarray]]:
-        """To each other node: who there gets each token, after a number that says whether this node
-        can go on. What the partners said, in their order.
+        """Tell each other node which of its ranks get each token, after a number that says whether
+        this node can go on. Returns what the partners tell, in their order.
         """
         head = np.array([failed], np.int32).view(np.uint8)
         parcels = [
-            np.concatenate([head, pack_marks(marks_TR, ranks)]) if node != self._node else head[:0]
+            np.concatenate([head, pack_marks(marks_TR, ranks)]) if node != self._home else head[:0]
             for node, ranks in enumerate(self._topology.ranks_of_node)
         ]
         each = -(-len(self._locals) // 8)  # bytes of a token's marks
@@ -271,8 +236,8 @@ class HierarchicalTransport:
     def _swap(
         self, parcels: Sequence[np.ndarray], sizes_R: dict[int, int], stage: str
     ) -> list[np.ndarray]:
-        """Bytes for each other node, and what came from each partner, in their order; `sizes_R`
-        says how many bytes a rank sends to this one's node.
+        """Send bytes to each other node. Returns what came from each partner, in their order;
+        `sizes_R` says how many bytes rank r sends to this rank's node.
         """
         nodes = range(self._topology.num_nodes)
         sizes = {rail: [0] * len(nodes) for rail in self._links.numbers}
@@ -288,19 +253,19 @@ class HierarchicalTransport:
         return max(tokens_R[source] for source in sources if source is not None)
 
     def _check_all(self, failed: Sequence[int], block: SharedRows, stage: str) -> None:
-        """If a rank of any node has no memory for its rows, all ranks of all nodes raise: numbers
-        above 0 are such ranks, plus 1.
+        """If a rank of any node has no memory for its rows, all ranks of all nodes raise. Numbers
+        above 0 in `failed` are such ranks, plus 1.
         """
         worst = max(failed, default=0)
-        told = self._team.exchange(np.full((len(self._locals), 1), worst, np.int64), stage)
+        told = self._node.mailbox.exchange(np.full((len(self._locals), 1), worst, np.int64), stage)
         if told.any():
             raise shared_rows.no_memory([int(told.max()) - 1], block.error, stage, self.rank)
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """Ranks of the node that wait for this one are told why it does not come."""
+        """Tell the ranks of the node, which wait for this one, why it does not come."""
         try:
             yield
         except PeerError as error:
-            self._team.tell(error)
+            self._node.liveness.tell(error)
             raise

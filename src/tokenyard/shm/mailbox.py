@@ -1,0 +1,135 @@
+"""Messages and signals between the ranks of a node.
+
+A signal is an epoch that only grows, so nothing is ever reset: each rank raises its own line in the
+control segment of every other rank, and waits for the lines of all others in its own. A message is
+written to a box first and then signalled. Each pair of ranks has two boxes, used in turn. A rank
+cannot be two messages ahead of another, since it needs the other's own message to get that far; so
+no box is overwritten before it was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from tokenyard.shm.control import KINDS, MAIL, Control, ControlLayout
+from tokenyard.shm.liveness import Liveness, has_core_each
+
+
+class SignalKernels(Protocol):
+    def meet(self, outgoing: int, incoming: int, size: int, epoch: int, patience: int) -> int: ...
+
+    def post(
+        self,
+        message_RM: np.ndarray,
+        outboxes: int,
+        outgoing: int,
+        incoming: int,
+        size: int,
+        epoch: int,
+        patience: int,
+    ) -> int: ...
+
+    def await_signals(
+        self, incoming: int, size: int, epoch: int, first: int, patience: int
+    ) -> int: ...
+
+
+class Mailbox:
+    def __init__(
+        self,
+        controls: Sequence[Control],
+        layout: ControlLayout,
+        liveness: Liveness,
+        kernels: SignalKernels,
+    ) -> None:
+        self._size, self._box = layout.size, layout.box
+        self._liveness, self._kernels = liveness, kernels
+        self.patience = 2000 if has_core_each(layout.size) else 20  # looks of a kernel that spins
+        # Given the stage, raises if a rank whose message is awaited has gone on to something else.
+        self.look: Callable[[str], None] | None = None
+        self._epochs = [0] * KINDS
+        self._tables: list[np.ndarray] = []
+        rank, bases = liveness.rank, [control.address for control in controls]
+        # By kind of signal: where this rank raises it, and where it waits for the others.
+        self._lines = [
+            (
+                self._table([base + layout.signal(kind, rank) for base in bases]),
+                self._table([bases[rank] + layout.signal(kind, r) for r in range(self._size)]),
+            )
+            for kind in range(KINDS)
+        ]
+        # By turn: where this rank's messages go, and those that come.
+        self._boxes = [
+            (
+                self._table([base + layout.message(turn, rank) for base in bases]),
+                controls[rank].boxes[turn],
+            )
+            for turn in range(2)
+        ]
+
+    def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
+        """Row r of an int64 message goes to rank r; row r of the answer came from it."""
+        if message_RM.shape[1] > self._box:
+            starts = range(0, message_RM.shape[1], self._box)
+            parts = [self.exchange(message_RM[:, at : at + self._box], stage) for at in starts]
+            return np.concatenate(parts, axis=1)
+        self._epochs[MAIL] += 1
+        epoch = self._epochs[MAIL]
+        outgoing, incoming = self._lines[MAIL]
+        outboxes, inbox = self._boxes[epoch % 2]
+        first = self._kernels.post(
+            message_RM, outboxes, outgoing, incoming, self._size, epoch, self.patience
+        )
+        if first < self._size:
+            self._wait_long(incoming, epoch, first, stage, self.look)
+        return inbox[:, : message_RM.shape[1]].copy()
+
+    def meet(self, kind: int, stage: str) -> None:
+        """Signal to all ranks and wait until they have signalled as often: spin, then yield, then
+        sleep. Whatever this thread wrote to their memory comes before the signal.
+        """
+        self._epochs[kind] += 1
+        epoch = self._epochs[kind]
+        outgoing, incoming = self._lines[kind]
+        first = self._kernels.meet(outgoing, incoming, self._size, epoch, self.patience)
+        if first < self._size:
+            self._wait_long(incoming, epoch, first, stage)
+
+    @property
+    def num_sent(self) -> int:
+        """How many messages this rank has sent to each of the others."""
+        return self._epochs[MAIL]
+
+    @property
+    def arrivals(self) -> int:
+        """The address of [R] addresses: line r counts the messages of rank r to this one."""
+        return self._lines[MAIL][1]
+
+    def next_message(self, rank: int) -> np.ndarray:
+        """What a rank has sent in an exchange that this one has not begun."""
+        return self._boxes[(self.num_sent + 1) % 2][1][rank]
+
+    def _wait_long(
+        self,
+        incoming: int,
+        epoch: int,
+        first: int,
+        stage: str,
+        look: Callable[[str], None] | None = None,
+    ) -> None:
+        def step() -> int:
+            nonlocal first
+            first = self._kernels.await_signals(incoming, self._size, epoch, first, 20)
+            if first < self._size and look is not None:
+                look(stage)
+            return self._size - first
+
+        self._liveness.wait_until(step, lambda: (first,), stage)
+
+    def _table(self, addresses: list[int]) -> int:
+        """The address of an array that lives as long as the mailbox."""
+        self._tables.append(np.array(addresses, np.int64))
+        return int(self._tables[-1].ctypes.data)
