@@ -12,6 +12,8 @@ import torch
 
 import tokenyard
 from tests.cases.asynchronous import both_ways
+from tests.cases.clock import scaled
+from tests.cases.processes import Pools
 from tokenyard import opening
 from tokenyard.errors import SharedMemoryError
 from tokenyard.shm import segment
@@ -21,10 +23,9 @@ from tokenyard.topology import Topology
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with Processes(4, timeout=60) as four:
-        yield four
+@pytest.fixture
+def ranks(processes: Pools) -> Processes:
+    return processes(4)
 
 
 def on_other_machines(group: Any, machines: list[int]) -> tuple[str, tuple[int, ...]]:
@@ -159,7 +160,7 @@ def test_another_users_rank_is_on_another_node_and_says_why(ranks: Processes) ->
 def too_small(group: Any, culprit: int) -> tuple[str, int]:
     """One rank may make no file, memory files too, larger than 1 MiB."""
     with tokenyard.Buffer(
-        group, transport="hierarchical", ranks_per_node=[3, 1], timeout=5
+        group, transport="hierarchical", ranks_per_node=[3, 1], timeout=scaled(60)
     ) as buffer:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         if group.rank() == culprit:

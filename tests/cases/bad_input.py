@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.cases.clock import scaled
 from tokenyard import (
     Buffer,
     CallMismatch,
@@ -51,7 +52,7 @@ def num_sent(source: int) -> list[int]:
 
 
 def new_buffer(group: Any, **options: Any) -> Buffer:
-    return Buffer(group, **{"timeout": 10.0, **options})
+    return Buffer(group, **{"timeout": scaled(60), **options})
 
 
 class Scene:

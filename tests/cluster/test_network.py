@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import tokenyard
 from benchmarks.per_expert import PerExpert
+from tests.cases.clock import scaled
 from tests.cases.conformance import SAMPLED, case_of, check
 from tests.cases.exchange import Case, job
 from tokenyard.testing import Cluster, numbered_tokens, routing, why_no_cluster
@@ -29,7 +30,7 @@ def on(cluster: Cluster, name: str) -> Case:
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2-nodes", "4-nodes"])
 def cluster(request: pytest.FixtureRequest):
-    with Cluster([2] * request.param, timeout=60) as box:
+    with Cluster([2] * request.param, timeout=scaled(120)) as box:
         yield box
 
 
@@ -83,7 +84,7 @@ def dispatch_by_expert(group: Any) -> None:
 
 
 def test_a_token_crosses_once_to_a_node(record_property: pytest.RecordProperty) -> None:
-    with Cluster([2, 2], timeout=60) as box:
+    with Cluster([2, 2], timeout=scaled(120)) as box:
         needed = box.run(open_buffer)
         before = box.bytes_sent()
         box.run(dispatch, 3)

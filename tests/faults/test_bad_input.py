@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,24 +23,19 @@ from tests.cases.bad_input import (
     good_input,
     new_buffer,
 )
+from tests.cases.clock import scaled
 from tokenyard import Buffer, BufferClosed, CallMismatch, PeerInputError, PeerTimeout, spec
 from tokenyard.testing import Processes, assert_same, fake_experts, run_virtual
 
-LIMIT = 2.0  # seconds
+LIMIT = scaled(10)  # seconds: no wait for a time limit, which is 60
 
 Run = Callable[..., list[Any]]  # run(job, *args): what each rank returned
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    with Processes(NUM_RANKS) as ranks:
-        yield ranks
 
 
 @pytest.fixture(params=["virtual", pytest.param("processes", marks=pytest.mark.processes)])
 def run(request: pytest.FixtureRequest) -> Run:
     if request.param == "processes":
-        return request.getfixturevalue("processes").run
+        return request.getfixturevalue("processes")(NUM_RANKS).run
     return lambda job, *args: run_virtual(job, NUM_RANKS, *args).results
 
 

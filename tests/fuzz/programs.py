@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from itertools import combinations
 
+from tests.cases.clock import scaled
 from tests.fuzz import faults
 from tests.fuzz.drawn_calls import CallDrawer, DrawnBuffer, Given
 from tests.fuzz.steps import (
@@ -70,7 +71,7 @@ BAD_INPUT = {
     LowDispatch: ("none", "dtype", "shape", "topk", "expert"),
     LowCombine: ("none", "dtype", "shape", "handle"),
 }
-LATE_TIMEOUT, LATE_STALL = 3.0, 7.0  # seconds
+LATE_TIMEOUT, LATE_STALL = scaled(3.0), scaled(7.0)  # seconds
 
 
 def draw(seed: int, num_ranks: int, without: Collection[str] = ()) -> Program:

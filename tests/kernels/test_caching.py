@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases.clock import scaled
 from tests.cases.source import imported
 from tokenyard.kernels.numba import caching
 from tokenyard.kernels.numba.caching import njit
@@ -46,7 +47,7 @@ def run(tree: Path, **settings: str) -> tuple[str, bool, str, str]:
         env={**kept, "PYTHONPATH": str(tree), **settings},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=scaled(250),
         check=False,
     )
     assert done.returncode == 0, done.stderr

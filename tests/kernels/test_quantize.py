@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tokenyard
-from tokenyard import kernels, per_token_cast_back, per_token_cast_to_fp8, spec
+from tests.cases.kernel_sets import MUCH, SETS
+from tokenyard import per_token_cast_back, per_token_cast_to_fp8, spec
 from tokenyard.testing import assert_same, poisoned
 
 FP8 = torch.float8_e4m3fn
@@ -26,7 +27,7 @@ SCALES = {
     "packed": {"round_scale": True, "use_ue8m0": True},
 }
 
-by_set = pytest.mark.parametrize("kernel_set", kernels.available())
+by_set = pytest.mark.parametrize("kernel_set", SETS)
 by_dtype = pytest.mark.parametrize("dtype", FROM, ids=str)
 by_scales = pytest.mark.parametrize("scales", SCALES)
 
@@ -117,7 +118,7 @@ def test_edges_of_powers_of_two(kernel_set: str, scales: str) -> None:
     assert_same(got, spec.cast_to_fp8(x, **SCALES[scales]))
 
 
-@pytest.mark.parametrize("kernel_set", [one for one in kernels.available() if one != "triton"])
+@pytest.mark.parametrize("kernel_set", MUCH)
 @by_dtype
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="NaN is the machine's")
 def test_codes_of_nan_are_those_of_torch(kernel_set: str, dtype: torch.dtype) -> None:

@@ -22,14 +22,14 @@ from numba import njit, types
 from torch import Tensor
 
 import tokenyard
-from tokenyard import kernels, spec
+from tests.cases.kernel_sets import SETS
+from tokenyard import spec
 from tokenyard.kernels import rearrange_plan as planning
 from tokenyard.kernels.base import interprets_triton
 from tokenyard.kernels.numba.llvm.transpose import transpose_streaming
 from tokenyard.kernels.numba.rearrange.boxes import _job, _part
 from tokenyard.testing import assert_same, poisoned
 
-SETS = kernels.available()
 ITEMS = ["u1", "u2", "V3", "u4", "V5", "u8", "V12", "c16", "V20", "V32", "V40"]
 
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import tokenyard
+from tests.cases.clock import scaled
+from tests.cases.processes import Pools
 from tokenyard.comm.torch_dist import GlooPart
 from tokenyard.shm.node import Team
-from tokenyard.testing import Processes
 
 HIDDEN, TOKENS = 7168, 64
 
@@ -32,7 +33,7 @@ def count_exchanges(group: Any, transport: str) -> tuple[list[int], list[int], f
         return exchange(self, *args)
 
     with tokenyard.Buffer(
-        group, transport=transport, ranks_per_node=nodes, low_latency_mode=True, timeout=20
+        group, transport=transport, ranks_per_node=nodes, low_latency_mode=True, timeout=scaled(60)
     ) as buffer:
         GlooPart.start, Team.exchange = counted_start, counted_exchange  # type: ignore[method-assign]
         try:
@@ -52,12 +53,12 @@ def count_exchanges(group: Any, transport: str) -> tuple[list[int], list[int], f
 
 
 @pytest.mark.processes
-def test_two_exchanges_a_call() -> None:
-    with Processes(3, timeout=60) as ranks:
-        for sent, mailed, _ in ranks.run(count_exchanges, "collective"):
-            assert max(sent) <= 2
-            assert max(mailed) == 0
-        for rank, (sent, mailed, _) in enumerate(ranks.run(count_exchanges, "hierarchical")):
-            words = 2 if rank == 2 else 1  # rank 2 is alone on its node, on both rails
-            assert max(sent) <= words + 1
-            assert max(mailed) <= 1
+def test_two_exchanges_a_call(processes: Pools) -> None:
+    ranks = processes(3)
+    for sent, mailed, _ in ranks.run(count_exchanges, "collective"):
+        assert max(sent) <= 2
+        assert max(mailed) == 0
+    for rank, (sent, mailed, _) in enumerate(ranks.run(count_exchanges, "hierarchical")):
+        words = 2 if rank == 2 else 1  # rank 2 is alone on its node, on both rails
+        assert max(sent) <= words + 1
+        assert max(mailed) <= 1

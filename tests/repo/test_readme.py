@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases.clock import scaled
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -33,7 +35,7 @@ def installed() -> dict[str, str]:
             site,
             str(ROOT),
         ]
-        subprocess.run(pip, check=True, timeout=100, stdout=subprocess.DEVNULL)
+        subprocess.run(pip, check=True, timeout=scaled(250), stdout=subprocess.DEVNULL)
         yield {**os.environ, "PYTHONPATH": site, "OMP_NUM_THREADS": "1"}
 
 
@@ -45,7 +47,7 @@ def run(command: list[str], env: dict[str, str]) -> str:
             cwd=elsewhere,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=scaled(250),
             check=False,
         )
     assert done.returncode == 0, done.stdout + done.stderr

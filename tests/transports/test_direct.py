@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import tokenyard
+from tests.cases.clock import scaled
+from tests.cases.processes import Pools
 from tokenyard import SharedMemoryError
 from tokenyard.shm import segment
 from tokenyard.shm.pool import Pool
@@ -22,10 +24,9 @@ from tokenyard.testing import Processes, assert_same, numbered_tokens, routing, 
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with Processes(3, timeout=100) as processes:
-        yield processes
+@pytest.fixture
+def ranks(processes: Pools) -> Processes:
+    return processes(3)
 
 
 def dispatch(buffer: tokenyard.Buffer, turn: int, num_tokens: int = 40) -> Any:
@@ -100,7 +101,7 @@ def many_rounds(group: Any, rounds: int) -> int:
     "num_ranks, rounds", [(16, 30), pytest.param(64, 200, marks=pytest.mark.slow)]
 )
 def test_many_more_ranks_than_cores(num_ranks: int, rounds: int) -> None:
-    with Processes(num_ranks, timeout=800) as many:
+    with Processes(num_ranks, timeout=scaled(800)) as many:
         assert many.run(many_rounds, rounds) == [rounds] * num_ranks
 
 
@@ -124,7 +125,7 @@ def test_combine_buffer_gives_the_same_bits(ranks: Processes) -> None:
 
 def too_small(group: Any) -> tuple[str, str, Any]:
     """Rank 1 may make no file, memory files too, larger than 1 MiB."""
-    with tokenyard.Buffer(group, transport="direct", timeout=5) as buffer:
+    with tokenyard.Buffer(group, transport="direct", timeout=scaled(60)) as buffer:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         if group.rank() == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
@@ -188,7 +189,7 @@ def no_memory_at_all(group: Any) -> str:
     if group.rank() == 0:
         segment.os.memfd_create = forbidden
     try:
-        with tokenyard.Buffer(group, timeout=5) as buffer:
+        with tokenyard.Buffer(group, timeout=scaled(60)) as buffer:
             return buffer._engine.transport.name
     finally:
         segment.os.memfd_create = real

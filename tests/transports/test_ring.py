@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import tokenyard
+from tests.cases.clock import scaled
+from tests.cases.processes import Pools
 from tokenyard import Config
 from tokenyard.testing import Processes, assert_same, numbered_tokens, routing
 
@@ -16,10 +18,9 @@ pytestmark = pytest.mark.processes
 EXPERTS = 12
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with Processes(3, timeout=100) as processes:
-        yield processes
+@pytest.fixture
+def ranks(processes: Pools) -> Processes:
+    return processes(3)
 
 
 def shared_bytes(buffer: tokenyard.Buffer) -> int:
@@ -143,7 +144,7 @@ def different_slots(group: Any) -> list[str]:
     """Ring of another length on each rank would lose rows."""
     mine = Config(20, 1, 2 + group.rank())
     texts = []
-    with tokenyard.Buffer(group, transport="ring", timeout=10) as ring:
+    with tokenyard.Buffer(group, transport="ring", timeout=scaled(60)) as ring:
         x = numbered_tokens(40, 64)
         same = ring.dispatch(x, **_routed(ring))
         for call in (
@@ -168,7 +169,7 @@ def with_low_latency(group: Any) -> list[str]:
     hint = tokenyard.Buffer.get_low_latency_rdma_size_hint(16, 512, group.size(), EXPERTS)
     texts = []
     with tokenyard.Buffer(
-        group, 1 << 20, hint, low_latency_mode=True, transport="ring", timeout=10
+        group, 1 << 20, hint, low_latency_mode=True, transport="ring", timeout=scaled(60)
     ) as buffer:
         topk_idx, weights = routing("uniform", 16, 4, EXPERTS, seed=buffer.rank)
 

@@ -25,6 +25,7 @@ with warnings.catch_warnings():
     from transformers.distributed import DistributedConfig
     from transformers.utils.logging import disable_progress_bar
 
+from tests.cases.clock import scaled
 from tokenyard.integrations.transformers import (
     expert_parallel,
     from_pretrained,
@@ -201,7 +202,7 @@ def generate_unequally(group: Any, kind: str) -> Tensor:
 
 def no_tokens_on_one_rank(group: Any, kind: str, shape: tuple[int, int]) -> str:
     """What each rank is told, when it is not the end of the Buffer."""
-    model = expert_parallel(whole_model(kind), group, timeout=20)
+    model = expert_parallel(whole_model(kind), group, timeout=scaled(60))
     input_ids = torch.zeros(shape, dtype=torch.int64) if group.rank() else tokens_of(0)
     try:
         model(input_ids, labels=input_ids)
