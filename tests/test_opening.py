@@ -43,7 +43,7 @@ def on_other_machines(group: Any, machines: list[int]) -> tuple[str, tuple[int, 
 def dispatch(buffer: tokenyard.Buffer, num_tokens: int = 6) -> int:
     """Every token to every rank."""
     topk_idx = torch.arange(buffer.group_size).repeat(num_tokens, 1)
-    got = buffer.dispatch(
+    got: Any = buffer.dispatch(
         torch.ones(num_tokens, 64),
         topk_idx=topk_idx,
         topk_weights=torch.ones(topk_idx.shape),
@@ -138,7 +138,7 @@ def as_nobody(group: Any) -> tuple[tuple[int, ...], list[str]]:
             os.seteuid(0)
 
     if group.rank() == 3:
-        opening.why_not_attached = look
+        opening.why_not_attached = look  # type: ignore[assignment]
     try:
         with Told() as told, tokenyard.Buffer(group) as buffer:
             return buffer._engine.topology.node_of_rank, told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +30,7 @@ def on(cluster: Cluster, name: str) -> Case:
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2-nodes", "4-nodes"])
-def cluster(request: pytest.FixtureRequest):
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     with Cluster([2] * request.param, timeout=scaled(120)) as box:
         yield box
 
@@ -61,6 +62,9 @@ def given(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return x, *routing("uniform", TOKENS, TOPK, EXPERTS, seed=rank)
 
 
+buffer: tokenyard.Buffer  # of this process
+
+
 def open_buffer(group: Any) -> int:
     """The Buffer stays, so that only what dispatch itself sends is counted afterwards."""
     global buffer
@@ -83,7 +87,7 @@ def dispatch_by_expert(group: Any) -> None:
     dist.barrier()
 
 
-def test_a_token_crosses_once_to_a_node(record_property: pytest.RecordProperty) -> None:
+def test_a_token_crosses_once_to_a_node() -> None:
     with Cluster([2, 2], timeout=scaled(120)) as box:
         needed = box.run(open_buffer)
         before = box.bytes_sent()

@@ -83,7 +83,7 @@ def descriptors(group: Any) -> int:
     def open_files() -> int:
         return len(os.listdir("/proc/self/fd"))
 
-    counts = []
+    counts: list[int] = []
     for _ in range(6):
         with tokenyard.Buffer(group, transport="collective", timeout=scaled(60)) as buffer:
             dispatch(buffer, 1.0, is_async=True).event.current_stream_wait()

@@ -76,8 +76,9 @@ def caught(step: Step, scene: Scene) -> Exception | None:
 
 
 def round_trip(buffer: Buffer) -> list[Any]:
-    got = buffer.dispatch(**good_input(buffer.rank), num_experts=NUM_EXPERTS)
-    y = fake_experts(*got[:3], WORLD.experts_of(buffer.rank))
+    got: Any = buffer.dispatch(**good_input(buffer.rank), num_experts=NUM_EXPERTS)
+    experts = WORLD.experts_of(buffer.rank)
+    y = fake_experts(got.recv_x, got.recv_topk_idx, got.recv_topk_weights, experts)
     return [*got[:4], buffer.combine(y, got.handle).x]
 
 
@@ -87,7 +88,7 @@ def expected() -> list[list[Any]]:
     xs, topk_idxs, weights = zip(*(good_input(rank).values() for rank in range(NUM_RANKS)))
     layouts = [spec.layout(topk_idx, WORLD) for topk_idx in topk_idxs]
     received = spec.dispatch(xs, layouts, WORLD, topk_idxs=topk_idxs, topk_weights=weights)
-    rows = [[got.x, got.topk_idx, got.topk_weights] for got in received]
+    rows = [(got.x, got.topk_idx, got.topk_weights) for got in received]
     ys = [fake_experts(*row, WORLD.experts_of(rank)) for rank, row in enumerate(rows)]
     sums = spec.combine(ys, layouts, WORLD)
     return [
@@ -162,7 +163,8 @@ def test_a_handle_shows_shapes_and_no_contents(run: Run) -> None:
 
 def two_culprits(group: Any) -> Outcome:
     scene = Scene(group)
-    wrong = {0: {}, 1: {"expert_alignment": 0}, 2: {"topk_idx": None}}[scene.rank]
+    every: list[dict[str, Any]] = [{}, {"expert_alignment": 0}, {"topk_idx": None}]
+    wrong = every[scene.rank]
     return attempt(scene, lambda s: s.dispatch(**wrong))
 
 

@@ -161,7 +161,7 @@ def noticed_between_two_looks(group: Any) -> Told:
     with tokenyard.Buffer(group, transport="direct", timeout=scaled(60)) as buffer:
         exchange(buffer)
         if group.rank() == 0:
-            team: Any = buffer._engine.transport._team  # type: ignore[union-attr]
+            team: Any = buffer._engine.transport._team  # type: ignore[attr-defined]
             look = team._have_left
 
             def seen_at_last() -> set[int]:

@@ -77,7 +77,7 @@ def in_a_small_cgroup(group: Any, transport: str, num_worst: int) -> list[Any]:
     buffer = tokenyard.Buffer(group, transport=transport, timeout=scaled(60))
 
     def go(num_tokens: int, worst: int = 0) -> Any:
-        got = buffer.dispatch(
+        got: Any = buffer.dispatch(
             torch.ones(num_tokens, 4096),
             topk_idx=torch.ones(num_tokens, 1, dtype=torch.int64),
             topk_weights=torch.ones(num_tokens, 1),
@@ -154,7 +154,7 @@ def address_space(group: Any, transport: str) -> list[Any]:
     buffer = tokenyard.Buffer(group, transport=transport, timeout=scaled(60))
 
     def go(num_tokens: int) -> float:
-        got = buffer.dispatch(
+        got: Any = buffer.dispatch(
             torch.ones(num_tokens, 4096),
             topk_idx=torch.tensor([[0, 1]] * num_tokens),
             topk_weights=torch.ones(num_tokens, 2),

@@ -30,7 +30,7 @@ def rounds(group: Any, transport: str, num_buffers: int, timeout: float) -> None
     for _ in range(num_buffers):
         with tokenyard.Buffer(group, timeout=timeout, transport=transport) as buffer:
             for turn in range(3):
-                got = buffer.dispatch(
+                got: Any = buffer.dispatch(
                     x,
                     topk_idx=topk_idx,
                     topk_weights=weights,
@@ -67,7 +67,8 @@ def live_until_a_peer_dies(
 @pytest.mark.parametrize("times", [8, pytest.param(100, marks=pytest.mark.slow)])
 def test_killed_at_a_random_point(times: int, tmp_path: Path) -> None:
     chance = random.Random(times)
-    waits, stages = [], Counter()
+    waits: list[float] = []
+    stages: Counter[str] = Counter()
     left_over = sorted(os.listdir("/dev/shm"))
     for turn in range(times):
         num_ranks, transport = chance.randint(2, 8), ("direct", "ring")[turn % 2]
@@ -105,7 +106,7 @@ def stop_someone(group: Any, transport: str, victim: int, timeout: float) -> tup
     try:
         while True:
             begin = time.monotonic()
-            got = buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights, num_experts=16)
+            got: Any = buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights, num_experts=16)
             buffer.combine(got.recv_x, got.handle)
     except tokenyard.PeerError as error:
         return type(error).__name__, error.ranks, time.monotonic() - begin, str(error)

@@ -48,9 +48,11 @@ def local_results(lazy: Callable[[Tensor], Tensor]) -> list[Tensor]:
 def exchanged(buffer: tokenyard.Buffer, lazy: Callable[[Tensor], Tensor]) -> list[Tensor]:
     rank = buffer.rank
     x = torch.arange(4.0 * HIDDEN).view(4, HIDDEN) + 1000 * rank
-    got = buffer.dispatch(lazy(x), topk_idx=lazy(IDX), topk_weights=lazy(WEIGHTS), num_experts=2)
+    got: Any = buffer.dispatch(
+        lazy(x), topk_idx=lazy(IDX), topk_weights=lazy(WEIGHTS), num_experts=2
+    )
     back = buffer.combine(lazy(got.recv_x), got.handle, bias=lazy(x))
-    low = buffer.low_latency_dispatch(lazy(x), lazy(IDX), 4, 2, use_fp8=False)
+    low: Any = buffer.low_latency_dispatch(lazy(x), lazy(IDX), 4, 2, use_fp8=False)
     rows = torch.where(torch.isnan(low.recv_x), 0, low.recv_x)
     total = buffer.low_latency_combine(lazy(rows), lazy(IDX), lazy(WEIGHTS), low.handle)
     return [got.recv_x, got.recv_topk_weights, back.x, total.combined_x]
@@ -101,7 +103,7 @@ def lacking(group: Any) -> list[str]:
         group, num_rdma_bytes=1 << 20, low_latency_mode=True, timeout=scaled(60)
     ) as one:
         lazy = freed if group.rank() == 0 else torch.clone
-        low = one.low_latency_dispatch(x, IDX, 4, 2, use_fp8=False)
+        low: Any = one.low_latency_dispatch(x, IDX, 4, 2, use_fp8=False)
         calls: list[Callable[[], Any]] = [
             lambda: one.dispatch(lazy(x), topk_idx=IDX, topk_weights=WEIGHTS, num_experts=2),
             lambda: one.low_latency_dispatch(lazy(x), IDX, 4, 2, use_fp8=False),

@@ -86,11 +86,12 @@ def infer(group: Any, transport: str, inside: bool) -> list[str]:
     with tokenyard.Buffer(
         group, low_latency_mode=True, transport=transport, timeout=scaled(60)
     ) as buffer:
-        for options in ({"async_finish": True}, {"return_recv_hook": True}):
+        ways: list[dict[str, Any]] = [{"async_finish": True}, {"return_recv_hook": True}]
+        for options in ways:
             with torch.inference_mode():
                 waits = torch.zeros(2, dtype=torch.int64)
                 totals = torch.zeros(1, dtype=torch.int32)
-                got = buffer.low_latency_dispatch(
+                got: Any = buffer.low_latency_dispatch(
                     x, idx, 4, 2, totals, waits, use_fp8=False, **options
                 )
             with torch.inference_mode(inside):

@@ -151,7 +151,7 @@ def bad_rows(group: Any, transport: str) -> list[str]:
     ) as buffer:
         rounds = Rounds(buffer)
         for turn, (change, _) in enumerate(BAD_ROWS.values()):
-            got = buffer.low_latency_dispatch(**tokens())
+            got: Any = buffer.low_latency_dispatch(**tokens())
             given = {
                 "x": got.recv_x.clone(),
                 "topk_idx": torch.tensor([[0, 1]] * 2),
@@ -208,7 +208,7 @@ def refused_locally(group: Any) -> None:
     with tokenyard.Buffer(group, low_latency_mode=True) as buffer:
         with pytest.raises(ValueError, match="enable_shrink is False, want Buffer"):
             buffer.low_latency_update_mask_buffer(0, True)
-        got = buffer.low_latency_dispatch(**tokens())
+        got: Any = buffer.low_latency_dispatch(**tokens())
         idx, weights = torch.tensor([[0, 1]] * 2), torch.ones(2, 2)
         with pytest.raises(NotImplementedError, match="use_logfmt is True, want False"):
             buffer.low_latency_combine(got.recv_x, idx, weights, got.handle, use_logfmt=True)
@@ -235,7 +235,7 @@ def test_private_rows_are_no_zero_copy(ranks: Processes) -> None:
 
 def private_rows(group: Any) -> str:
     with tokenyard.Buffer(group, low_latency_mode=True) as buffer:
-        got = buffer.low_latency_dispatch(**tokens())
+        got: Any = buffer.low_latency_dispatch(**tokens())
         idx, weights = torch.tensor([[0, 1]] * 2), torch.ones(2, 2)
         with pytest.raises(ValueError) as caught:
             buffer.low_latency_combine(got.recv_x, idx, weights, got.handle, zero_copy=True)
@@ -259,7 +259,7 @@ def other_sizes(group: Any) -> list[str]:
             Rounds(buffer).check(1)
         first = buffer.low_latency_dispatch(**tokens())
         second = buffer.low_latency_dispatch(**tokens())
-        got = second if is_odd else first
+        got: Any = second if is_odd else first
         idx, weights = torch.tensor([[0, 1]] * 2), torch.ones(2, 2)
         with pytest.raises(tokenyard.CallMismatch) as caught:
             buffer.low_latency_combine(got.recv_x, idx, weights, got.handle)
@@ -294,7 +294,7 @@ ORDERS: dict[str, tuple[str, str]] = {  # what rank 1 calls, and the others
 }
 
 
-def out_of_order(group: Any, transport: str) -> list[list[str]]:
+def out_of_order(group: Any, transport: str) -> list[str]:
     """Each of the orders, after calls that went well, and calls that go well after each."""
     nodes, told = 2 if transport == "hierarchical" else None, []
     with tokenyard.Buffer(
@@ -304,8 +304,9 @@ def out_of_order(group: Any, transport: str) -> list[list[str]]:
         idx, weights = torch.tensor([[0, 1]] * 2), torch.ones(2, 2)
 
         def normal() -> Any:
-            given = {"topk_idx": idx, "topk_weights": weights, "num_experts": 6}
-            return buffer.dispatch(torch.ones(2, 16), **given)
+            return buffer.dispatch(
+                torch.ones(2, 16), topk_idx=idx, topk_weights=weights, num_experts=6
+            )
 
         for turn, (odd, usual) in enumerate(ORDERS.values()):
             rounds.check(turn)

@@ -129,7 +129,7 @@ def tell_lies(group: Any, kind: int) -> dict[str, list[str]]:
     for (name, tell), buffer in zip(cases.items(), buffers):
         again = partial(Rounds(buffer, num_experts=6).dispatch, 1)
         idx, weights = torch.tensor([[0, 3]] * 4), torch.ones(4, 2)
-        got = buffer.low_latency_dispatch(
+        got: Any = buffer.low_latency_dispatch(
             torch.ones(4, 16), idx, 4, 6, use_fp8=False, return_recv_hook=True
         )
         if kind == slots.COMBINE:

@@ -88,7 +88,7 @@ def two_threads(group: Any, transport: str) -> tuple[list[Any], list[str]]:
             x, idx = torch.full((value, 64), float(value)), torch.zeros(value, 1).long()
             for turn in range(100):
                 try:
-                    got = buffer.dispatch(
+                    got: Any = buffer.dispatch(
                         x, topk_idx=idx, topk_weights=torch.ones(value, 1), num_experts=1
                     )
                     if not torch.equal(got.recv_x, x):

@@ -45,7 +45,7 @@ def wake_up_late(group: Any) -> Any:
                 time.sleep(scaled(2.5))
                 return attach(*args)
 
-            node.attach = slow
+            node.attach = slow  # type: ignore[assignment]
         try:
             go(buffer, 1.0 + me)
         except tokenyard.PeerError as error:
@@ -128,7 +128,7 @@ def lie(group: Any) -> list[str]:
                 else:
                     transport._team.exchange = start
             try:
-                got = buffer.dispatch(
+                got: Any = buffer.dispatch(
                     torch.ones(5000, 8),  # more than is offered first
                     topk_idx=torch.tensor([[0, 1]] * 5000),
                     topk_weights=torch.ones(5000, 2),

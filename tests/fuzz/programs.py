@@ -7,6 +7,7 @@ import random
 from collections.abc import Collection
 from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 from tests.cases.clock import scaled
 from tests.fuzz import faults
@@ -160,7 +161,7 @@ class _Drawer(CallDrawer):
 
     def act_call(self) -> None:
         buffer = self.rng.choice(list(self.buffers.values()))
-        makers = {
+        makers: dict[Any, float] = {
             self.dispatch: 4.0,
             self.cached: 2.0 * bool(buffer.having(Dispatch)),
             self.combine: 3.0 * bool(buffer.having(Dispatch)),
@@ -316,4 +317,9 @@ class _Drawer(CallDrawer):
 
 def _splits(size: int) -> list[int | tuple[int, ...]]:
     """Ways to spread ranks over nodes."""
-    return {2: [1, 2, (1, 1)], 3: [1, 3, (1, 2), (2, 1)], 4: [1, 2, 4, (1, 3), (2, 1, 1)]}[size]
+    ways: dict[int, list[int | tuple[int, ...]]] = {
+        2: [1, 2, (1, 1)],
+        3: [1, 3, (1, 2), (2, 1)],
+        4: [1, 2, 4, (1, 3), (2, 1, 1)],
+    }
+    return ways[size]

@@ -145,7 +145,7 @@ class Program:
     seed: int
     num_ranks: int
     without: tuple[str, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[Any, ...]  # of Step; which kind one is follows from what refers to it
 
     def opened(self, buffer: int) -> Open:
         return next(step for step in self.steps if isinstance(step, Open) and step.buffer == buffer)

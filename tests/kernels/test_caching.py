@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -120,7 +121,7 @@ def test_a_folder_of_ones_own_holds_kernels_where_no_other_can_be_written(
     assert "set NUMBA_CACHE_DIR" in line
 
 
-def add_one(number):
+def add_one(number: Any) -> Any:
     return number + 1
 
 

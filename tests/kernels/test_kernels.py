@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @pytest.fixture(params=SETS)
-def kernel_set(request: pytest.FixtureRequest):
+def kernel_set(request: pytest.FixtureRequest) -> Iterator[Kernels]:
     with poisoned():
         yield kernels.load(request.param)
 

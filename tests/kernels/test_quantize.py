@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -274,8 +274,9 @@ class Other(Tensor):
 
 
 CODES, ONE = torch.zeros(2, 256).to(FP8), torch.ones(2, 2)
-TO, BACK = per_token_cast_to_fp8, per_token_cast_back
-REFUSED = {
+TO: Any = per_token_cast_to_fp8
+BACK: Any = per_token_cast_back
+REFUSED: dict[str, Callable[[], object]] = {
     "x is a list, want a torch.Tensor": partial(TO, [[1.0] * 128]),
     "x is None, want a torch.Tensor": partial(TO, None),
     "x has type Other, want torch.Tensor": partial(TO, torch.zeros(1, 128).as_subclass(Other)),

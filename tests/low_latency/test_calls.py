@@ -30,7 +30,7 @@ def one_call(group: Any, seconds: float) -> float:
         idx = torch.arange(3)[None]
         if group.rank() == 2:
             time.sleep(seconds)
-        got = buffer.low_latency_dispatch(torch.ones(1, 64), idx, 1, 3, use_fp8=False)
+        got: Any = buffer.low_latency_dispatch(torch.ones(1, 64), idx, 1, 3, use_fp8=False)
         out = buffer.low_latency_combine(got.recv_x, idx, torch.ones(1, 3), got.handle)
     return out.combined_x.sum().item()
 

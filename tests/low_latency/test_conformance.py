@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -35,7 +37,7 @@ SHAPES = {
     "fp8-rounded": Case(num_ranks=2, hidden=128, fp8=ROUND, dtype=torch.float32),
     "fp8-packed": Case(num_ranks=2, hidden=1024, fp8=UE8M0, dtype=torch.float16),
 }
-HOWS = {
+HOWS: dict[str, dict[str, Any]] = {
     "hook": {"how": "hook"},
     "async": {"how": "async"},
     "zero-copy": {"zero_copy": True},

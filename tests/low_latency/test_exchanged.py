@@ -35,11 +35,12 @@ def count_exchanges(group: Any, transport: str) -> tuple[list[int], list[int], f
     with tokenyard.Buffer(
         group, transport=transport, ranks_per_node=nodes, low_latency_mode=True, timeout=scaled(60)
     ) as buffer:
-        GlooPart.start, Team.exchange = counted_start, counted_exchange  # type: ignore[method-assign]
+        counting: tuple[Any, Any] = (counted_start, counted_exchange)
+        GlooPart.start, Team.exchange = counting  # type: ignore[method-assign]
         try:
             for _ in range(2):
                 x = torch.full((TOKENS, HIDDEN), 1.0 + group.rank())
-                got = buffer.low_latency_dispatch(x, idx, TOKENS, 6, use_fp8=False)
+                got: Any = buffer.low_latency_dispatch(x, idx, TOKENS, 6, use_fp8=False)
                 sent.append(0)
                 mailed.append(0)
                 y = buffer.low_latency_combine(got.recv_x, idx, weights, got.handle).combined_x

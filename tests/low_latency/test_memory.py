@@ -24,7 +24,7 @@ def ascend(group: Any) -> tuple[int, int]:
         for step in range(1, STEPS + 1):
             x = torch.full((NUM_MAX, STEP * step), float(step))
             for turn in range(4):
-                got = buffer.low_latency_dispatch(x, idx, NUM_MAX, 2, use_fp8=False)
+                got: Any = buffer.low_latency_dispatch(x, idx, NUM_MAX, 2, use_fp8=False)
                 y = got.recv_x
                 if turn % 2:
                     y = buffer.get_next_low_latency_combine_buffer(got.handle)
@@ -63,7 +63,7 @@ def descend(group: Any) -> list[int]:
         for hidden, times in ((STEP * STEPS, 2), (STEP, 80)):
             x = torch.ones(NUM_MAX, hidden)
             for _ in range(times):
-                got = buffer.low_latency_dispatch(x, idx, NUM_MAX, 2, use_fp8=False)
+                got: Any = buffer.low_latency_dispatch(x, idx, NUM_MAX, 2, use_fp8=False)
                 back = buffer.low_latency_combine(got.recv_x, idx, weights, got.handle)
                 assert torch.equal(back.combined_x, x)
                 del got, back

@@ -259,7 +259,7 @@ def under_ddp(group: Any, prepare: bool) -> str:
         layer, x = make(buffer), tokens(group.rank())
         model = nn.Sequential(layer, nn.Linear(HIDDEN, 1))
         want = model(x).detach()
-        model._ddp_params_and_buffers_to_ignore = ["0.router.weight"]
+        model._ddp_params_and_buffers_to_ignore = ["0.router.weight"]  # type: ignore[assignment]
         if prepare:
             prepare_for_ddp(model)
         own = layer.experts.down.detach().clone()

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.docs
 
 
 @pytest.fixture(scope="module")
-def installed() -> dict[str, str]:
+def installed() -> Iterator[dict[str, str]]:
     """An environment in which tokenyard is what `pip install .` makes, not this checkout."""
     with tempfile.TemporaryDirectory() as site:
         pip = [

@@ -207,7 +207,7 @@ def infer(group: Any, transport: str, worst: int) -> tuple[bool, bool]:
         torch.inference_mode(),
     ):
         x = torch.randn(4, 8)
-        got = buffer.dispatch(
+        got: Any = buffer.dispatch(
             x,
             topk_idx=torch.tensor([[0], [1], [0], [1]]),
             topk_weights=torch.ones(4, 1),

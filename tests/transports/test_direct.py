@@ -37,7 +37,8 @@ def dispatch(buffer: tokenyard.Buffer, turn: int, num_tokens: int = 40) -> Any:
 
 
 def num_segments(buffer: tokenyard.Buffer) -> int:
-    return len(list(buffer._engine.transport._team.pool))
+    transport: Any = buffer._engine.transport
+    return len(list(transport._team.pool))
 
 
 def hold_and_go_on(group: Any, rounds: int) -> tuple[bool, int]:
@@ -89,7 +90,7 @@ def many_rounds(group: Any, rounds: int) -> int:
         for turn in range(rounds):
             x = numbered_tokens(3, 64, first=1000 * turn + 3 * group.rank(), dtype=torch.float64)
             topk_idx, weights = routing("holes", 3, 2, 64, seed=turn * group.size() + group.rank())
-            got = buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights, num_experts=64)
+            got: Any = buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights, num_experts=64)
             back = buffer.combine(got.recv_x, got.handle).x
             copies = got.handle.is_token_in_rank.sum(1, keepdim=True)
             assert_same(back, x * copies + 0.0, f"round {turn}")  # a sum of nothing is +0.0
@@ -187,7 +188,7 @@ def no_memory_at_all(group: Any) -> str:
         raise PermissionError(1, "Operation not permitted")
 
     if group.rank() == 0:
-        segment.os.memfd_create = forbidden
+        segment.os.memfd_create = forbidden  # type: ignore[assignment]
     try:
         with tokenyard.Buffer(group, timeout=scaled(60)) as buffer:
             return buffer._engine.transport.name

@@ -88,7 +88,7 @@ def sum_of_experts(group: Any) -> float:
     size, rank = group.size(), group.rank()
     topk_idx = (torch.arange(4)[None] + 4 * rank) % size
     with tokenyard.Buffer(group, timeout=scaled(100)) as buffer:
-        got = buffer.dispatch(
+        got: Any = buffer.dispatch(
             torch.full((1, 8), float(rank)),
             topk_idx=topk_idx,
             topk_weights=torch.ones(1, 4),

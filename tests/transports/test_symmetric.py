@@ -42,7 +42,7 @@ pytestmark = [
 
 NUM_EXPERTS, NUM_TOPK = 8, 3
 CHUNKS = (1, 6)  # tokens of a program
-HOW = {"transport": "symmetric", "kernels": "triton"}
+HOW: dict[str, Any] = {"transport": "symmetric", "kernels": "triton"}
 
 
 def given(seed: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,7 +63,7 @@ def go_round(group: Any, seeds: range) -> list[tuple[Tensor, ...]]:
         for seed in seeds:
             x, topk_idx, weights = given(seed, group.rank())
             config = tokenyard.Config(num_max_nvl_chunked_send_tokens=CHUNKS[seed % 2])
-            got = buffer.dispatch(
+            got: Any = buffer.dispatch(
                 x, topk_idx=topk_idx, topk_weights=weights, num_experts=NUM_EXPERTS, config=config
             )
             sums = buffer.combine(got.recv_x, got.handle, got.recv_topk_weights, config=config)
@@ -104,7 +104,11 @@ def test_conformance(case: Case, processes: Pools) -> None:
 
 def until_a_peer_dies(group: Any, victim: int) -> tuple[str, tuple[int, ...], float]:
     x, topk_idx, weights = given(3, 0)
-    options = {"topk_idx": topk_idx, "topk_weights": weights, "num_experts": NUM_EXPERTS}
+    options: dict[str, Any] = {
+        "topk_idx": topk_idx,
+        "topk_weights": weights,
+        "num_experts": NUM_EXPERTS,
+    }
     start = time.time()
     try:
         with tokenyard.Buffer(group, timeout=scaled(60), **HOW) as buffer:
@@ -112,7 +116,7 @@ def until_a_peer_dies(group: Any, victim: int) -> tuple[str, tuple[int, ...], fl
                 if turn == 2 and group.rank() == victim:
                     os.kill(os.getpid(), signal.SIGKILL)
                 start = time.time()
-                got = buffer.dispatch(x, **options)
+                got: Any = buffer.dispatch(x, **options)
                 buffer.combine(got.recv_x, got.handle)
     except tokenyard.PeerError as error:
         return type(error).__name__, error.ranks, time.time() - start
@@ -174,8 +178,8 @@ def over_torch_symmetric_memory(group: Any, silent: int) -> tuple[Any, ...]:
     communicator = connect(group, 20.0)
     shared = SharedSegments(communicator, 20.0)
     peers = TorchSymmetricMemory(group, torch.device("cpu"), 20.0)
-    peers._symmetric = StandIn(shared)
-    kernels = load("triton")
+    peers._symmetric = StandIn(shared)  # type: ignore[assignment]
+    kernels: Any = load("triton")
     transport = SymmetricTransport(communicator, peers, kernels, [0] * group.size())
     x, topk_idx, _ = given(4, group.rank())
     ranks = Placement.even(NUM_EXPERTS, group.size()).rank_of_expert

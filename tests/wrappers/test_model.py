@@ -30,6 +30,8 @@ def run(processes: Pools, kind: str, folder: Path) -> tuple[list[Outcome], Outco
     wrapper, _, rest = kind.partition("_")
     paths = [str(folder / name) for name in ("many", "one")]
     job: Any = jobs.train
+    many: tuple[Any, ...]
+    one: tuple[Any, ...]
     if wrapper == "accelerate":
         precision = "bf16" if rest else "no"
         job, many, one = jobs.with_accelerate, (False, precision), (True, precision)

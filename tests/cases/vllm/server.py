@@ -21,7 +21,13 @@ from tests.cases.clock import scaled
 
 START_SECONDS = scaled(400)
 END_SECONDS = scaled(20)
-COMMON = ("--served-model-name", "model", "--dtype", "bfloat16", "--skip-tokenizer-init")
+COMMON: tuple[str, ...] = (
+    "--served-model-name",
+    "model",
+    "--dtype",
+    "bfloat16",
+    "--skip-tokenizer-init",
+)
 COMMON += ("--enforce-eager",)
 
 
