@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ def main() -> None:
             same = received.setdefault(kind, values)
             assert torch.equal(values.view(torch.uint8), same.view(torch.uint8)), f"{name}, {kind}"
             again = [buffer.dispatch, given, handle]
-            us = median_us(lambda again=again: again[0](again[1], handle=again[2]))
+            us = median_us(partial(again[0], again[1], handle=again[2]))
             num_bytes = values.nbytes + (recv[1].nbytes if isinstance(recv, tuple) else 0)
             if rank == 0:
                 print(
@@ -93,7 +94,7 @@ def main() -> None:
                     flush=True,
                 )
             if kind == "BF16":
-                us = median_us(lambda b=buffer, r=recv, h=handle: b.combine(r, h))
+                us = median_us(partial(buffer.combine, recv, handle))
                 if rank == 0:
                     print(
                         f"[tuning] {name} combine: {num_bytes / us / 1e3:.2f} GB/s (NVL), "

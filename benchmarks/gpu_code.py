@@ -67,9 +67,9 @@ def print_code(made: dict[str, list[Compiled]]) -> None:
     print("| kernel | registers: " + ", ".join(TARGETS) + " | shared memory, bytes | spills |")
     print("|---|---|---|---|")
     for kernel in sorted(by_kernel):
-        found = by_kernel[kernel]
-        registers = ", ".join(span([one.registers for one in found[t]]) for t in TARGETS)
-        every = [one for t in TARGETS for one in found[t]]
+        by_target = by_kernel[kernel]
+        registers = ", ".join(span([one.registers for one in by_target[t]]) for t in TARGETS)
+        every = [one for t in TARGETS for one in by_target[t]]
         shared, spills = span([one.shared for one in every]), span([one.spills for one in every])
         print(f"| {kernel} | {registers} | {shared} | {spills} |")
 

@@ -48,7 +48,7 @@ class Modes:
 
     def low_latency(self, zero_copy: bool = False, same: bool = False) -> Tensor:
         buffer = self.buffer
-        got = buffer.low_latency_dispatch(
+        got: Any = buffer.low_latency_dispatch(
             self.x, self.idx, self.num_max, NUM_EXPERTS, use_fp8=self.fp8
         )
         y = got.recv_x if same else self.output(got.recv_x)
@@ -61,7 +61,7 @@ class Modes:
     def normal(self, zero_copy: bool = False, permuted: bool = False) -> Tensor:
         buffer = self.buffer
         x = tokenyard.per_token_cast_to_fp8(self.x) if self.fp8 else self.x
-        got = buffer.dispatch(
+        got: Any = buffer.dispatch(
             x, topk_idx=self.idx, topk_weights=self.weights, num_experts=NUM_EXPERTS
         )
         y = got.recv_x if permuted else self.output(got.recv_x)

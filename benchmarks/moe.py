@@ -81,6 +81,7 @@ def job(group: Any, args: argparse.Namespace) -> dict[str, list[float]]:
     with tokenyard.Buffer(group) as buffer:
         layer = MoE(buffer, args.hidden, args.intermediate, router)
         x = torch.randn(group.size(), args.tokens, args.hidden)[group.rank()]
+        calls: dict[str, Callable[[Tensor], Tensor]]
         calls = {"tokenyard": layer, "gathering": lambda x: gathering(layer, x)}
         for got, want in zip(*(step(call, layer, x) for call in calls.values())):
             torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)

@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,7 +60,7 @@ def main() -> None:
                 x, topk_idx=topk_idx, topk_weights=weights, num_experts=NUM_EXPERTS
             )
 
-        got = dispatch()
+        got: Any = dispatch()
         route, width = got.handle.flow.route, args.hidden * x.element_size()
         packed = x[route.send_token.long()].view(torch.uint8).numpy()
         received = torch.zeros(got.recv_x.shape, dtype=x.dtype).view(torch.uint8).numpy()

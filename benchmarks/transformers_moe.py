@@ -87,7 +87,8 @@ def job(group: Any, args: argparse.Namespace) -> dict[str, list[float]]:
         experts_implementation="grouped_mm",
     )
     mesh = DeviceMesh.from_group(group, "cpu")
-    theirs, ours = make_block(config), expert_parallel(make_block(config), group)
+    theirs = make_block(config)
+    ours: Any = expert_parallel(make_block(config), group)
     style = by_transformers(theirs, mesh)
     generator = torch.Generator().manual_seed(group.rank())
     x = torch.randn(1, args.tokens, args.hidden, generator=generator)

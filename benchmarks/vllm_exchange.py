@@ -58,8 +58,9 @@ def ways(
     ours: Exchange, theirs: Gathered, x: Tensor, ids: Tensor, weights: Tensor
 ) -> dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]]:
     def move_ours() -> Tensor:
-        got = ours.buffer.dispatch(x, topk_idx=ids, topk_weights=weights, num_experts=NUM_EXPERTS)
-        assert got.handle is not None
+        got: Any = ours.buffer.dispatch(
+            x, topk_idx=ids, topk_weights=weights, num_experts=NUM_EXPERTS
+        )
         return ours.buffer.combine(got.recv_x, got.handle).x
 
     def move_theirs() -> Tensor:
@@ -85,7 +86,7 @@ def job(group: Any, rounds: int) -> dict[tuple[str, str, str], float]:
     settings = Settings(enabled=True, transport="auto", timeout=30.0)
     ours, theirs = Exchange(group, range(RANKS), RANKS, settings), Gathered(group)
     ours.warm_up(torch.bfloat16)
-    figures = {}
+    figures: dict[tuple[str, str, str], float] = {}
     for name, num_tokens in CASES.items():
         torch.manual_seed(dist.get_rank(group))
         # Small whole numbers: sums of them are the same in any order.

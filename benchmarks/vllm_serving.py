@@ -48,10 +48,13 @@ class GlooExchange(Exchange):
         self._num_tokens = x.shape[0]
         return Arrived(rows=rows, weights=all_weights, handle=gloo)  # type: ignore[arg-type]
 
-    def send_back(self, y: Tensor, arrived: Arrived, weights: Tensor | None) -> Tensor:
+    def send_back(
+        self, y: Tensor, arrived: Arrived, weights: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:
         partial = unpermute(y, arrived.rows.row_of, weights=weights)
         gloo: Any = arrived.handle
-        return gloo.back(partial)[: self._num_tokens]
+        summed = gloo.back(partial)[: self._num_tokens]
+        return summed if out is None else out.copy_(summed)
 
 
 def register() -> None:

@@ -65,6 +65,7 @@ def main() -> None:
         allocate_on_comm_stream=True,
     )
     event.current_stream_wait()
+    assert isinstance(recv_x, torch.Tensor)  # and not FP8 with its scales
     rank_prefix_matrix = handle[0]
     assert rank_prefix_matrix[-1, rank] == recv_x.size(0)
     assert sum(recv_per_expert) == (recv_topk_idx != -1).sum()
@@ -82,7 +83,8 @@ def main() -> None:
     error = (combined_x.float() - want).abs().max().item()
 
     # a cached dispatch, as in the backward pass of combine
-    grad_y, _, _, _, _, event = buffer.dispatch(x, handle=handle)
+    grad_y = buffer.dispatch(x, handle=handle).recv_x
+    assert isinstance(grad_y, torch.Tensor)
     assert torch.equal(grad_y, recv_x)
 
     print(f"rank {rank}: {recv_x.size(0)} rows, largest error of combine {error:.4f}", flush=True)

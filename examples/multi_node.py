@@ -15,6 +15,7 @@ that are only virtual, since they share its memory:
 import argparse
 import os
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ def main() -> None:
         layout = buffer.get_dispatch_layout(topk_idx, NUM_EXPERTS)
         for _ in range(2):  # the first time kernels are loaded, and memory is found
             start = time.perf_counter()
-            got = buffer.dispatch(
+            got: Any = buffer.dispatch(
                 x, topk_idx=topk_idx, topk_weights=topk_weights, num_experts=NUM_EXPERTS
             )
             y = (got.recv_x.float() * got.recv_topk_weights.sum(1, keepdim=True)).to(x.dtype)

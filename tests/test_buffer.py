@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ import tokenyard
 from tokenyard.testing import run_virtual
 
 
-def buffer_words(group) -> tuple[str, str]:
+def buffer_words(group: Any) -> tuple[str, str]:
     with tokenyard.Buffer(group, ranks_per_node=2) as buffer:
         open_words = repr(buffer)
         assert (buffer.rank, buffer.group_size) == (group.rank(), 3)

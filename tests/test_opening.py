@@ -12,6 +12,8 @@ import torch
 
 import tokenyard
 from tests.cases.asynchronous import both_ways
+from tests.cases.clock import scaled
+from tests.cases.processes import Pools
 from tokenyard import opening
 from tokenyard.errors import SharedMemoryError
 from tokenyard.shm import segment
@@ -21,10 +23,9 @@ from tokenyard.topology import Topology
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with Processes(4, timeout=60) as four:
-        yield four
+@pytest.fixture
+def ranks(processes: Pools) -> Processes:
+    return processes(4)
 
 
 def on_other_machines(group: Any, machines: list[int]) -> tuple[str, tuple[int, ...]]:
@@ -42,7 +43,7 @@ def on_other_machines(group: Any, machines: list[int]) -> tuple[str, tuple[int, 
 def dispatch(buffer: tokenyard.Buffer, num_tokens: int = 6) -> int:
     """Every token to every rank."""
     topk_idx = torch.arange(buffer.group_size).repeat(num_tokens, 1)
-    got = buffer.dispatch(
+    got: Any = buffer.dispatch(
         torch.ones(num_tokens, 64),
         topk_idx=topk_idx,
         topk_weights=torch.ones(topk_idx.shape),
@@ -137,7 +138,7 @@ def as_nobody(group: Any) -> tuple[tuple[int, ...], list[str]]:
             os.seteuid(0)
 
     if group.rank() == 3:
-        opening.why_not_attached = look
+        opening.why_not_attached = look  # type: ignore[assignment]
     try:
         with Told() as told, tokenyard.Buffer(group) as buffer:
             return buffer._engine.topology.node_of_rank, told
@@ -159,7 +160,7 @@ def test_another_users_rank_is_on_another_node_and_says_why(ranks: Processes) ->
 def too_small(group: Any, culprit: int) -> tuple[str, int]:
     """One rank may make no file, memory files too, larger than 1 MiB."""
     with tokenyard.Buffer(
-        group, transport="hierarchical", ranks_per_node=[3, 1], timeout=5
+        group, transport="hierarchical", ranks_per_node=[3, 1], timeout=scaled(60)
     ) as buffer:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         if group.rank() == culprit:

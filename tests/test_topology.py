@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cases.clock import scaled
 from tokenyard.topology import Placement, Topology
 
 
@@ -34,7 +35,7 @@ def test_a_table_has_one_address_whichever_thread_asks_first(
 ) -> None:
     """A call on the user's thread and one on the Buffer's may both be the first to need it."""
     placement, where = Placement.even(4, 2), torch.where
-    meeting = threading.Barrier(2, timeout=20)
+    meeting = threading.Barrier(2, timeout=scaled(60))
 
     def slow(*args: Any) -> Tensor:
         made = where(*args)

@@ -32,7 +32,7 @@ def program(buffer: tokenyard.Buffer, seed: int, is_async: bool) -> list[Tensor]
         kind = choose.choice(["dispatch", "cached", "combine"] if routed else ["dispatch"])
         if kind == "dispatch":
             idx, weights = routing("uniform", TOKENS, 3, EXPERTS, seed=seed + turn + buffer.rank)
-            got = buffer.dispatch(
+            got: Any = buffer.dispatch(
                 x,
                 topk_idx=idx,
                 topk_weights=weights,

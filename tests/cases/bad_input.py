@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.cases.clock import scaled
 from tokenyard import (
     Buffer,
     CallMismatch,
@@ -40,7 +42,7 @@ Told = tuple[type[Exception], str] | None  # type and text of the error, None wh
 Table = dict[str, dict[str, tuple[Any, str]]]
 
 
-def good_input(rank: int, *, seed: int = 0) -> dict[str, Tensor]:
+def good_input(rank: int, *, seed: int = 0) -> dict[str, Any]:
     x = numbered_tokens(TOKENS[rank], HIDDEN, first=sum(TOKENS[:rank]))
     topk_idx, weights = routing("uniform", TOKENS[rank], NUM_TOPK, NUM_EXPERTS, seed=seed + rank)
     return {"x": x, "topk_idx": topk_idx, "topk_weights": weights}
@@ -51,7 +53,7 @@ def num_sent(source: int) -> list[int]:
 
 
 def new_buffer(group: Any, **options: Any) -> Buffer:
-    return Buffer(group, **{"timeout": 10.0, **options})
+    return Buffer(group, **{"timeout": scaled(60), **options})
 
 
 class Scene:
@@ -226,7 +228,7 @@ CONFIG = {
     "dict": ({"num_sms": 20}, " is a dict, want a tokenyard.Config"),
     "odd-sms": (Config(7), ".num_sms is 7, want an even number"),
     "no-sms": (Config(0), ".num_sms is 0, want at least 2"),
-    "text-sms": (Config("20"), ".num_sms is '20', want an integer"),
+    "text-sms": (Config("20"), ".num_sms is '20', want an integer"),  # type: ignore[arg-type]
     "huge-sms": (Config(2**40), f".num_sms is {2**40}, want at most 4096"),
     "no-chunk": (Config(20, 0), ".num_max_nvl_chunked_send_tokens is 0, want at least 1"),
     "nvl-send-not-below-recv": (
@@ -512,7 +514,7 @@ OTHERS: Cases = {
     **{
         f"kernels-{kind}": rejected(
             "Buffer",
-            lambda s, value=value: {"kernels": value},
+            partial(lambda value, s: {"kernels": value}, value),
             f"kernels is {what}, want a name: auto, {', '.join(kernels.available())}",
         )
         for kind, value, what in (("int", 1, "an int"), ("list", ["numba"], "a list"))
@@ -575,7 +577,7 @@ DIFFER: Cases = {
     ),
     **{
         f"{what}-{stage}".replace(" ", "-"): differ(
-            stage, words, got, lambda s, config=config: {"config": config}
+            stage, words, got, partial(lambda config, s: {"config": config}, config)
         )
         for stage in ("dispatch", "cached dispatch", "combine")
         for what, words, got, config in (
@@ -660,7 +662,7 @@ LOCAL: Cases = {
     ),
     **{
         f"set_num_sms-{kind}": local(
-            lambda s, value=value: Buffer.set_num_sms(value),
+            partial(lambda value, s: Buffer.set_num_sms(value), value),
             f"new_num_sms is {value!r}, want an even number of at least 2",
         )
         for kind, value in {"odd": 3, "text": "4"}.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tokenyard.testing import assert_same
 BASE = Case(num_ranks=0)
 
 
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "reference-kernels": {"kernels": "reference"},
     "float64": {"dtype": torch.float64, "num_biases": 1},

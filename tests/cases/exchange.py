@@ -133,7 +133,7 @@ def _dispatch(
         "is_token_in_rank": layout.is_token_in_rank,
         "num_tokens_per_expert": layout.num_tokens_per_expert,
     }
-    got = buffer.dispatch(
+    got: Any = buffer.dispatch(
         _rows(given),
         topk_idx=given.topk_idx,
         topk_weights=given.topk_weights,

@@ -39,7 +39,7 @@ class Case:
         return even if self.placement is None else spec.World(self.placement, even.node_of_rank)
 
     @property
-    def options(self) -> dict[str, bool]:
+    def options(self) -> dict[str, Any]:
         return dict(zip(("use_fp8", "round_scale", "use_ue8m0"), self.fp8))
 
 
@@ -53,16 +53,15 @@ def inputs(case: Case, rank: int, turn: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def experts(case: Case, rank: int, x: Tensor, scales: Tensor | None, count: Tensor) -> Tensor:
     """Expert e multiplies by e + 1, and leaves NaN in the slots that hold nothing."""
-    num_slots, hidden = x.shape[1:]
+    used = torch.arange(x.shape[1]) < count[:, None]
     if scales is None:
         rows = x.double()
     else:
-        flat, flat_scales = x.reshape(-1, hidden), scales.reshape(-1, scales.shape[2])
-        rows = spec.cast_back(flat, flat_scales).double().view(x.shape)
+        rows = torch.zeros(x.shape, dtype=torch.float64)
+        rows[used] = spec.cast_back(x[used], scales[used]).double()
     gain = torch.tensor([e + 1.0 for e in case.world.experts_of(rank)]).double()
     y = (rows * gain[:, None, None]).to(case.sum_dtype or case.dtype)
-    unused = torch.arange(num_slots) >= count[:, None]
-    return y.masked_fill(unused[:, :, None], float("nan"))
+    return y.masked_fill(~used[:, :, None], float("nan"))
 
 
 def job(group: Any, case: Case) -> list[list[Any]]:
@@ -92,7 +91,7 @@ def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _how(case: Case) -> dict[str, bool]:
+def _how(case: Case) -> dict[str, Any]:
     return {"async_finish": case.how == "async", "return_recv_hook": case.how == "hook"}
 
 

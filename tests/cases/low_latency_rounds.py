@@ -34,7 +34,7 @@ class Rounds:
             x, idx, self.num_max, self.num_experts, use_fp8=False, **options
         )
 
-    def combine(self, got: Any, turn: int, **options: Any) -> Tensor:
+    def combine(self, got: Any, turn: int, **options: Any) -> Any:
         """Expert e multiplies by e + 1."""
         _, idx, weights = self.tokens(self.rank, turn)
         each = self.num_experts // self.size

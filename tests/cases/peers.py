@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ import tokenyard
 
 def exchange(buffer: tokenyard.Buffer) -> tokenyard.Handle:
     topk_idx = torch.arange(6).reshape(6, 1)
-    got = buffer.dispatch(
+    got: Any = buffer.dispatch(
         torch.ones(6, 8), topk_idx=topk_idx, topk_weights=torch.ones(6, 1), num_experts=6
     )
     buffer.combine(got.recv_x, got.handle)

@@ -7,7 +7,8 @@ import os
 
 def shared_bytes() -> tuple[int, int]:
     """Of this rank's own segments, and of all segments that are mapped here, its peers' too."""
-    own, mapped = 0, {}
+    own = 0
+    mapped: dict[str, int] = {}
     for fd in os.listdir("/proc/self/fd"):
         try:
             path = f"/proc/self/fd/{fd}"

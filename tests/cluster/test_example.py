@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases.clock import scaled
 from tokenyard.testing import Cluster, why_no_cluster
 
 pytestmark = [
@@ -33,7 +34,7 @@ def test_multi_node() -> None:
             for node in range(2)
         ]
         try:
-            said = [agent.communicate(timeout=90)[0] for agent in agents]
+            said = [agent.communicate(timeout=scaled(250))[0] for agent in agents]
         finally:
             for agent in agents:
                 agent.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 import tokenyard
 from benchmarks.per_expert import PerExpert
+from tests.cases.clock import scaled
 from tests.cases.conformance import SAMPLED, case_of, check
 from tests.cases.exchange import Case, job
 from tokenyard.testing import Cluster, numbered_tokens, routing, why_no_cluster
@@ -28,8 +30,8 @@ def on(cluster: Cluster, name: str) -> Case:
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2-nodes", "4-nodes"])
-def cluster(request: pytest.FixtureRequest):
-    with Cluster([2] * request.param, timeout=60) as box:
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    with Cluster([2] * request.param, timeout=scaled(120)) as box:
         yield box
 
 
@@ -60,6 +62,9 @@ def given(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return x, *routing("uniform", TOKENS, TOPK, EXPERTS, seed=rank)
 
 
+buffer: tokenyard.Buffer  # of this process
+
+
 def open_buffer(group: Any) -> int:
     """The Buffer stays, so that only what dispatch itself sends is counted afterwards."""
     global buffer
@@ -82,8 +87,8 @@ def dispatch_by_expert(group: Any) -> None:
     dist.barrier()
 
 
-def test_a_token_crosses_once_to_a_node(record_property: pytest.RecordProperty) -> None:
-    with Cluster([2, 2], timeout=60) as box:
+def test_a_token_crosses_once_to_a_node() -> None:
+    with Cluster([2, 2], timeout=scaled(120)) as box:
         needed = box.run(open_buffer)
         before = box.bytes_sent()
         box.run(dispatch, 3)

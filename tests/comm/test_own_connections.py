@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 import tokenyard
-from tokenyard.testing import Processes, run_virtual
+from tests.cases.clock import scaled
+from tests.cases.processes import Pools
+from tokenyard.testing import run_virtual
 
 TURNS = 100
 
@@ -32,13 +34,13 @@ def dispatch(buffer: tokenyard.Buffer, value: float, is_async: bool = False) -> 
 def two_buffers(group: Any, transport: str) -> str:
     """One moves rows while the other, and a third that is opened meanwhile, are called."""
     with (
-        tokenyard.Buffer(group, transport=transport, timeout=10) as first,
-        tokenyard.Buffer(group, transport=transport, timeout=10) as second,
+        tokenyard.Buffer(group, transport=transport, timeout=scaled(60)) as first,
+        tokenyard.Buffer(group, transport=transport, timeout=scaled(60)) as second,
     ):
         for turn in range(TURNS):
             one = dispatch(first, float(turn), is_async=True)
             if turn % 20 == 10:
-                with tokenyard.Buffer(group, transport=transport, timeout=10) as third:
+                with tokenyard.Buffer(group, transport=transport, timeout=scaled(60)) as third:
                     assert (dispatch(third, -1.0).recv_x == -1).all()
             two = dispatch(second, turn + 0.5)
             one.event.current_stream_wait()
@@ -49,7 +51,7 @@ def two_buffers(group: Any, transport: str) -> str:
 
 def beside_a_collective(group: Any) -> str:
     """As many bytes as the Buffer's rows have: gloo cannot tell them apart, and others abort."""
-    with tokenyard.Buffer(group, transport="collective", timeout=10) as buffer:
+    with tokenyard.Buffer(group, transport="collective", timeout=scaled(60)) as buffer:
         for turn in range(TURNS):
             one = dispatch(buffer, float(turn), is_async=True)
             mine = torch.full((64, 256 * 4 + 20), 7, dtype=torch.uint8)
@@ -65,9 +67,10 @@ def beside_a_collective(group: Any) -> str:
 @pytest.mark.parametrize(
     "job, args", [(two_buffers, ("collective",)), (beside_a_collective, ())], ids=["two", "user's"]
 )
-def test_rows_of_each_have_their_own_connections(job: Any, args: tuple[str, ...]) -> None:
-    with Processes(2, timeout=60) as ranks:
-        assert ranks.run(job, *args, may_die=True) == ["ok", "ok"]
+def test_rows_of_each_have_their_own_connections(
+    job: Any, args: tuple[str, ...], processes: Pools
+) -> None:
+    assert processes(2).run(job, *args, may_die=True) == ["ok", "ok"]
 
 
 def test_virtual_ranks_have_their_own_too() -> None:
@@ -80,12 +83,12 @@ def descriptors(group: Any) -> int:
     def open_files() -> int:
         return len(os.listdir("/proc/self/fd"))
 
-    counts = []
+    counts: list[int] = []
     for _ in range(6):
-        with tokenyard.Buffer(group, transport="collective", timeout=10) as buffer:
+        with tokenyard.Buffer(group, transport="collective", timeout=scaled(60)) as buffer:
             dispatch(buffer, 1.0, is_async=True).event.current_stream_wait()
         dist.barrier(group)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + scaled(30)
         while counts and open_files() > counts[0] and time.monotonic() < deadline:
             time.sleep(0.01)
         counts.append(open_files())
@@ -93,6 +96,5 @@ def descriptors(group: Any) -> int:
 
 
 @pytest.mark.processes
-def test_connections_are_closed_with_their_buffer() -> None:
-    with Processes(2, timeout=60) as ranks:
-        assert ranks.run(descriptors) == [0, 0]
+def test_connections_are_closed_with_their_buffer(processes: Pools) -> None:
+    assert processes(2).run(descriptors) == [0, 0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,24 +23,19 @@ from tests.cases.bad_input import (
     good_input,
     new_buffer,
 )
+from tests.cases.clock import scaled
 from tokenyard import Buffer, BufferClosed, CallMismatch, PeerInputError, PeerTimeout, spec
 from tokenyard.testing import Processes, assert_same, fake_experts, run_virtual
 
-LIMIT = 2.0  # seconds
+LIMIT = scaled(10)  # seconds: no wait for a time limit, which is 60
 
 Run = Callable[..., list[Any]]  # run(job, *args): what each rank returned
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    with Processes(NUM_RANKS) as ranks:
-        yield ranks
 
 
 @pytest.fixture(params=["virtual", pytest.param("processes", marks=pytest.mark.processes)])
 def run(request: pytest.FixtureRequest) -> Run:
     if request.param == "processes":
-        return request.getfixturevalue("processes").run
+        return request.getfixturevalue("processes")(NUM_RANKS).run
     return lambda job, *args: run_virtual(job, NUM_RANKS, *args).results
 
 
@@ -81,8 +76,9 @@ def caught(step: Step, scene: Scene) -> Exception | None:
 
 
 def round_trip(buffer: Buffer) -> list[Any]:
-    got = buffer.dispatch(**good_input(buffer.rank), num_experts=NUM_EXPERTS)
-    y = fake_experts(*got[:3], WORLD.experts_of(buffer.rank))
+    got: Any = buffer.dispatch(**good_input(buffer.rank), num_experts=NUM_EXPERTS)
+    experts = WORLD.experts_of(buffer.rank)
+    y = fake_experts(got.recv_x, got.recv_topk_idx, got.recv_topk_weights, experts)
     return [*got[:4], buffer.combine(y, got.handle).x]
 
 
@@ -92,7 +88,7 @@ def expected() -> list[list[Any]]:
     xs, topk_idxs, weights = zip(*(good_input(rank).values() for rank in range(NUM_RANKS)))
     layouts = [spec.layout(topk_idx, WORLD) for topk_idx in topk_idxs]
     received = spec.dispatch(xs, layouts, WORLD, topk_idxs=topk_idxs, topk_weights=weights)
-    rows = [[got.x, got.topk_idx, got.topk_weights] for got in received]
+    rows = [(got.x, got.topk_idx, got.topk_weights) for got in received]
     ys = [fake_experts(*row, WORLD.experts_of(rank)) for rank, row in enumerate(rows)]
     sums = spec.combine(ys, layouts, WORLD)
     return [
@@ -167,7 +163,8 @@ def test_a_handle_shows_shapes_and_no_contents(run: Run) -> None:
 
 def two_culprits(group: Any) -> Outcome:
     scene = Scene(group)
-    wrong = {0: {}, 1: {"expert_alignment": 0}, 2: {"topk_idx": None}}[scene.rank]
+    every: list[dict[str, Any]] = [{}, {"expert_alignment": 0}, {"topk_idx": None}]
+    wrong = every[scene.rank]
     return attempt(scene, lambda s: s.dispatch(**wrong))
 
 

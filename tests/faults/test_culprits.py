@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import tokenyard
+from tests.cases.clock import scaled
 from tests.cases.peers import exchange
 from tokenyard import opening
 from tokenyard.testing import Exited, Processes, run_virtual
@@ -32,7 +33,7 @@ def told(buffer: tokenyard.Buffer) -> Told:
 def open_buffer(group: Any, transport: str) -> tokenyard.Buffer:
     """Hierarchical: every rank on a node of its own."""
     nodes = 1 if transport == "hierarchical" else None
-    return tokenyard.Buffer(group, transport=transport, ranks_per_node=nodes, timeout=10)
+    return tokenyard.Buffer(group, transport=transport, ranks_per_node=nodes, timeout=scaled(60))
 
 
 def with_the_store_of(holder: int, group: Any) -> Any:
@@ -59,7 +60,7 @@ def the_holder_dies(group: Any, transport: str, holder: int) -> Told:
 @pytest.mark.processes
 @pytest.mark.parametrize("transport, holder", [("collective", 0), ("hierarchical", 2)])
 def test_the_rank_that_holds_the_store_dies(transport: str, holder: int) -> None:
-    with Processes(4, timeout=40) as ranks:
+    with Processes(4, timeout=scaled(120)) as ranks:
         answers = ranks.run(the_holder_dies, transport, holder, may_die=True)
     assert answers.pop(holder) == Exited(-signal.SIGKILL)
     assert answers == [("PeerDied", (holder,))] * 3
@@ -71,14 +72,14 @@ def one_dies_and_one_is_busy(group: Any, transport: str) -> Told:
         if group.rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if group.rank() == 2:
-            time.sleep(2)
+            time.sleep(scaled(2))
         return told(buffer)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("transport", ["collective", "hierarchical"])
 def test_a_rank_that_is_merely_busy_is_not_named(transport: str) -> None:
-    with Processes(3, timeout=40) as ranks:
+    with Processes(3, timeout=scaled(120)) as ranks:
         answers = ranks.run(one_dies_and_one_is_busy, transport, may_die=True)
     assert answers.pop(1) == Exited(-signal.SIGKILL)
     assert answers == [("PeerDied", (1,))] * 2
@@ -89,12 +90,12 @@ def on_machines(group: Any, machines: list[int], busy: int) -> Told:
     real = opening._machine
     opening._machine = lambda: machines[group.rank()]
     try:
-        with tokenyard.Buffer(group, transport="collective", timeout=10) as buffer:
+        with tokenyard.Buffer(group, transport="collective", timeout=scaled(60)) as buffer:
             exchange(buffer)
             if group.rank() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             if group.rank() == busy:
-                time.sleep(2)
+                time.sleep(scaled(2))
             return told(buffer)
     finally:
         opening._machine = real
@@ -103,7 +104,7 @@ def on_machines(group: Any, machines: list[int], busy: int) -> Told:
 @pytest.mark.processes
 def test_ranks_of_a_machine_speak_for_each_other() -> None:
     """Rank 3 is busy; rank 2, on the same machine, sees that it lives."""
-    with Processes(4, timeout=40) as ranks:
+    with Processes(4, timeout=scaled(120)) as ranks:
         answers = ranks.run(on_machines, [5, 5, 7, 7], 3, may_die=True)
     assert answers.pop(1) == Exited(-signal.SIGKILL)
     assert answers == [("PeerDied", (1,))] * 3
@@ -117,7 +118,7 @@ def one_closes(group: Any, transport: str) -> tuple[Told, Told, str]:
         if group.rank() == 1:
             buffer.close()
             dist.barrier(group)
-            time.sleep(0.4)  # long enough for the others to look for words
+            time.sleep(scaled(0.4))  # long enough for the others to look for words
             return ("", ()), told(other), ""
         answer = told(buffer)
         dist.barrier(group)
@@ -131,7 +132,7 @@ def one_closes(group: Any, transport: str) -> tuple[Told, Told, str]:
 @pytest.mark.processes
 @pytest.mark.parametrize("transport", ["collective", "hierarchical"])
 def test_a_rank_that_closes_its_buffer_has_left(transport: str) -> None:
-    with Processes(3, timeout=40) as ranks:
+    with Processes(3, timeout=scaled(120)) as ranks:
         answers = ranks.run(one_closes, transport)
     for answer, other, afterwards in answers[::2]:
         assert answer == ("PeerLeft", (1,))
@@ -141,7 +142,7 @@ def test_a_rank_that_closes_its_buffer_has_left(transport: str) -> None:
 
 
 def a_virtual_rank_closes(group: Any) -> Told:
-    with tokenyard.Buffer(group, timeout=10) as buffer, tokenyard.Buffer(group) as other:
+    with tokenyard.Buffer(group, timeout=scaled(60)) as buffer, tokenyard.Buffer(group) as other:
         exchange(buffer)
         if group.rank() == 1:
             buffer.close()
@@ -157,10 +158,10 @@ def test_a_virtual_rank_that_closes_its_buffer_has_left() -> None:
 
 def noticed_between_two_looks(group: Any) -> Told:
     """Rank 1 finds rank 2 dead, says so and leaves, just after rank 0 has looked for such words."""
-    with tokenyard.Buffer(group, transport="direct", timeout=10) as buffer:
+    with tokenyard.Buffer(group, transport="direct", timeout=scaled(60)) as buffer:
         exchange(buffer)
         if group.rank() == 0:
-            liveness: Any = buffer._engine.transport._node.liveness  # type: ignore[union-attr]
+            liveness: Any = buffer._engine.transport._node.liveness  # type: ignore[attr-defined]
             look = liveness.have_left
 
             def seen_at_last() -> set[int]:
@@ -179,7 +180,7 @@ def noticed_between_two_looks(group: Any) -> Told:
             group_store.set("left", "")
         else:
             store(group).wait(["left"])
-            time.sleep(1)  # its Buffer is open, and it calls nothing
+            time.sleep(scaled(1))  # its Buffer is open, and it calls nothing
     return "nothing", ()
 
 
@@ -189,6 +190,6 @@ def store(group: Any) -> Any:
 
 @pytest.mark.processes
 def test_a_rank_that_leaves_has_said_why() -> None:
-    with Processes(3, timeout=40) as ranks:
+    with Processes(3, timeout=scaled(120)) as ranks:
         first, _, _ = ranks.run(noticed_between_two_looks)
     assert first == ("PeerDied", (2,))

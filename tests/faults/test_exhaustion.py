@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import tokenyard
+from tests.cases.clock import scaled
 from tokenyard.testing import Processes
 
 pytestmark = [pytest.mark.faults, pytest.mark.processes]
@@ -21,12 +22,13 @@ CGROUP = Path("/sys/fs/cgroup/memory/tokenyard-test")  # v1, as on the machines 
 
 
 def say(error: BaseException, start: float) -> str:
-    return f"{type(error).__name__}: {error} ({time.monotonic() - start:.0f} s)"
+    when = "soon" if time.monotonic() - start < scaled(20) else "late"
+    return f"{type(error).__name__}: {error} ({when})"
 
 
 def out_of_descriptors(group: Any, room: int) -> list[str]:
     out, held = [], []
-    buffer = tokenyard.Buffer(group, timeout=20)
+    buffer = tokenyard.Buffer(group, timeout=scaled(60))
 
     def go(num_tokens: int) -> Any:
         return buffer.dispatch(
@@ -55,7 +57,7 @@ def out_of_descriptors(group: Any, room: int) -> list[str]:
 
 @pytest.mark.parametrize("room", [1, 2, 3])
 def test_no_descriptor_is_left(room: int) -> None:
-    with Processes(2, timeout=60) as ranks:
+    with Processes(2, timeout=scaled(120)) as ranks:
         other, mine = ranks.run(out_of_descriptors, room)
     first, theirs = (
         next((text for text in answer if text != "ok"), "") for answer in (mine, other)
@@ -65,17 +67,17 @@ def test_no_descriptor_is_left(room: int) -> None:
     assert "rank 1" in theirs
     assert "rank 0 " not in first + theirs.replace("on rank 0", "")
     assert theirs.startswith(("SharedMemoryError: ", "PeerLeft: "))
-    assert "(0 s)" in theirs or "(1 s)" in theirs
+    assert "(soon)" in theirs
     assert "PeerDied" not in str(mine + other)
     assert "PeerTimeout" not in str(mine + other)
 
 
 def in_a_small_cgroup(group: Any, transport: str, num_worst: int) -> list[Any]:
     out: list[Any] = []
-    buffer = tokenyard.Buffer(group, transport=transport, timeout=20)
+    buffer = tokenyard.Buffer(group, transport=transport, timeout=scaled(60))
 
     def go(num_tokens: int, worst: int = 0) -> Any:
-        got = buffer.dispatch(
+        got: Any = buffer.dispatch(
             torch.ones(num_tokens, 4096),
             topk_idx=torch.ones(num_tokens, 1, dtype=torch.int64),
             topk_weights=torch.ones(num_tokens, 1),
@@ -104,10 +106,10 @@ def test_no_memory_for_a_result(transport: str) -> None:
     CGROUP.mkdir(exist_ok=True)
     (CGROUP / "memory.limit_in_bytes").write_text("450M")
     try:
-        with Processes(2, timeout=60) as ranks:
+        with Processes(2, timeout=scaled(120)) as ranks:
             answers = ranks.run(in_a_small_cgroup, transport, 0, may_die=True)
     finally:
-        time.sleep(0.2)
+        time.sleep(scaled(0.2))
         CGROUP.rmdir()
     other, mine = answers
     assert isinstance(mine, list), mine
@@ -121,7 +123,7 @@ def test_no_memory_for_a_result(transport: str) -> None:
 
 def absurd_worst(group: Any, transport: str) -> list[str]:
     out = []
-    with tokenyard.Buffer(group, transport=transport, timeout=20) as buffer:
+    with tokenyard.Buffer(group, transport=transport, timeout=scaled(60)) as buffer:
         for worst in ((2**31 - 1) * (group.rank() == 1), 0):
             start = time.monotonic()
             try:
@@ -140,7 +142,7 @@ def absurd_worst(group: Any, transport: str) -> list[str]:
 
 @pytest.mark.parametrize("transport", ["direct", "ring", "collective"])
 def test_an_absurd_num_worst_tokens_is_an_error(transport: str) -> None:
-    with Processes(2, timeout=60) as ranks:
+    with Processes(2, timeout=scaled(120)) as ranks:
         other, mine = ranks.run(absurd_worst, transport)
     assert re.match(r"SharedMemoryError: .*\d{14} bytes of (shared )?memory are needed", mine[0])
     assert "rank 1 could not get" in other[0]
@@ -149,10 +151,10 @@ def test_an_absurd_num_worst_tokens_is_an_error(transport: str) -> None:
 
 def address_space(group: Any, transport: str) -> list[Any]:
     out: list[Any] = []
-    buffer = tokenyard.Buffer(group, transport=transport, timeout=20)
+    buffer = tokenyard.Buffer(group, transport=transport, timeout=scaled(60))
 
     def go(num_tokens: int) -> float:
-        got = buffer.dispatch(
+        got: Any = buffer.dispatch(
             torch.ones(num_tokens, 4096),
             topk_idx=torch.tensor([[0, 1]] * num_tokens),
             topk_weights=torch.ones(num_tokens, 2),
@@ -178,11 +180,11 @@ def address_space(group: Any, transport: str) -> list[Any]:
 
 @pytest.mark.parametrize("transport", ["direct", "ring", "collective"])
 def test_no_address_space_for_a_result(transport: str) -> None:
-    with Processes(2, timeout=60) as ranks:
+    with Processes(2, timeout=scaled(120)) as ranks:
         answers = ranks.run(address_space, transport, may_die=True)
     other, mine = answers
     assert isinstance(mine, list), mine
     assert mine[0].startswith("SharedMemoryError: ")
     assert other[0].startswith(("SharedMemoryError: ", "PeerLeft: "))
     assert "rank 1" in other[0]
-    assert "(0 s)" in other[0] or "(1 s)" in other[0]
+    assert "(soon)" in other[0]

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 import tokenyard
+from tests.cases.clock import scaled
 from tokenyard.ops.permute import unpermute_backward
-from tokenyard.testing import run_processes
+from tokenyard.testing import Processes
 
 HIDDEN = 128
 IDX, WEIGHTS = torch.tensor([[0], [1], [0], [1]]), torch.ones(4, 1)
@@ -47,9 +48,11 @@ def local_results(lazy: Callable[[Tensor], Tensor]) -> list[Tensor]:
 def exchanged(buffer: tokenyard.Buffer, lazy: Callable[[Tensor], Tensor]) -> list[Tensor]:
     rank = buffer.rank
     x = torch.arange(4.0 * HIDDEN).view(4, HIDDEN) + 1000 * rank
-    got = buffer.dispatch(lazy(x), topk_idx=lazy(IDX), topk_weights=lazy(WEIGHTS), num_experts=2)
+    got: Any = buffer.dispatch(
+        lazy(x), topk_idx=lazy(IDX), topk_weights=lazy(WEIGHTS), num_experts=2
+    )
     back = buffer.combine(lazy(got.recv_x), got.handle, bias=lazy(x))
-    low = buffer.low_latency_dispatch(lazy(x), lazy(IDX), 4, 2, use_fp8=False)
+    low: Any = buffer.low_latency_dispatch(lazy(x), lazy(IDX), 4, 2, use_fp8=False)
     rows = torch.where(torch.isnan(low.recv_x), 0, low.recv_x)
     total = buffer.low_latency_combine(lazy(rows), lazy(IDX), lazy(WEIGHTS), low.handle)
     return [got.recv_x, got.recv_topk_weights, back.x, total.combined_x]
@@ -58,7 +61,9 @@ def exchanged(buffer: tokenyard.Buffer, lazy: Callable[[Tensor], Tensor]) -> lis
 def job(group: Any) -> tuple[list[Tensor], list[Tensor]]:
     """Lazy tensors on rank 0 alone, then none."""
     lazy = negated if group.rank() == 0 else torch.clone
-    with tokenyard.Buffer(group, num_rdma_bytes=1 << 20, low_latency_mode=True, timeout=10) as one:
+    with tokenyard.Buffer(
+        group, num_rdma_bytes=1 << 20, low_latency_mode=True, timeout=scaled(60)
+    ) as one:
         return exchanged(one, lazy), exchanged(one, torch.clone)
 
 
@@ -68,8 +73,8 @@ def test_local_functions_see_the_negative_bit() -> None:
 
 
 @pytest.mark.processes
-def test_exchanges_see_the_negative_bit() -> None:
-    for lazy, plain in run_processes(job, 2, timeout=110):
+def test_exchanges_see_the_negative_bit(two_processes: Processes) -> None:
+    for lazy, plain in two_processes.run(job):
         for got, want in zip(lazy, plain, strict=True):
             assert torch.equal(got, want)
 
@@ -94,9 +99,11 @@ def lacking(group: Any) -> list[str]:
     """What is said of tensors without memory, by each function; on rank 1 they are whole."""
     x = torch.ones(4, HIDDEN)
     said = []
-    with tokenyard.Buffer(group, num_rdma_bytes=1 << 20, low_latency_mode=True, timeout=10) as one:
+    with tokenyard.Buffer(
+        group, num_rdma_bytes=1 << 20, low_latency_mode=True, timeout=scaled(60)
+    ) as one:
         lazy = freed if group.rank() == 0 else torch.clone
-        low = one.low_latency_dispatch(x, IDX, 4, 2, use_fp8=False)
+        low: Any = one.low_latency_dispatch(x, IDX, 4, 2, use_fp8=False)
         calls: list[Callable[[], Any]] = [
             lambda: one.dispatch(lazy(x), topk_idx=IDX, topk_weights=WEIGHTS, num_experts=2),
             lambda: one.low_latency_dispatch(lazy(x), IDX, 4, 2, use_fp8=False),
@@ -114,8 +121,8 @@ def lacking(group: Any) -> list[str]:
 
 
 @pytest.mark.processes
-def test_tensors_without_memory_are_refused() -> None:
-    for said in run_processes(lacking, 2, timeout=110):
+def test_tensors_without_memory_are_refused(two_processes: Processes) -> None:
+    for said in two_processes.run(lacking):
         assert len(said) == 7
         for text in said:
             assert "has no memory of its own" in text

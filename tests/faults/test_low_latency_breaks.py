@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import tokenyard
+from tests.cases.clock import scaled
 from tests.cases.low_latency_rounds import Rounds
+from tests.cases.processes import Pools
 from tokenyard.testing import Processes
 
 pytestmark = [pytest.mark.faults, pytest.mark.processes]
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Processes]:
-    with Processes(2, timeout=100) as ranks:
-        yield ranks
+@pytest.fixture
+def pair(processes: Pools) -> Processes:
+    return processes(2)
 
 
 def said(what: Any, *args: Any, **more: Any) -> str:
@@ -35,7 +35,9 @@ def interrupted(group: Any, kind: str, by_hook: bool) -> tuple[list[str], float]
     """Rank 1 gets a Ctrl-C while it waits for rank 0, which comes later and goes on for three
     calls: the first may find all that it needs.
     """
-    with tokenyard.Buffer(group, low_latency_mode=True, transport="direct", timeout=20) as buffer:
+    with tokenyard.Buffer(
+        group, low_latency_mode=True, transport="direct", timeout=scaled(60)
+    ) as buffer:
         rounds = Rounds(buffer, num_experts=2)
         rounds.check(0)
         got = rounds.dispatch(1)
@@ -53,9 +55,9 @@ def interrupted(group: Any, kind: str, by_hook: bool) -> tuple[list[str], float]
             signal.setitimer(signal.ITIMER_REAL, 0.3)
             answers = [said(call), said(call)]
             signal.setitimer(signal.ITIMER_REAL, 0)
-            time.sleep(2)
+            time.sleep(scaled(2))
             return answers, 0.0
-        time.sleep(0.8)
+        time.sleep(scaled(0.8))
         start = time.monotonic()
         answers = [said(call) for _ in range(4)]
         return answers, time.monotonic() - start
@@ -72,7 +74,7 @@ def test_ctrl_c_inside_a_call(pair: Processes, kind: str, by_hook: bool) -> None
     assert first.startswith("PeerLeft: ")
     assert "rank 1" in first
     assert waits[-1].startswith("BufferClosed: ")
-    assert seconds < 5
+    assert seconds < scaled(20)
 
 
 def infer(group: Any, transport: str, inside: bool) -> list[str]:
@@ -81,12 +83,15 @@ def infer(group: Any, transport: str, inside: bool) -> list[str]:
     """
     told = []
     x, idx, weights = torch.randn(4, 16), torch.tensor([[0], [1]] * 2), torch.ones(4, 1)
-    with tokenyard.Buffer(group, low_latency_mode=True, transport=transport, timeout=10) as buffer:
-        for options in ({"async_finish": True}, {"return_recv_hook": True}):
+    with tokenyard.Buffer(
+        group, low_latency_mode=True, transport=transport, timeout=scaled(60)
+    ) as buffer:
+        ways: list[dict[str, Any]] = [{"async_finish": True}, {"return_recv_hook": True}]
+        for options in ways:
             with torch.inference_mode():
                 waits = torch.zeros(2, dtype=torch.int64)
                 totals = torch.zeros(1, dtype=torch.int32)
-                got = buffer.low_latency_dispatch(
+                got: Any = buffer.low_latency_dispatch(
                     x, idx, 4, 2, totals, waits, use_fp8=False, **options
                 )
             with torch.inference_mode(inside):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 import tokenyard
+from tests.cases.clock import scaled
+from tests.cases.processes import Pools
 from tokenyard.testing import Processes
 
 pytestmark = [pytest.mark.faults, pytest.mark.processes]
@@ -26,10 +28,9 @@ D, CD, C, LD, LC = (
 ORDERS = [(D, LD), (LC, C), (LD, LD, D), (LC, D, D), (CD, CD, LD), (LD, LC, LC), (D, LC, LD)]
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Processes]:
-    with Processes(3, timeout=110) as processes:
-        yield processes
+@pytest.fixture
+def ranks(processes: Pools) -> Processes:
+    return processes(3)
 
 
 def calls(buffer: tokenyard.Buffer) -> dict[str, Callable[..., Any]]:
@@ -63,7 +64,7 @@ def differ(group: Any, transport: str, late: float) -> list[list[str]]:
             continue
         where = pair if len(order) == 2 else group
         with tokenyard.Buffer(
-            where, transport=transport, low_latency_mode=True, timeout=40
+            where, transport=transport, low_latency_mode=True, timeout=scaled(60)
         ) as buffer:
             made = calls(buffer)
             if rank == len(order) - 1:
@@ -83,7 +84,7 @@ def differ(group: Any, transport: str, late: float) -> list[list[str]]:
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("transport, late", [("direct", 0.0), ("direct", 0.5), ("ring", 0.0)])
 def test_calls_of_different_modes(ranks: Processes, transport: str, late: float) -> None:
-    told = ranks.run(differ, transport, late, timeout=180)
+    told = ranks.run(differ, transport, late, timeout=scaled(250))
     for rank, answers in enumerate(told):
         orders = [order for order in ORDERS if rank < len(order)]
         for order, (first, second, seconds) in zip(orders, answers, strict=True):
@@ -96,13 +97,13 @@ def test_calls_of_different_modes(ranks: Processes, transport: str, late: float)
             ]
             assert first in wanted, f"{order} on rank {rank}: {first}"
             assert second.startswith("BufferClosed: "), f"{order} on rank {rank}: {second}"
-            assert float(seconds) < 15 + late
+            assert float(seconds) < scaled(30) + late
 
 
 def differ_later(group: Any, fast: str, by_hook: bool) -> list[str]:
     """Rank 0 sends, and receives later; rank 1 makes another call instead."""
     said = []
-    with tokenyard.Buffer(group, low_latency_mode=True, timeout=20) as buffer:
+    with tokenyard.Buffer(group, low_latency_mode=True, timeout=scaled(60)) as buffer:
         made = calls(buffer)
         got = None
 
@@ -128,9 +129,8 @@ def differ_later(group: Any, fast: str, by_hook: bool) -> list[str]:
 
 @pytest.mark.parametrize("fast", [LD, LC])
 @pytest.mark.parametrize("by_hook", [True, False], ids=["hook", "async"])
-def test_a_call_that_is_received_later(fast: str, by_hook: bool) -> None:
-    with Processes(2, timeout=80) as pair:
-        one, other = pair.run(differ_later, fast, by_hook)
+def test_a_call_that_is_received_later(fast: str, by_hook: bool, processes: Pools) -> None:
+    one, other = processes(2).run(differ_later, fast, by_hook)
     what = "ranks differ in what they call"
     assert one[0] == f"CallMismatch: {fast}: {what}: {fast} on rank 0, {D} on rank 1"
     assert other[0] == f"CallMismatch: {D}: {what}: {D} on rank 1, {fast} on rank 0"
@@ -145,7 +145,9 @@ def mixed(group: Any, transport: str, seed: int, rounds: int) -> dict[str, int]:
     order, own = random.Random(seed), random.Random(f"{seed} {group.rank()}")
     made = {"normal": 0, "back": 0, "fast": 0, "fast back": 0}
     x, idx, weights = torch.ones(2, 32), torch.tensor([[0, 1]] * 2), torch.ones(2, 2)
-    with tokenyard.Buffer(group, low_latency_mode=True, transport=transport, timeout=60) as buffer:
+    with tokenyard.Buffer(
+        group, low_latency_mode=True, transport=transport, timeout=scaled(60)
+    ) as buffer:
         fast: list[Any] = []  # dispatched, not combined
         unread: dict[str, list[Any]] = {"fast": [], "fast back": []}
         events: list[Any] = []
@@ -227,6 +229,6 @@ def test_the_same_order_is_never_taken_for_another(
     ranks: Processes, transport: str, rounds: int
 ) -> None:
     for seed in range(2):
-        first, *others = ranks.run(mixed, transport, seed, rounds, timeout=180)
+        first, *others = ranks.run(mixed, transport, seed, rounds, timeout=scaled(250))
         assert all(other == first for other in others)
         assert min(first.values()) > rounds // 50

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import tokenyard
+from tests.cases.clock import scaled
 from tests.cases.low_latency_rounds import Rounds
 from tokenyard.low_latency.posts import words
 from tokenyard.testing import Processes
@@ -124,11 +125,11 @@ def tell_lies(group: Any, kind: int) -> dict[str, list[str]]:
     """Rank 1 writes one wrong word between sending and the moment when others may read."""
     heard, cases = {}, CASES[kind]
     # Opened beforehand: words about a failure in one reach those that the group opens just then.
-    buffers = [tokenyard.Buffer(group, low_latency_mode=True, timeout=20) for _ in cases]
+    buffers = [tokenyard.Buffer(group, low_latency_mode=True, timeout=scaled(60)) for _ in cases]
     for (name, tell), buffer in zip(cases.items(), buffers):
         again = partial(Rounds(buffer, num_experts=6).dispatch, 1)
         idx, weights = torch.tensor([[0, 3]] * 4), torch.ones(4, 2)
-        got = buffer.low_latency_dispatch(
+        got: Any = buffer.low_latency_dispatch(
             torch.ones(4, 16), idx, 4, 6, use_fp8=False, return_recv_hook=True
         )
         if kind == slots.COMBINE:
@@ -157,7 +158,7 @@ def tell_lies(group: Any, kind: int) -> dict[str, list[str]]:
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("kind", [slots.DISPATCH, slots.COMBINE], ids=["dispatch", "combine"])
 def test_a_wrong_word_names_its_rank_and_harms_nobody(kind: int) -> None:
-    with Processes(2, timeout=180) as ranks:
+    with Processes(2, timeout=scaled(180)) as ranks:
         reader, liar = ranks.run(tell_lies, kind, may_die=True)
     assert isinstance(reader, dict), reader
     assert isinstance(liar, dict), liar

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import tokenyard
+from tests.cases.clock import scaled
+from tests.cases.processes import Pools
 from tokenyard.testing import Processes
 
 pytestmark = [pytest.mark.faults, pytest.mark.processes]
@@ -19,15 +21,16 @@ pytestmark = [pytest.mark.faults, pytest.mark.processes]
 TRANSPORTS = ("direct", "ring", "collective", "hierarchical")
 
 
-@pytest.fixture(scope="module")
-def pair():
-    with Processes(2, timeout=60) as ranks:
-        yield ranks
+@pytest.fixture
+def pair(processes: Pools) -> Processes:
+    return processes(2)
 
 
 def open_buffer(group: Any, transport: str, **more: Any) -> tokenyard.Buffer:
     nodes = 1 if transport == "hierarchical" else None
-    return tokenyard.Buffer(group, transport=transport, ranks_per_node=nodes, timeout=20, **more)
+    return tokenyard.Buffer(
+        group, transport=transport, ranks_per_node=nodes, timeout=scaled(60), **more
+    )
 
 
 def call(buffer: tokenyard.Buffer, num_tokens: int = 4, **more: Any) -> Any:
@@ -57,13 +60,13 @@ def second_thread(group: Any, transport: str) -> tuple[str, list[float], list[fl
 
             def intrude() -> None:
                 nonlocal heard
-                time.sleep(0.2)  # by now the main thread waits for rank 1
+                time.sleep(scaled(0.2))  # by now the main thread waits for rank 1
                 heard = said(call, buffer, 7)
 
             thread = threading.Thread(target=intrude)
             thread.start()
         else:
-            time.sleep(0.5)
+            time.sleep(scaled(0.5))
         got = call(buffer, 3 + group.rank())
         if group.rank() == 0:
             thread.join()
@@ -85,7 +88,7 @@ def two_threads(group: Any, transport: str) -> tuple[list[Any], list[str]]:
             x, idx = torch.full((value, 64), float(value)), torch.zeros(value, 1).long()
             for turn in range(100):
                 try:
-                    got = buffer.dispatch(
+                    got: Any = buffer.dispatch(
                         x, topk_idx=idx, topk_weights=torch.ones(value, 1), num_experts=1
                     )
                     if not torch.equal(got.recv_x, x):
@@ -103,7 +106,7 @@ def two_threads(group: Any, transport: str) -> tuple[list[Any], list[str]]:
 
 @pytest.mark.parametrize("transport", ["direct", "ring", "collective"])
 def test_two_threads_get_their_rows_or_an_error(transport: str) -> None:
-    with Processes(1, timeout=40) as ranks:
+    with Processes(1, timeout=scaled(120)) as ranks:
         (answer,) = ranks.run(two_threads, transport, may_die=True)
     assert isinstance(answer, tuple), answer
     wrong, errors = answer
@@ -136,7 +139,7 @@ def forked(group: Any, transport: str) -> Any:
 
 @pytest.mark.parametrize("transport", ["direct", "ring", "collective"])
 def test_a_forked_child_is_refused(transport: str) -> None:
-    with Processes(2, timeout=40) as ranks:
+    with Processes(2, timeout=scaled(120)) as ranks:
         answers = ranks.run(forked, transport, may_die=True)
     (heard, rows), (_, others) = answers
     assert heard.startswith("BufferClosed: ")
@@ -150,9 +153,9 @@ def interrupted(group: Any, transport: str, asynchronous: bool) -> tuple[str, st
     call(buffer)
     if group.rank() == 1:
         signal.signal(signal.SIGALRM, signal.default_int_handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        signal.setitimer(signal.ITIMER_REAL, scaled(0.2))
     else:
-        time.sleep(0.6)
+        time.sleep(scaled(0.6))
 
     def go() -> None:
         with call(buffer, 3, async_finish=asynchronous).event:
@@ -170,7 +173,7 @@ def interrupted(group: Any, transport: str, asynchronous: bool) -> tuple[str, st
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ctrl_c_inside_a_call(transport: str, asynchronous: bool) -> None:
-    with Processes(2, timeout=40) as ranks:
+    with Processes(2, timeout=scaled(120)) as ranks:
         waits, interrupts = ranks.run(interrupted, transport, asynchronous)
     assert interrupts[0].startswith("KeyboardInterrupt")
     assert interrupts[1].startswith("BufferClosed: ")
@@ -178,7 +181,7 @@ def test_ctrl_c_inside_a_call(transport: str, asynchronous: bool) -> None:
     assert waits[0].startswith("PeerLeft: ")
     assert "rank 1" in waits[0]
     assert waits[1].startswith("BufferClosed: ")
-    assert waits[2] < 3.0
+    assert waits[2] < scaled(30)
 
 
 def event_that_fails(group: Any, asynchronous: bool) -> list[str]:
@@ -195,7 +198,7 @@ def event_that_fails(group: Any, asynchronous: bool) -> list[str]:
             ).event
         except ValueError as error:
             out.append(type(error).__name__)
-        time.sleep(0.3)
+        time.sleep(scaled(0.3))
 
         def combine() -> None:
             done = buffer.combine(
@@ -227,7 +230,7 @@ def event_that_fails_later(group: Any) -> list[str]:
         is_over = False
 
         def current_stream_wait(self) -> None:
-            time.sleep(0.3)
+            time.sleep(scaled(0.3))
             raise RuntimeError("the stream is gone")
 
     buffer = open_buffer(group, "direct")

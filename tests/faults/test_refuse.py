@@ -40,7 +40,7 @@ def test_a_rank_refuses_whatever_the_others_call(transport: str) -> None:
                 topk_weights=weights,
                 num_experts=6,
             )
-            got = dispatch()
+            got: Any = dispatch()
             combine = partial(buffer.combine, got.recv_x, got.handle)
             for call in (dispatch, combine):
                 step = partial(buffer.refuse, end) if rank == 1 else call

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 import tokenyard
-from tokenyard.shm import node
+from tests.cases.clock import scaled
+from tokenyard.shm import attached
 from tokenyard.testing import Processes
 
 pytestmark = [pytest.mark.faults, pytest.mark.processes]
@@ -36,34 +37,34 @@ def wake_up_late(group: Any) -> Any:
     if me in (0, 1):
         with tokenyard.Buffer(pair) as buffer:
             go(buffer, 0.0)  # compiles the kernels
-        buffer = tokenyard.Buffer(pair, timeout=1)
+        buffer = tokenyard.Buffer(pair, timeout=scaled(1))
         if me == 1:
-            attach = node.attach
+            attach = attached.attach
 
             def slow(*args: Any) -> Any:
-                time.sleep(2.5)
+                time.sleep(scaled(2.5))
                 return attach(*args)
 
-            node.attach = slow
+            attached.attach = slow  # type: ignore[assignment]
         try:
             go(buffer, 1.0 + me)
         except tokenyard.PeerError as error:
             said = f"{type(error).__name__}: {error}"
         finally:
             if me == 1:
-                node.attach = attach
+                attached.attach = attach
         buffer.close()
     if me in (0, 2):
-        with tokenyard.Buffer(other, timeout=30) as buffer:
+        with tokenyard.Buffer(other, timeout=scaled(60)) as buffer:
             got = go(buffer, 100.0 + me)
             before = got.recv_x.clone()
-            time.sleep(3)
+            time.sleep(scaled(3))
             return said, torch.equal(got.recv_x, before), sorted(before[:, 0].unique().tolist())
     return said
 
 
 def test_a_late_rank_does_not_write_into_another_buffer() -> None:
-    with Processes(3, timeout=40) as ranks:
+    with Processes(3, timeout=scaled(120)) as ranks:
         gave_up, late, other = ranks.run(wake_up_late)
     assert gave_up[0].startswith("PeerTimeout: ")
     assert gave_up[1:] == (True, [100.0, 102.0])
@@ -75,7 +76,9 @@ def dropped_results(group: Any, transport: str) -> int:
     """Results of asynchronous calls die before their rows have arrived, and memory is asked for."""
     me, bad = group.rank(), 0
     nodes = 2 if transport == "hierarchical" else None
-    with tokenyard.Buffer(group, transport=transport, timeout=20, ranks_per_node=nodes) as buffer:
+    with tokenyard.Buffer(
+        group, transport=transport, timeout=scaled(60), ranks_per_node=nodes
+    ) as buffer:
         topk_idx = torch.arange(1000)[:, None] % 2
         x = torch.full((1000, 1024), 1.0 + me)
         handle = buffer.dispatch(
@@ -97,7 +100,7 @@ def dropped_results(group: Any, transport: str) -> int:
 def test_memory_of_a_dropped_result_is_not_given_out_before_its_rows_are_there(
     transport: str,
 ) -> None:
-    with Processes(2, timeout=40) as ranks:
+    with Processes(2, timeout=scaled(120)) as ranks:
         assert ranks.run(dropped_results, transport) == [0, 0]
 
 
@@ -105,7 +108,7 @@ def lie(group: Any) -> list[str]:
     """Rank 1's offers name places outside its memory."""
     said = []
     for turn in range(2):
-        with tokenyard.Buffer(group, transport="direct", timeout=20) as buffer:
+        with tokenyard.Buffer(group, transport="direct", timeout=scaled(60)) as buffer:
             transport: Any = buffer._engine.transport
             mailbox = transport.node.mailbox
             offer_back, exchange = transport.offer_back, mailbox.exchange
@@ -126,7 +129,7 @@ def lie(group: Any) -> list[str]:
                 else:
                     mailbox.exchange = start
             try:
-                got = buffer.dispatch(
+                got: Any = buffer.dispatch(
                     torch.ones(5000, 8),  # more than is offered first
                     topk_idx=torch.tensor([[0, 1]] * 5000),
                     topk_weights=torch.ones(5000, 2),
@@ -140,7 +143,7 @@ def lie(group: Any) -> list[str]:
 
 
 def test_offers_outside_their_memory_are_refused() -> None:
-    with Processes(2, timeout=40) as ranks:
+    with Processes(2, timeout=scaled(120)) as ranks:
         honest, liar = ranks.run(lie, may_die=True)
     assert honest == [
         "PeerError: combine: rank 1 wrote what no rank writes, on rank 0",

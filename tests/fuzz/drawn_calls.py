@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -58,7 +59,7 @@ class CallDrawer:
     def drop(self, one: Given, but_handle: bool = False) -> None:
         raise NotImplementedError
 
-    def _how(self, buffer: DrawnBuffer, of: Given | None = None) -> dict[str, object]:
+    def _how(self, buffer: DrawnBuffer, of: Given | None = None) -> dict[str, Any]:
         """Whether a call is asynchronous, and what it comes after: what it needs, or anything."""
         is_async = self.may("async") and self.rng.random() < 0.5
         if of is not None and not of.over:
@@ -97,6 +98,7 @@ class CallDrawer:
             num_sms=rng.choice([20, 20, 4]),
         )
         if source is not None:
+            assert isinstance(source.step, Combine)
             was = self._case_of(buffer, source.step.handle)
             case = replace(case, tokens=was.tokens, hidden=was.hidden, dtype=was.sum_dtype)
             case = replace(case, strided=False)
@@ -124,8 +126,9 @@ class CallDrawer:
             for one in buffer.given
             if one is of or (isinstance(one.step, Cached) and one.step.handle == of.number)
         ]
+        assert isinstance(of.step, Dispatch)
         received = self._usable(same) if of.step.case.dtype != FP8 else []
-        rows = rng.choice(["own", "buffer", *received])
+        rows: Any = rng.choice(["own", "buffer", *received])
         source = rows if isinstance(rows, Given) else None
         return Combine(
             **self._how(buffer, source),
@@ -135,7 +138,7 @@ class CallDrawer:
             num_biases=rng.choice([0, 0, 1, 2]),
         )
 
-    def _low_how(self, buffer: DrawnBuffer, kind: type) -> dict[str, object]:
+    def _low_how(self, buffer: DrawnBuffer, kind: type) -> dict[str, Any]:
         """There are two places for each kind of call: what was sent but one before is received."""
         earlier = [one for one in buffer.given if isinstance(one.step, kind) and not one.over]
         for one in earlier[:-1] if earlier else []:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def combine_biases(case: exchange_case.Case, step: int, rank: int, num_biases: i
 
 
 def expect(program: Program) -> Expected:
-    makers = {
+    makers: dict[type, Callable[..., Any]] = {
         Dispatch: _dispatch,
         Cached: _cached,
         Combine: _combine,

@@ -104,7 +104,8 @@ class Rank:
         place = members.index(self.rank)
         trouble: Trouble | None = getattr(step, "trouble", None)
         mine = trouble if trouble is not None and trouble.rank == place else None
-        begin, arm, kind, text, names = time.monotonic(), None, "ok", "", ()
+        names: tuple[Any, ...] = ()
+        begin, arm, kind, text = time.monotonic(), None, "ok", ""
         try:
             with ExitStack() as stack:
                 if mine is not None and mine.what and mine.kind != "bad":

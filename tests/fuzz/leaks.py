@@ -8,6 +8,8 @@ import threading
 import time
 from dataclasses import dataclass
 
+from tests.cases.clock import scaled
+
 
 @dataclass(frozen=True, kw_only=True)
 class Holdings:
@@ -30,7 +32,7 @@ class Holdings:
             threads=tuple(name for name in names if name.startswith("tokenyard")),
         )
 
-    def grown(self, seconds: float = 4.0) -> list[str]:
+    def grown(self, seconds: float = scaled(4)) -> list[str]:
         """What there is more of than before, and stays. Gloo takes a while to let go."""
         deadline = time.monotonic() + seconds
         while True:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tests.cases.clock import scaled
 from tests.fuzz.steps import Call, LowCombine, LowDispatch, Open, Program, Trouble, show
 from tokenyard.testing import Exited
 
 # Seconds for a step on a busy machine, well below the Buffers' time limit: nobody waits for that.
-SOON = 20.0
+SOON = scaled(20)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,9 @@ import random
 from collections.abc import Collection
 from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
+from tests.cases.clock import scaled
 from tests.fuzz import faults
 from tests.fuzz.drawn_calls import CallDrawer, DrawnBuffer, Given
 from tests.fuzz.steps import (
@@ -70,7 +72,7 @@ BAD_INPUT = {
     LowDispatch: ("none", "dtype", "shape", "topk", "expert"),
     LowCombine: ("none", "dtype", "shape", "handle"),
 }
-LATE_TIMEOUT, LATE_STALL = 3.0, 7.0  # seconds
+LATE_TIMEOUT, LATE_STALL = scaled(3.0), scaled(7.0)  # seconds
 
 
 def draw(seed: int, num_ranks: int, without: Collection[str] = ()) -> Program:
@@ -159,7 +161,7 @@ class _Drawer(CallDrawer):
 
     def act_call(self) -> None:
         buffer = self.rng.choice(list(self.buffers.values()))
-        makers = {
+        makers: dict[Any, float] = {
             self.dispatch: 4.0,
             self.cached: 2.0 * bool(buffer.having(Dispatch)),
             self.combine: 3.0 * bool(buffer.having(Dispatch)),
@@ -315,4 +317,9 @@ class _Drawer(CallDrawer):
 
 def _splits(size: int) -> list[int | tuple[int, ...]]:
     """Ways to spread ranks over nodes."""
-    return {2: [1, 2, (1, 1)], 3: [1, 3, (1, 2), (2, 1)], 4: [1, 2, 4, (1, 3), (2, 1, 1)]}[size]
+    ways: dict[int, list[int | tuple[int, ...]]] = {
+        2: [1, 2, (1, 1)],
+        3: [1, 3, (1, 2), (2, 1)],
+        4: [1, 2, 4, (1, 3), (2, 1, 1)],
+    }
+    return ways[size]

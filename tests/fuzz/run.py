@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tests.cases.clock import scaled
 from tests.fuzz.expected import expect
 from tests.fuzz.interpret import get_ready, interpret
 from tests.fuzz.oracle import judge
@@ -20,7 +21,7 @@ from tests.fuzz.programs import draw
 from tests.fuzz.steps import Program
 from tokenyard.testing import Processes, RankFailed
 
-TIMEOUT = 120.0  # seconds for a program
+TIMEOUT = scaled(120)  # seconds for a program
 _SHOWN = 8  # problems of a program
 
 
@@ -51,7 +52,7 @@ class Ranks:
     def problems(self, program: Program, expected: bytes) -> list[str]:
         if self._processes is None:
             self._processes = Processes(self.num_ranks, timeout=TIMEOUT)
-            self._processes.run(get_ready, timeout=900)  # compiles, the first time
+            self._processes.run(get_ready, timeout=scaled(900))  # compiles, the first time
         try:
             reports = self._processes.run(interpret, program, expected, may_die=True)
             problems = judge(program, reports)

@@ -13,6 +13,7 @@ import torch
 
 from tests.cases import exchange as exchange_case
 from tests.cases import low_latency as low_latency_case
+from tests.cases.clock import scaled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class Open:
     low_latency: bool = False
     num_experts: int = 8
     placement: tuple[int, ...] | None = None
-    timeout: float = 40.0
+    timeout: float = scaled(40)
     trouble: Trouble | None = None
 
 
@@ -144,7 +145,7 @@ class Program:
     seed: int
     num_ranks: int
     without: tuple[str, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[Any, ...]  # of Step; which kind one is follows from what refers to it
 
     def opened(self, buffer: int) -> Open:
         return next(step for step in self.steps if isinstance(step, Open) and step.buffer == buffer)

@@ -30,4 +30,4 @@ def test_programs(num_ranks: int, seeds: range) -> None:
 @pytest.mark.timeout(14_400)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_very_many_programs(num_ranks: int) -> None:
-    check(range(100 + num_ranks, 5100 + num_ranks, 3), num_ranks, ())
+    check(range(100 + num_ranks, 5100 + num_ranks, 3), num_ranks)

@@ -24,13 +24,13 @@ def given(rank: int, turn: int) -> tuple[torch.Tensor, ...]:
 def job(group: Any, transport: str, async_finish: bool, on_comm: bool) -> None:
     rank, size = group.rank(), group.size()
     world = spec.World.even(NUM_EXPERTS, size)
-    how = {"async_finish": async_finish, "allocate_on_comm_stream": on_comm}
+    how: dict[str, Any] = {"async_finish": async_finish, "allocate_on_comm_stream": on_comm}
     with tokenyard.Buffer(group, transport=transport) as buffer:
         for turn in range(5):
             every = [given(one, turn) for one in range(size)]
             x, topk_idx, weights = (one.cuda() for one in every[rank])
             previous = buffer.capture() if async_finish else None
-            got = buffer.dispatch(
+            got: Any = buffer.dispatch(
                 x,
                 topk_idx=topk_idx,
                 topk_weights=weights,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -40,7 +42,7 @@ def test_layout_and_route(kind: str, num_ranks: int) -> None:
     world = spec.World.even(2 * num_ranks + 1, num_ranks)
     owners = torch.tensor(world.rank_of_expert, dtype=torch.int32)
     triton, plain = kernels.load("triton"), kernels.load("reference")
-    got, first_bad = triton.layout(*there(topk_idx, owners), num_ranks, None)
+    got, first_bad = triton.layout(topk_idx.cuda(), owners.cuda(), num_ranks, None)
     want = spec.layout(topk_idx, world)
     assert first_bad == -1
     assert_same(here(tuple(got)), tuple(want))
@@ -53,7 +55,7 @@ def test_layout_and_route(kind: str, num_ranks: int) -> None:
 def test_permute_and_unpermute(dtype: torch.dtype, weighted: bool) -> None:
     topk_idx, weights = routing("holes", 300, 6, 9)
     x = torch.randn(300, 1000, generator=rng()).to(dtype)
-    got = tokenyard.permute(*there(x, topk_idx), 9, expert_alignment=16)
+    got = tokenyard.permute(x.cuda(), topk_idx.cuda(), 9, expert_alignment=16)
     want = spec.permute(x, topk_idx, 9, expert_alignment=16)
     assert_same(got.x.cpu(), want.x)
     assert_same(got.row_of.cpu(), want.row_of)
@@ -84,7 +86,7 @@ def test_align(kind: str, block_size: int) -> None:
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("options", [{}, {"round_scale": True}], ids=["plain", "rounded"])
-def test_every_half_to_fp8_and_back(dtype: torch.dtype, options: dict[str, bool]) -> None:
+def test_every_half_to_fp8_and_back(dtype: torch.dtype, options: dict[str, Any]) -> None:
     x = torch.arange(65536).to(torch.uint16).view(dtype).reshape(64, 1024)
     got = tokenyard.per_token_cast_to_fp8(x.cuda(), **options)
     want = spec.cast_to_fp8(x, **options)

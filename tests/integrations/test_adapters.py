@@ -15,6 +15,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from safetensors.torch import load_file
 
+from tests.cases.processes import Pools
 from tests.cases.transformers import families, family_checks, family_jobs
 from tokenyard.integrations.transformers import expert_parallel
 from tokenyard.testing import Processes, assert_same, run_virtual
@@ -30,10 +31,9 @@ def _their_warnings() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Processes]:
-    with Processes(2, timeout=100) as processes:
-        yield processes
+@pytest.fixture
+def two_ranks(processes: Pools) -> Processes:
+    return processes(2)
 
 
 @pytest.mark.processes

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,8 @@ from transformers.models.aria.modeling_aria import AriaExperts, AriaTextConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHConfig, NemotronHExperts
 
+from tests.cases.clock import scaled
+from tests.cases.processes import Pools
 from tests.cases.transformers import moe as jobs
 from tokenyard.integrations.transformers import expert_parallel, experts_forward
 from tokenyard.testing import Processes, assert_same, run_processes, run_virtual
@@ -32,21 +32,14 @@ KINDS = pytest.mark.parametrize("kind", jobs.MODELS)
 TOKENS = pytest.mark.parametrize("tokens", ["own", "same"])
 
 
-@pytest.fixture(scope="module")
-def started() -> Iterator[Callable[[int], Processes]]:
-    """Processes by their number, each kept: they take seconds to import transformers."""
-    with ExitStack() as stack:
-        yield cache(lambda num_ranks: stack.enter_context(Processes(num_ranks, timeout=100)))
-
-
 @pytest.fixture(params=[1, 2, 4], ids=lambda n: f"{n}-ranks")
-def ranks(request: Any, started: Callable[[int], Processes]) -> Processes:
-    return started(request.param)
+def ranks(request: Any, processes: Pools) -> Processes:
+    return processes(request.param)
 
 
 @pytest.fixture
-def two_ranks(started: Callable[[int], Processes]) -> Processes:
-    return started(2)
+def two_ranks(processes: Pools) -> Processes:
+    return processes(2)
 
 
 @cache
@@ -63,11 +56,11 @@ def assert_near(got: Tensor, want: Tensor, what: str) -> None:
 
 @TOKENS
 @KINDS
-def test_logits_and_gradients(ranks: Processes, kind: str, tokens: str) -> None:
+def test_logits_and_gradients(ranks: Processes, kind: str, tokens: Any) -> None:
     check_training(ranks.run(jobs.train, kind, tokens), kind, tokens)
 
 
-def check_training(results: list[Any], kind: str, tokens: str) -> None:
+def check_training(results: list[Any], kind: str, tokens: Any) -> None:
     num_ranks = len(results)
     alone = [one_process(kind, rank if tokens == "own" else 0) for rank in range(num_ranks)]
     for (logits, _), (want, _) in zip(results, alone):
@@ -77,7 +70,7 @@ def check_training(results: list[Any], kind: str, tokens: str) -> None:
 
 
 def check_gradients(
-    results: list[dict[str, Tensor]], alone: list[dict[str, Tensor]], kind: str, tokens: str
+    results: list[dict[str, Tensor]], alone: list[dict[str, Tensor]], kind: str, tokens: Any
 ) -> None:
     num_ranks = len(results)
     num_sliced = 0
@@ -100,7 +93,7 @@ def check_gradients(
 
 
 @TOKENS
-def test_gradients_of_gradients(two_ranks: Processes, tokens: str) -> None:
+def test_gradients_of_gradients(two_ranks: Processes, tokens: Any) -> None:
     results = two_ranks.run(jobs.train_twice, "mixtral", tokens)
     alone = [
         jobs.penalised(jobs.whole_model("mixtral"), jobs.tokens_of(rank if tokens == "own" else 0))
@@ -219,7 +212,7 @@ def aria() -> nn.Module:
 
 def muse_like() -> nn.Module:
     """A norm after each expert."""
-    experts = gpt_oss()
+    experts: Any = gpt_oss()
     experts.has_post_expert_norm, experts.post_expert_norm = True, nn.RMSNorm(16)
     return experts
 
@@ -251,7 +244,7 @@ PLACEMENTS = {"even": None, "placed": torch.tensor([2, 0, 1, 0, 2])}
 @TOKENS
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("make", [gpt_oss, nemotron_h, aria, muse_like])
-def test_kinds_of_experts(make: Any, placement: str, tokens: str) -> None:
+def test_kinds_of_experts(make: Any, placement: str, tokens: Any) -> None:
     """Five experts on three ranks."""
     where = PLACEMENTS[placement]
     rank_of = [0, 0, 1, 1, 2] if where is None else where.tolist()
@@ -342,14 +335,14 @@ def test_prepared_for_data_parallelism(two_ranks: Processes) -> None:
 def test_a_batch_without_tokens_on_one_rank(two_ranks: Processes, shape: tuple[int, int]) -> None:
     begin = time.monotonic()
     told, own = two_ranks.run(jobs.no_tokens_on_one_rank, "mixtral", shape)
-    assert time.monotonic() - begin < 15, "ranks waited until their time was up"
+    assert time.monotonic() - begin < scaled(50), "ranks waited until their time was up"
     assert own.startswith("RuntimeError: cannot reshape tensor of 0 elements")
     assert told.startswith("PeerInputError: rank 1 rejected its input")
     assert "the batch has no tokens, want some on every rank, on rank 1" in told
 
 
 @TOKENS
-def test_a_copy_is_a_model_of_its_own(two_ranks: Processes, tokens: str) -> None:
+def test_a_copy_is_a_model_of_its_own(two_ranks: Processes, tokens: Any) -> None:
     for rank, (before, after) in enumerate(two_ranks.run(jobs.copied, "mixtral", tokens)):
         want, _ = one_process("mixtral", rank if tokens == "own" else 0)
         torch.testing.assert_close(before, want, rtol=0, atol=1e-5)
@@ -374,7 +367,7 @@ BAD = {
         "experts is expert parallel already, want a model that is not",
     ),
     "tokens": (
-        lambda group: expert_parallel(block(gpt_oss), group, tokens="all"),
+        lambda group: expert_parallel(block(gpt_oss), group, tokens="all"),  # type: ignore[arg-type]
         "tokens is 'all', want one of ('own', 'same')",
     ),
     "idle-rank": (
@@ -411,7 +404,7 @@ def test_says_what_is_wrong(case: str) -> None:
 
 
 @TOKENS
-def test_refuses_functional_gradients(tokens: str) -> None:
+def test_refuses_functional_gradients(tokens: Any) -> None:
     def job(group: Any) -> None:
         experts = expert_parallel(block(gpt_oss), group, tokens=tokens)["experts"]
         topk_idx, weights = torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2)

@@ -27,6 +27,7 @@ import pytest
 if find_spec("vllm") is None:
     pytest.skip("vllm is not installed", allow_module_level=True)
 
+from tests.cases.clock import scaled
 from tests.cases.vllm.server import serve
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
@@ -115,19 +116,19 @@ def test_the_log_names_a_dead_worker(victim: str, model: Any, tmp_path: Path) ->
         askers = [threading.Thread(target=ask, args=(first,)) for first in range(1, 9)]
         for one in askers:
             one.start()
-        time.sleep(5)
+        time.sleep(scaled(5))
         found = re.search(rf"Worker_{victim} pid=(\d+)", server.text())
         assert found is not None
         os.kill(int(found[1]), signal.SIGKILL)
         killed = time.monotonic()
         named = f"rank {victim[-1]} died"
         while named not in server.text():
-            assert time.monotonic() < killed + 2, server.text()[-4000:]
+            assert time.monotonic() < killed + scaled(10), server.text()[-4000:]
             time.sleep(0.02)
         assert "PeerDied" in server.text()
-        server.process.wait(30)  # the end that vLLM makes of its own failures
+        server.process.wait(scaled(60))  # the end that vLLM makes of its own failures
         for one in askers:
-            one.join(60)
+            one.join(scaled(60))
         assert failed.is_set()
 
 

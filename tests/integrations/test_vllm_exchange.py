@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cases.clock import scaled
 from tokenyard.integrations.vllm.exchange import Exchange
 from tokenyard.integrations.vllm.settings import Settings
 from tokenyard.integrations.vllm.watch import Watch
 from tokenyard.testing import assert_same, run_virtual
 from tokenyard.topology import even_split
 
-SETTINGS = Settings(enabled=True, transport="auto", timeout=20.0)
+SETTINGS = Settings(enabled=True, transport="auto", timeout=scaled(60))
 HIDDEN = 8
 
 
@@ -130,10 +131,10 @@ def test_a_death_is_told_at_once_and_once() -> None:
     buffer, lines = DyingBuffer(), Lines()
     watch = Watch(buffer, lines)  # type: ignore[arg-type]
     buffer.dead = (1, 3)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + scaled(30)
     while not lines and time.monotonic() < deadline:
         time.sleep(0.01)
-    time.sleep(0.2)
+    time.sleep(scaled(0.2))
     watch.stop()
     assert lines == ["PeerDied: ranks 1, 3 died, on rank 0"]
 
@@ -143,5 +144,5 @@ def test_a_rank_that_ends_itself_blames_nobody() -> None:
     watch = Watch(buffer, lines)  # type: ignore[arg-type]
     watch.stop()
     buffer.dead = (1,)
-    time.sleep(0.4)
+    time.sleep(scaled(0.4))
     assert lines == []

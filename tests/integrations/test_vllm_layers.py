@@ -27,12 +27,13 @@ with warnings.catch_warnings():
         LocalPrepareAndFinalize,
     )
 
+from tests.cases.clock import scaled
 from tokenyard.integrations.vllm.exchange import Exchange
 from tokenyard.integrations.vllm.settings import Settings
 from tokenyard.testing import assert_same, run_virtual
 
 current_platform.import_kernels()
-SETTINGS = Settings(enabled=True, transport="auto", timeout=20.0)
+SETTINGS = Settings(enabled=True, transport="auto", timeout=scaled(60))
 EXPERTS, TOPK, HIDDEN, INNER = 6, 3, 64, 32
 UNQUANTISED = SimpleNamespace()
 ONE_AT_A_TIME = threading.Lock()  # the kernel has one scratch space for all threads

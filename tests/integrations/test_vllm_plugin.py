@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases.clock import scaled
 from tokenyard.integrations.vllm import plugin, settings
 
 
@@ -135,7 +136,11 @@ def test_the_entry_point_imports_nothing_heavy() -> None:
         "assert not heavy, heavy"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=scaled(250),
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 

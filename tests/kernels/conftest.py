@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,12 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The sizes of the thread pools that the numba set makes. Torch's number is put back."""
     sizes: list[int] = []
     make = threads.ThreadPoolExecutor
-    monkeypatch.setattr(
-        threads, "ThreadPoolExecutor", lambda size, **kw: sizes.append(size) or make(size, **kw)
-    )
+
+    def counted(size: int, **options: Any) -> Any:
+        sizes.append(size)
+        return make(size, **options)
+
+    monkeypatch.setattr(threads, "ThreadPoolExecutor", counted)
     before = torch.get_num_threads()
     yield sizes
     torch.set_num_threads(before)

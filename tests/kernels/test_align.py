@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tokenyard
-from tokenyard import kernels, spec
+from tests.cases.kernel_sets import MUCH, SETS
+from tokenyard import spec
 from tokenyard.testing import ROUTINGS, assert_same, poisoned, routing
-
-SETS = kernels.available()
-MUCH = [one for one in SETS if one != "triton"]  # its interpreter takes a minute for as much
 
 
 @pytest.fixture(params=SETS)

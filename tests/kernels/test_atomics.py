@@ -6,6 +6,7 @@ from __future__ import annotations
 import platform
 import re
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="reads x86-64 co
 I64 = types.int64
 
 
-def compiled(function, *arguments: object) -> tuple[str, str]:
+def compiled(function: Any, *arguments: object) -> tuple[str, str]:
     """LLVM's code and the machine's."""
     kernel = njit(function)
     kernel.compile(arguments)

@@ -9,9 +9,11 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.cases.clock import scaled
 from tests.cases.source import imported
 from tokenyard.kernels.numba import caching
 from tokenyard.kernels.numba.caching import njit
@@ -46,7 +48,7 @@ def run(tree: Path, **settings: str) -> tuple[str, bool, str, str]:
         env={**kept, "PYTHONPATH": str(tree), **settings},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=scaled(250),
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -119,7 +121,7 @@ def test_a_folder_of_ones_own_holds_kernels_where_no_other_can_be_written(
     assert "set NUMBA_CACHE_DIR" in line
 
 
-def add_one(number):
+def add_one(number: Any) -> Any:
     return number + 1
 
 

@@ -30,7 +30,7 @@ I64, FLAG = types.int64, types.boolean
 BFLOAT16, WIDE = types.uint16[::1], types.float32[::1]
 WORDS, TABLE = types.int64[::1], types.int64[:, ::1]
 CALL = typeof(RingCall(*[0] * 12))
-SUMS = typeof(_Sum(*[0] * 10, False, 0, 0))
+SUMS = typeof(_Sum(*[0] * 10, False, 0, 0))  # type: ignore[call-arg, arg-type]
 
 # Kernels in which something may be streamed, as Python calls them.
 STREAM = {

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tokenyard
+from tests.cases.clock import scaled
 from tokenyard.kernels import base
 
 SUMS = """
@@ -49,7 +50,7 @@ def test_sums_of_float16_need_no_instructions_for_it(tmp_path: Path) -> None:
         },
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=scaled(250),
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr

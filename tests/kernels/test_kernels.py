@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.cases.kernel_sets import MUCH, SETS
 from tokenyard import kernels, spec
 from tokenyard.kernels import Kernels
 from tokenyard.testing import ROUTINGS, assert_same, poisoned, routing
 from tokenyard.topology import Placement, Topology
 from tokenyard.types import Layout, Route
 
-# Streaming stores are the numba set's; Triton's interpreter takes minutes for as much.
-MUCH = [one for one in kernels.available() if one != "triton"]
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-@pytest.fixture(params=kernels.available())
-def kernel_set(request: pytest.FixtureRequest):
+@pytest.fixture(params=SETS)
+def kernel_set(request: pytest.FixtureRequest) -> Iterator[Kernels]:
     with poisoned():
         yield kernels.load(request.param)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.cases.kernel_sets import BUT_REFERENCE, SETS
 from tests.cases.slots import CASTS, EXPERTS, MOST, RANKS, received, room, shape_of, there_and_back
 from tokenyard import kernels
 from tokenyard.testing import assert_same, poisoned
@@ -12,12 +13,10 @@ from tokenyard.validate import SUMMABLE
 from tokenyard.wire.fp8 import NO_CAST
 from tokenyard.wire.slots import Stray
 
-OTHERS = [name for name in kernels.available() if name != "reference"]
-
 
 @pytest.mark.parametrize("num_tokens", [0, 1, MOST])
 @pytest.mark.parametrize("cast", CASTS)
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", BUT_REFERENCE)
 def test_sets_write_the_same(name: str, cast: str, num_tokens: int) -> None:
     got = there_and_back(name, CASTS[cast], num_tokens)
     assert_same(got, there_and_back("reference", CASTS[cast], num_tokens))
@@ -25,14 +24,14 @@ def test_sets_write_the_same(name: str, cast: str, num_tokens: int) -> None:
 
 @pytest.mark.parametrize("shift", [0, 8])
 @pytest.mark.parametrize("dtype", SUMMABLE, ids=str)
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", BUT_REFERENCE)
 def test_long_rows(name: str, dtype: torch.dtype, shift: int) -> None:
     """Longer than one program takes; they begin on the boundary of 16 bytes, and beside it."""
     given = (NO_CAST, dtype, 2056), 2, 3, dtype, shift
     assert_same(there_and_back(name, *given), there_and_back("reference", *given))
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", BUT_REFERENCE)
 def test_many_tokens(name: str) -> None:
     """More than one program, or one step of it, takes."""
     given = (NO_CAST, torch.bfloat16, 3), 140, 150
@@ -41,7 +40,7 @@ def test_many_tokens(name: str) -> None:
     assert_same(got, there_and_back("reference", *given))
 
 
-@pytest.mark.parametrize("name", kernels.available())
+@pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize(
     "idx, verdict",
     [
@@ -60,7 +59,7 @@ def test_pairs_that_are_no_experts(name: str, idx: list[list[int]], verdict: int
     assert stage(torch.ones(2, 4), topk_idx, shape, block, sent) == verdict
 
 
-@pytest.mark.parametrize("name", kernels.available())
+@pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize(
     "idx, verdict, places",
     [
@@ -79,7 +78,7 @@ def test_pairs_are_found_again(
     assert places is None or picked.tolist() == places
 
 
-@pytest.mark.parametrize("name", kernels.available())
+@pytest.mark.parametrize("name", SETS)
 def test_words_that_no_rank_writes(name: str) -> None:
     """What came from another rank is compared with what it may be, and named, before it is used."""
     found, shape = kernels.load(name), shape_of(0, NO_CAST, torch.float32, 16)

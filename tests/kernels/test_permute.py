@@ -14,13 +14,11 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 import tokenyard
-from tokenyard import kernels, spec
+from tests.cases.kernel_sets import MUCH, SETS
+from tokenyard import spec
 from tokenyard.testing import ROUTINGS, assert_same, numbered_tokens, poisoned, routing, run_virtual
 from tokenyard.types import ROW_DTYPES, Permuted
 
-SETS = kernels.available()
-# Streaming stores are the numba set's; Triton's interpreter takes minutes for as much.
-MUCH = [one for one in SETS if one != "triton"]
 SUMMABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 

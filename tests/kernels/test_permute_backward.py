@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tokenyard
-from tokenyard import kernels, spec
+from tests.cases.kernel_sets import MUCH, NAMES, SETS
+from tokenyard import spec
 from tokenyard.ops import permute as ops
 from tokenyard.testing import ROUTINGS, assert_same, numbered_tokens, poisoned, routing
 
-SETS = kernels.available()
 SUMMABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -48,7 +48,7 @@ def test_meets_the_specification(name: str, hidden: int, dtype: torch.dtype) -> 
     assert_same(got, spec.unpermute_backward(grad, y, row_of, weights))
 
 
-@pytest.mark.parametrize("name", [one for one in SETS if one != "triton"], indirect=True)
+@pytest.mark.parametrize("name", MUCH, indirect=True)
 @pytest.mark.parametrize("hidden", [512, 515])
 def test_much(name: str, hidden: int) -> None:
     """Enough for streaming stores; as the reference says, since `spec` would take minutes."""
@@ -91,7 +91,7 @@ def test_weights_of_another_dtype_get_gradients_of_it(name: str, dtype: torch.dt
     hidden=st.integers(1, 40),
     seed=st.integers(0, 999),
     dtype=st.sampled_from(SUMMABLE),
-    name=st.sampled_from(SETS),
+    name=st.sampled_from(NAMES),
 )
 def test_any(
     shape: tuple[int, int, int], hidden: int, seed: int, dtype: torch.dtype, name: str

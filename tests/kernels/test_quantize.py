@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tokenyard
-from tokenyard import kernels, per_token_cast_back, per_token_cast_to_fp8, spec
+from tests.cases.kernel_sets import MUCH, SETS
+from tokenyard import per_token_cast_back, per_token_cast_to_fp8, spec
 from tokenyard.testing import assert_same, poisoned
 
 FP8 = torch.float8_e4m3fn
@@ -26,7 +27,7 @@ SCALES = {
     "packed": {"round_scale": True, "use_ue8m0": True},
 }
 
-by_set = pytest.mark.parametrize("kernel_set", kernels.available())
+by_set = pytest.mark.parametrize("kernel_set", SETS)
 by_dtype = pytest.mark.parametrize("dtype", FROM, ids=str)
 by_scales = pytest.mark.parametrize("scales", SCALES)
 
@@ -117,7 +118,7 @@ def test_edges_of_powers_of_two(kernel_set: str, scales: str) -> None:
     assert_same(got, spec.cast_to_fp8(x, **SCALES[scales]))
 
 
-@pytest.mark.parametrize("kernel_set", [one for one in kernels.available() if one != "triton"])
+@pytest.mark.parametrize("kernel_set", MUCH)
 @by_dtype
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="NaN is the machine's")
 def test_codes_of_nan_are_those_of_torch(kernel_set: str, dtype: torch.dtype) -> None:
@@ -273,8 +274,9 @@ class Other(Tensor):
 
 
 CODES, ONE = torch.zeros(2, 256).to(FP8), torch.ones(2, 2)
-TO, BACK = per_token_cast_to_fp8, per_token_cast_back
-REFUSED = {
+TO: Any = per_token_cast_to_fp8
+BACK: Any = per_token_cast_back
+REFUSED: dict[str, Callable[[], object]] = {
     "x is a list, want a torch.Tensor": partial(TO, [[1.0] * 128]),
     "x is None, want a torch.Tensor": partial(TO, None),
     "x has type Other, want torch.Tensor": partial(TO, torch.zeros(1, 128).as_subclass(Other)),

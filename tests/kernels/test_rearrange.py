@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,14 +23,14 @@ from numba import njit, types
 from torch import Tensor
 
 import tokenyard
-from tokenyard import kernels, spec
+from tests.cases.kernel_sets import SETS
+from tokenyard import spec
 from tokenyard.kernels import rearrange_plan as planning
 from tokenyard.kernels.base import interprets_triton
 from tokenyard.kernels.numba.llvm.transpose import transpose_streaming
 from tokenyard.kernels.numba.rearrange.boxes import _job, _part
 from tokenyard.testing import assert_same, poisoned
 
-SETS = kernels.available()
 ITEMS = ["u1", "u2", "V3", "u4", "V5", "u8", "V12", "c16", "V20", "V32", "V40"]
 
 
@@ -95,9 +96,11 @@ class Layout:
         start = 128 - memory.ctypes.data % 64 + shift
         base = memory[start : start + room].view(item).reshape(base_shape)
         view = base.transpose(np.argsort(axes)) if axes else base
-        view = view[(*(slice(None, None, step) for step in steps), ...)]
+        stepped: Any = (*(slice(None, None, step) for step in steps), ...)
+        view = view[stepped]
         self.memory = memory
-        self.view = view[(*(slice(0, length) for length in shape), ...)]
+        cut: Any = (*(slice(0, length) for length in shape), ...)
+        self.view = view[cut]
 
 
 def layout(draw: st.DrawFn, shape: tuple[int, ...], item: str) -> Layout:
@@ -367,15 +370,18 @@ def test_refuses_memory_that_src_and_dst_share() -> None:
 
 
 def test_unknown_set_names_those_there_are() -> None:
-    for one, other in ((torch.zeros(2), torch.zeros(2)), (np.zeros(2), np.zeros(2))):
+    one: Any
+    for one in (torch.zeros(2), np.zeros(2)):
         with pytest.raises(ValueError, match="unknown kernel set 'nmba'; available: auto, numba,"):
-            tokenyard.rearrange(one, other, kernels="nmba")
+            tokenyard.rearrange(
+                one, one.copy() if isinstance(one, np.ndarray) else one.clone(), kernels="nmba"
+            )
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="reads x86-64 code")
 def test_squares_are_written_around_the_cache() -> None:
     @njit
-    def kernel(target, target_stride, source, source_stride, like):
+    def kernel(target: Any, target_stride: Any, source: Any, source_stride: Any, like: Any) -> None:
         transpose_streaming(target, target_stride, source, source_stride, like)
 
     signature = (*[types.int64] * 4, types.Array(types.uint32, 1, "C"))

@@ -1,6 +1,6 @@
 """The triton set where it differs from the others: tiles, programs, and how numbers are rounded.
 
-Run with TRITON_INTERPRET=1, as are all tests of this room whose names have "triton" in them.
+Run with TRITON_INTERPRET=1, as all tests that are marked `triton`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import pytest
 import torch
 
 import tokenyard
+from tests.cases.clock import scaled
 from tokenyard import kernels, spec
 from tokenyard.kernels.base import interprets_triton
 from tokenyard.testing import assert_same, poisoned, routing
 
-pytestmark = pytest.mark.skipif(
-    not interprets_triton(), reason="needs triton and TRITON_INTERPRET=1"
-)
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.skipif(not interprets_triton(), reason="needs triton and TRITON_INTERPRET=1"),
+]
 
 
 SLOW = pytest.mark.slow
@@ -122,7 +124,7 @@ def test_threads_take_turns() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(scaled(200))
     assert not errors
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,16 +11,17 @@ import torch
 from torch import Tensor
 
 import tokenyard
+from tests.cases.clock import scaled
 from tests.cases.low_latency_rounds import Rounds
+from tests.cases.processes import Pools
 from tokenyard.testing import Processes, run_virtual
 
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Processes]:
-    with Processes(3, timeout=110) as processes:
-        yield processes
+@pytest.fixture
+def ranks(processes: Pools) -> Processes:
+    return processes(3)
 
 
 def one_call(group: Any, seconds: float) -> float:
@@ -30,7 +30,7 @@ def one_call(group: Any, seconds: float) -> float:
         idx = torch.arange(3)[None]
         if group.rank() == 2:
             time.sleep(seconds)
-        got = buffer.low_latency_dispatch(torch.ones(1, 64), idx, 1, 3, use_fp8=False)
+        got: Any = buffer.low_latency_dispatch(torch.ones(1, 64), idx, 1, 3, use_fp8=False)
         out = buffer.low_latency_combine(got.recv_x, idx, torch.ones(1, 3), got.handle)
     return out.combined_x.sum().item()
 
@@ -75,7 +75,7 @@ def delayed_rounds(group: Any, transport: str, rounds: int) -> int:
 @pytest.mark.parametrize("transport", ["direct", "collective"])
 @pytest.mark.parametrize("rounds", [200, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_ranks_that_are_late(ranks: Processes, transport: str, rounds: int) -> None:
-    assert ranks.run(delayed_rounds, transport, rounds, timeout=800) == [rounds] * 3
+    assert ranks.run(delayed_rounds, transport, rounds, timeout=scaled(800)) == [rounds] * 3
 
 
 def three_alive(group: Any, transport: str) -> list[str]:
@@ -118,7 +118,7 @@ def test_third_result_is_refused(ranks: Processes, transport: str) -> None:
 
 
 def forgotten_hooks(group: Any) -> None:
-    with tokenyard.Buffer(group, low_latency_mode=True, timeout=10) as buffer:
+    with tokenyard.Buffer(group, low_latency_mode=True, timeout=scaled(60)) as buffer:
         rounds = Rounds(buffer)
         kept = rounds.dispatch(0, return_recv_hook=True)
         with pytest.raises(ValueError, match="whose rows have not been received"):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from tests.cases.kernel_sets import SETS
 from tests.cases.low_latency import Case, check, job
-from tokenyard import kernels
+from tests.cases.processes import Pools
 from tokenyard.testing import Processes, poisoned, run_virtual
 
 FP8, ROUND, UE8M0 = (True, False, False), (True, True, False), (True, True, True)
@@ -36,7 +37,7 @@ SHAPES = {
     "fp8-rounded": Case(num_ranks=2, hidden=128, fp8=ROUND, dtype=torch.float32),
     "fp8-packed": Case(num_ranks=2, hidden=1024, fp8=UE8M0, dtype=torch.float16),
 }
-HOWS = {
+HOWS: dict[str, dict[str, Any]] = {
     "hook": {"how": "hook"},
     "async": {"how": "async"},
     "zero-copy": {"zero_copy": True},
@@ -44,7 +45,7 @@ HOWS = {
 }
 
 
-@pytest.mark.parametrize("kernel_set", kernels.available())
+@pytest.mark.parametrize("kernel_set", SETS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_virtual(shape: str, kernel_set: str) -> None:
     case = Case(**{**vars(SHAPES[shape]), "kernels": kernel_set})
@@ -58,10 +59,9 @@ def test_virtual_halves(how: str) -> None:
     check(case, run_virtual(job, 4, case).results)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Processes]:
-    with Processes(3, timeout=110) as processes:
-        yield processes
+@pytest.fixture
+def ranks(processes: Pools) -> Processes:
+    return processes(3)
 
 
 @pytest.mark.processes
@@ -92,18 +92,17 @@ def test_several_nodes(ranks: Processes, how: str) -> None:
     "num_ranks",
     [1, 2, pytest.param(4, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow), 8],
 )
-def test_ranks_and_batches(num_ranks: int) -> None:
+def test_ranks_and_batches(num_ranks: int, processes: Pools) -> None:
     """1 to 8 processes, 1 to 128 tokens, bfloat16 and FP8, in shared memory."""
-    with Processes(num_ranks, timeout=100) as processes:
-        for tokens, fp8 in ((1, FP8), (7, UE8M0), (128, Case.fp8), (128, FP8)):
-            case = Case(
-                num_ranks=num_ranks,
-                tokens=(tokens, tokens, tokens // 2),
-                num_max=128,
-                hidden=512,
-                num_topk=2,
-                num_experts=2 * num_ranks + 3,
-                fp8=fp8,
-                rounds=1,
-            )
-            check(case, processes.run(job, case))
+    for tokens, fp8 in ((1, FP8), (7, UE8M0), (128, Case.fp8), (128, FP8)):
+        case = Case(
+            num_ranks=num_ranks,
+            tokens=(tokens, tokens, tokens // 2),
+            num_max=128,
+            hidden=512,
+            num_topk=2,
+            num_experts=2 * num_ranks + 3,
+            fp8=fp8,
+            rounds=1,
+        )
+        check(case, processes(num_ranks).run(job, case))

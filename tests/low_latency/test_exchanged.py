@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import tokenyard
+from tests.cases.clock import scaled
+from tests.cases.processes import Pools
 from tokenyard.comm.torch_dist import GlooPart
 from tokenyard.shm.mailbox import Mailbox
-from tokenyard.testing import Processes
 
 HIDDEN, TOKENS = 7168, 64
 
@@ -32,13 +33,14 @@ def count_exchanges(group: Any, transport: str) -> tuple[list[int], list[int], f
         return exchange(self, *args)
 
     with tokenyard.Buffer(
-        group, transport=transport, ranks_per_node=nodes, low_latency_mode=True, timeout=20
+        group, transport=transport, ranks_per_node=nodes, low_latency_mode=True, timeout=scaled(60)
     ) as buffer:
-        GlooPart.start, Mailbox.exchange = counted_start, counted_exchange  # type: ignore[method-assign]
+        counting: tuple[Any, Any] = (counted_start, counted_exchange)
+        GlooPart.start, Mailbox.exchange = counting  # type: ignore[method-assign]
         try:
             for _ in range(2):
                 x = torch.full((TOKENS, HIDDEN), 1.0 + group.rank())
-                got = buffer.low_latency_dispatch(x, idx, TOKENS, 6, use_fp8=False)
+                got: Any = buffer.low_latency_dispatch(x, idx, TOKENS, 6, use_fp8=False)
                 sent.append(0)
                 mailed.append(0)
                 y = buffer.low_latency_combine(got.recv_x, idx, weights, got.handle).combined_x
@@ -52,12 +54,12 @@ def count_exchanges(group: Any, transport: str) -> tuple[list[int], list[int], f
 
 
 @pytest.mark.processes
-def test_two_exchanges_a_call() -> None:
-    with Processes(3, timeout=60) as ranks:
-        for sent, mailed, _ in ranks.run(count_exchanges, "collective"):
-            assert max(sent) <= 2
-            assert max(mailed) == 0
-        for rank, (sent, mailed, _) in enumerate(ranks.run(count_exchanges, "hierarchical")):
-            words = 2 if rank == 2 else 1  # rank 2 is alone on its node, on both rails
-            assert max(sent) <= words + 1
-            assert max(mailed) <= 1
+def test_two_exchanges_a_call(processes: Pools) -> None:
+    ranks = processes(3)
+    for sent, mailed, _ in ranks.run(count_exchanges, "collective"):
+        assert max(sent) <= 2
+        assert max(mailed) == 0
+    for rank, (sent, mailed, _) in enumerate(ranks.run(count_exchanges, "hierarchical")):
+        words = 2 if rank == 2 else 1  # rank 2 is alone on its node, on both rails
+        assert max(sent) <= words + 1
+        assert max(mailed) <= 1

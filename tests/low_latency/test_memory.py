@@ -10,20 +10,21 @@ import pytest
 import torch
 
 import tokenyard
+from tests.cases.clock import scaled
+from tests.cases.processes import Pools
 from tests.cases.shared_memory import shared_bytes
-from tokenyard.testing import Processes
 
 NUM_MAX, STEP, STEPS = 16, 2048, 20
 
 
 def ascend(group: Any) -> tuple[int, int]:
     """Rows that get longer and longer, there and back, with calls that are never received."""
-    with tokenyard.Buffer(group, low_latency_mode=True, timeout=20) as buffer:
+    with tokenyard.Buffer(group, low_latency_mode=True, timeout=scaled(60)) as buffer:
         idx, weights = torch.tensor([[0], [1]] * (NUM_MAX // 2)), torch.ones(NUM_MAX, 1)
         for step in range(1, STEPS + 1):
             x = torch.full((NUM_MAX, STEP * step), float(step))
             for turn in range(4):
-                got = buffer.low_latency_dispatch(x, idx, NUM_MAX, 2, use_fp8=False)
+                got: Any = buffer.low_latency_dispatch(x, idx, NUM_MAX, 2, use_fp8=False)
                 y = got.recv_x
                 if turn % 2:
                     y = buffer.get_next_low_latency_combine_buffer(got.handle)
@@ -42,27 +43,27 @@ def ascend(group: Any) -> tuple[int, int]:
 
 
 @pytest.mark.processes
-def test_outgrown_memory_comes_back() -> None:
+def test_outgrown_memory_comes_back(processes: Pools) -> None:
     row = STEP * STEPS * 4
     block = NUM_MAX * row  # of a dispatch; a combine's is as large, as all rows come back
-    with Processes(2, timeout=110) as ranks:
-        for mapped, known in ranks.run(ascend):
-            # Two blocks each way, of which a combine's may be twice as large, and two results of
-            # zero_copy with room for all that could come: of both ranks.
-            last = 2 * (2 * block + 2 * 2 * block + 2 * 2 * block)
-            assert mapped < 2 * last, f"{mapped} bytes for {last}"
-            assert known <= 24
+    ranks = processes(2)
+    for mapped, known in ranks.run(ascend):
+        # Two blocks each way, of which a combine's may be twice as large, and two results of
+        # zero_copy with room for all that could come: of both ranks.
+        last = 2 * (2 * block + 2 * 2 * block + 2 * 2 * block)
+        assert mapped < 2 * last, f"{mapped} bytes for {last}"
+        assert known <= 24
 
 
 def descend(group: Any) -> list[int]:
     """One call with long rows, there and back, and many with short ones."""
     told = []
-    with tokenyard.Buffer(group, low_latency_mode=True, timeout=20) as buffer:
+    with tokenyard.Buffer(group, low_latency_mode=True, timeout=scaled(60)) as buffer:
         idx, weights = torch.tensor([[0], [1]] * (NUM_MAX // 2)), torch.ones(NUM_MAX, 1)
         for hidden, times in ((STEP * STEPS, 2), (STEP, 80)):
             x = torch.ones(NUM_MAX, hidden)
             for _ in range(times):
-                got = buffer.low_latency_dispatch(x, idx, NUM_MAX, 2, use_fp8=False)
+                got: Any = buffer.low_latency_dispatch(x, idx, NUM_MAX, 2, use_fp8=False)
                 back = buffer.low_latency_combine(got.recv_x, idx, weights, got.handle)
                 assert torch.equal(back.combined_x, x)
                 del got, back
@@ -71,11 +72,10 @@ def descend(group: Any) -> list[int]:
 
 
 @pytest.mark.processes
-def test_memory_of_a_large_call_comes_back() -> None:
-    with Processes(2, timeout=110) as ranks:
-        for large, small in ranks.run(descend):
-            assert large > 2 * 4 * NUM_MAX * STEP * STEPS * 4 // 2
-            assert small < large // 4, f"{small} of {large} bytes"
+def test_memory_of_a_large_call_comes_back(processes: Pools) -> None:
+    for large, small in processes(2).run(descend):
+        assert large > 2 * 4 * NUM_MAX * STEP * STEPS * 4 // 2
+        assert small < large // 4, f"{small} of {large} bytes"
 
 
 def close_before_a_slow_rank(group: Any) -> str:
@@ -92,7 +92,7 @@ def close_before_a_slow_rank(group: Any) -> str:
         *_, hook = dispatch(x, topk_idx)
         dispatch(x[:3], topk_idx[:3])
         if group.rank() == 0:
-            time.sleep(0.5)
+            time.sleep(scaled(0.5))
         try:
             hook()
         except tokenyard.PeerError as error:
@@ -101,8 +101,7 @@ def close_before_a_slow_rank(group: Any) -> str:
 
 
 @pytest.mark.processes
-def test_a_slow_rank_finds_the_memory_of_one_that_closes() -> None:
-    with Processes(2, timeout=40) as ranks:
-        begin = time.monotonic()
-        assert ranks.run(close_before_a_slow_rank) == ["received", "received"]
-        assert time.monotonic() - begin < 30
+def test_a_slow_rank_finds_the_memory_of_one_that_closes(processes: Pools) -> None:
+    begin = time.monotonic()
+    assert processes(2).run(close_before_a_slow_rank) == ["received", "received"]
+    assert time.monotonic() - begin < scaled(50)

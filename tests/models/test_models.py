@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases.clock import scaled
+
 MODEL = Path(__file__).with_name("ring.pml")
 
 pytestmark = pytest.mark.skipif(
@@ -25,7 +27,7 @@ def check(directory: Path, options: str) -> str:
 
     def run(*command: str) -> str:
         done = subprocess.run(
-            command, cwd=directory, capture_output=True, text=True, timeout=100, check=False
+            command, cwd=directory, capture_output=True, text=True, timeout=scaled(100), check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

@@ -11,8 +11,9 @@ import torch
 import tokenyard
 from tests.cases.nn import clipping as jobs
 from tests.cases.nn.moe import make_model
+from tests.cases.processes import Pools
 from tokenyard.nn import clip_grad_norm_, get_grad_norm
-from tokenyard.testing import assert_same, run_virtual
+from tokenyard.testing import Processes, assert_same, run_virtual
 
 pytestmark = pytest.mark.processes
 
@@ -27,9 +28,9 @@ def one_rank() -> tuple[list[float], list[float]]:
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_clipped_training_is_that_of_one_rank(
-    pools: Any, one_rank: Any, kind: str, num_ranks: int
+    processes: Pools, one_rank: Any, kind: str, num_ranks: int
 ) -> None:
-    results = pools[num_ranks].run(jobs.clipped_training, kind)
+    results = processes(num_ranks).run(jobs.clipped_training, kind)
     want_losses, want_norms = one_rank
     for step, losses in enumerate(zip(*(losses for losses, *_ in results))):
         assert sum(losses) / num_ranks == pytest.approx(want_losses[step], rel=1e-5), step
@@ -43,7 +44,7 @@ def test_clipped_training_is_that_of_one_rank(
 
 
 @pytest.mark.parametrize("kind", ["none", "ddp", "fsdp"])
-def test_norms(two_processes: Any, kind: str) -> None:
+def test_norms(two_processes: Processes, kind: str) -> None:
     """Of all orders, with foreach or not; one that is not finite raises on all ranks."""
     if kind == "none":  # dense gradients are those of one rank, which has all the tokens
         results = run_virtual(jobs.norms_of_all_kinds, 1, kind).results
@@ -59,7 +60,7 @@ def test_norms(two_processes: Any, kind: str) -> None:
             assert value == pytest.approx(want[name], rel=1e-5), name
 
 
-def test_torchs_own_clipping_is_noticed(two_processes: Any) -> None:
+def test_torchs_own_clipping_is_noticed(two_processes: Processes) -> None:
     results = two_processes.run(jobs.clipped_training, "ddp", "torch's")
     for _, _, _, warned in results:
         assert any("want tokenyard.nn.clip_grad_norm_" in one for one in warned)

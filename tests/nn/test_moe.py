@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -78,7 +79,7 @@ def test_the_layer_is_that_of_one_rank(
             got = torch.stack([every[f"{name}.{e}"] for e in range(jobs.NUM_EXPERTS)])
         else:
             got = torch.stack([grads[name] for _, grads in results]).sum(0)
-        torch.testing.assert_close(got, due, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(got, due, msg=partial("{}: {}".format, name))
 
 
 def test_static_rows_change_no_bit() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import tokenyard
 from tests.cases.nn import moe as jobs
+from tests.cases.processes import Pools
 from tokenyard.nn import auxiliary_losses, expert_parameters, named_expert_parameters
 from tokenyard.testing import Processes, assert_same, run_virtual
 
@@ -66,12 +67,12 @@ def test_whose_parameters() -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("optimiser", ["AdamW", "SGD"])
 def test_a_checkpoint_goes_on_on_another_number_of_ranks(
-    pools: Any, tmp_path: Path, optimiser: str
+    processes: Pools, tmp_path: Path, optimiser: str
 ) -> None:
     """Two steps, saved, and a third: on 2 ranks, and the third on 1 and 3 as well."""
-    want = pools[2].run(jobs.train_and_save, str(tmp_path), optimiser)
+    want = processes(2).run(jobs.train_and_save, str(tmp_path), optimiser)
     for num_ranks in (1, 3):
-        results = pools[num_ranks].run(jobs.load_and_train, str(tmp_path), optimiser)
+        results = processes(num_ranks).run(jobs.load_and_train, str(tmp_path), optimiser)
         due = {name: tensor for state in want for name, tensor in state.items()}
         got = {name: tensor for state in results for name, tensor in state.items()}
         assert got.keys() == due.keys()

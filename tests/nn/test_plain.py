@@ -69,7 +69,8 @@ def test_transforms_are_refused(transform: str) -> None:
 
     def job(group: Any) -> None:
         with tokenyard.Buffer(group) as buffer:
-            for name, call in [*calls(buffer).items(), ("dispatch", layer(buffer))]:
+            every: list[tuple[str, Call]] = [*calls(buffer).items(), ("dispatch", layer(buffer))]
+            for name, call in every:
                 with pytest.raises(NotImplementedError) as caught:
                     apply(call)
                 assert str(caught.value).startswith(name)

@@ -7,20 +7,21 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.cases.clock import scaled
 from tests.cases.nn import training as jobs
+from tests.cases.processes import Pools
 
 pytestmark = pytest.mark.processes
 
 
-def check(pools: Any, num_steps: int, timeout: float) -> None:
-    ((want_losses, want_grads),) = pools[1].run(jobs.run, num_steps, timeout=timeout)
+def check(processes: Pools, num_steps: int, timeout: float) -> None:
+    ((want_losses, want_grads),) = processes(1).run(jobs.run, num_steps, timeout=timeout)
     assert want_losses[-1] < want_losses[0] - 1
     for num_ranks in (2, 4):
-        results = pools[num_ranks].run(jobs.run, num_steps, timeout=timeout)
+        results = processes(num_ranks).run(jobs.run, num_steps, timeout=timeout)
         assert set().union(*(grads for _, grads in results)) == set(want_grads)
         for losses, grads in results:
             assert losses == pytest.approx(want_losses, abs=1e-4)
@@ -29,22 +30,22 @@ def check(pools: Any, num_steps: int, timeout: float) -> None:
                 assert (grad - want).norm() <= 1e-6 * want.norm(), name
 
 
-def test_losses_and_gradients_are_those_of_one_rank(pools: Any) -> None:
-    check(pools, num_steps=12, timeout=110)
+def test_losses_and_gradients_are_those_of_one_rank(processes: Pools) -> None:
+    check(processes, num_steps=12, timeout=scaled(110))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_200_steps(pools: Any) -> None:
-    check(pools, num_steps=200, timeout=400)
+def test_200_steps(processes: Pools) -> None:
+    check(processes, num_steps=200, timeout=scaled(400))
 
 
-def test_a_checkpoint_goes_on_on_more_ranks(pools: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_on_more_ranks(processes: Pools, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
-    pools[2].run(jobs.run_and_save, 3, path)
-    ((want, _),) = pools[1].run(jobs.run, 6)
+    processes(2).run(jobs.run_and_save, 3, path)
+    ((want, _),) = processes(1).run(jobs.run, 6)
     for num_ranks in (1, 4):
-        for losses in pools[num_ranks].run(jobs.load_and_run, 6, path):
+        for losses in processes(num_ranks).run(jobs.load_and_run, 6, path):
             assert losses == pytest.approx(want[3:], abs=1e-4)
 
 
@@ -59,7 +60,7 @@ def test_the_script(tmp_path: Path) -> None:
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=scaled(250),
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr

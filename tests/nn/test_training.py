@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import tokenyard
+from tests.cases.clock import scaled
 from tokenyard.nn import (
     MoE,
     RouterConfig,
@@ -221,7 +222,7 @@ def test_an_auxiliary_loss_without_its_gradient_is_refused() -> None:
 
 def test_experts_that_one_rank_trains_alone_are_told_of() -> None:
     def job(group: Any) -> str:
-        with tokenyard.Buffer(group, timeout=5) as buffer:
+        with tokenyard.Buffer(group, timeout=scaled(60)) as buffer:
             layer, x = make(buffer), tokens(group.rank())
             layer.router.requires_grad_(False)
             layer.experts.requires_grad_(group.rank() == 0)
@@ -237,7 +238,7 @@ def test_experts_that_one_rank_trains_alone_are_told_of() -> None:
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0,)])
 def test_a_rank_without_sequences(shape: tuple[int, ...]) -> None:
     def job(group: Any) -> None:
-        with tokenyard.Buffer(group, timeout=5) as buffer:
+        with tokenyard.Buffer(group, timeout=scaled(60)) as buffer:
             layer = make(buffer, auxiliary_loss=0.1, bias_rate=0.01)
             x = torch.ones(*shape, HIDDEN) if group.rank() else tokens(0)
             x.requires_grad_()
@@ -258,7 +259,7 @@ def under_ddp(group: Any, prepare: bool) -> str:
         layer, x = make(buffer), tokens(group.rank())
         model = nn.Sequential(layer, nn.Linear(HIDDEN, 1))
         want = model(x).detach()
-        model._ddp_params_and_buffers_to_ignore = ["0.router.weight"]
+        model._ddp_params_and_buffers_to_ignore = ["0.router.weight"]  # type: ignore[assignment]
         if prepare:
             prepare_for_ddp(model)
         own = layer.experts.down.detach().clone()

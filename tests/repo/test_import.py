@@ -10,13 +10,18 @@ from pathlib import Path
 import pytest
 
 import tokenyard
+from tests.cases.clock import scaled
 
 HEAVY = ("numba", "llvmlite", "triton", "transformers", "matplotlib", "rich", "hypothesis")
 
 
 def run(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *flags, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, *flags, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=scaled(250),
+        check=True,
     )
 
 
@@ -41,15 +46,20 @@ def test_importing_starts_nothing() -> None:
     run(code)
 
 
-def test_import_costs_at_most_a_tenth_of_a_second() -> None:
-    """On top of torch: the best of three, on a machine that others use too."""
+def test_import_costs_at_most_a_tenth_of_torchs() -> None:
+    """On top of torch, which takes a second or so: the best of three, on a machine that others
+    use too.
+    """
 
-    def microseconds() -> int:
+    def share() -> float:
         lines = run("import torch, tokenyard", "-X", "importtime").stderr.splitlines()
-        (line,) = [line for line in lines if re.search(r"\| tokenyard$", line)]
-        return int(line.split("|")[1])
+        taken = {}
+        for name in ("torch", "tokenyard"):
+            (line,) = [line for line in lines if re.search(rf"\| {name}$", line)]
+            taken[name] = int(line.split("|")[1])
+        return taken["tokenyard"] / taken["torch"]
 
-    assert min(microseconds() for _ in range(3)) < 100_000
+    assert min(share() for _ in range(3)) < 0.1
 
 
 def test_public_names_are_there() -> None:

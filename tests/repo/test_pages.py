@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases.clock import scaled
+
 PAGES = sorted((Path(__file__).parents[2] / "docs").rglob("*.md"))
 
 pytestmark = pytest.mark.docs
@@ -29,7 +31,7 @@ def test_examples_run(page: Path, tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=scaled(250),
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

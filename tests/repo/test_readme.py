@@ -7,9 +7,12 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.cases.clock import scaled
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -19,7 +22,7 @@ pytestmark = pytest.mark.docs
 
 
 @pytest.fixture(scope="module")
-def installed() -> dict[str, str]:
+def installed() -> Iterator[dict[str, str]]:
     """An environment in which tokenyard is what `pip install .` makes, not this checkout."""
     with tempfile.TemporaryDirectory() as site:
         pip = [
@@ -33,7 +36,7 @@ def installed() -> dict[str, str]:
             site,
             str(ROOT),
         ]
-        subprocess.run(pip, check=True, timeout=100, stdout=subprocess.DEVNULL)
+        subprocess.run(pip, check=True, timeout=scaled(250), stdout=subprocess.DEVNULL)
         yield {**os.environ, "PYTHONPATH": site, "OMP_NUM_THREADS": "1"}
 
 
@@ -45,7 +48,7 @@ def run(command: list[str], env: dict[str, str]) -> str:
             cwd=elsewhere,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=scaled(250),
             check=False,
         )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -87,16 +87,16 @@ def dispatch_depths(group: dist.ProcessGroup) -> dict[str, int]:
     compiled = numba.core.dispatcher.Dispatcher
     depths: dict[str, int] = {}
     x, topk_idx = torch.ones(4, 128), torch.tensor([[0, 1]] * 4)
-    given = {"topk_idx": topk_idx, "topk_weights": torch.ones(4, 2), "num_experts": 2}
+    given: Any = {"topk_idx": topk_idx, "topk_weights": torch.ones(4, 2), "num_experts": 2}
     with tokenyard.Buffer(group, transport="direct") as buffer:
-        got = buffer.dispatch(x, **given)  # compile everything, and learn how much arrives
+        got: Any = buffer.dispatch(x, **given)  # compile everything, and learn how much arrives
         with pytest.MonkeyPatch.context() as patch:
             for module in numba_modules():
                 for name, kernel in list(vars(module).items()):
                     if isinstance(kernel, compiled):
                         patch.setattr(module, name, Counted(name, kernel, depths))
             for worst in (0, 16):
-                again = buffer.dispatch(x, **given, num_worst_tokens=worst)
+                again: Any = buffer.dispatch(x, **given, num_worst_tokens=worst)
             buffer.dispatch(x, handle=again.handle)
         assert torch.equal(again.recv_x[:8], got.recv_x)
     return depths

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-import tokenyard
 from tokenyard import EventHandle, EventOverlap
 
 
@@ -26,7 +25,3 @@ def test_event_waits_at_the_end_of_a_block() -> None:
     with EventOverlap(event):
         assert event.waits == 0
     assert event.waits == 1
-
-
-def test_captured_event_is_over() -> None:
-    tokenyard.Buffer.capture().current_stream_wait()

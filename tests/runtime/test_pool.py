@@ -98,7 +98,7 @@ def test_trim_drops_the_longest_idle_first(pool: Pool[Any]) -> None:
     regions = [region for region, _ in taken]
     order = [2, 0, 3]
     for number in order:
-        taken[number] = (regions[number], None)  # type: ignore[assignment]
+        taken[number] = (regions[number], None)
     pool.trim(MIB)
     assert dropped == [regions[2], regions[0]]
     pool.trim()

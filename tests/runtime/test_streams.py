@@ -99,7 +99,7 @@ def test_nothing_touches_cuda_on_a_cpu_group(monkeypatch: pytest.MonkeyPatch) ->
         x, (topk_idx, weights) = numbered_tokens(4, 8), routing("uniform", 4, 2, 4)
         with tokenyard.Buffer(group, kernels="reference") as buffer:
             event = buffer.capture()
-            got = buffer.dispatch(
+            got: Any = buffer.dispatch(
                 x,
                 topk_idx=topk_idx,
                 topk_weights=weights,
@@ -124,11 +124,13 @@ def test_calls_on_streams(devices: dict[int, FakeCuda], async_finish: bool, on_c
 
     def job(group: Any) -> tuple[Tensor, Tensor, list[str], list[str], int]:
         x, topk_idx, weights = given[group.rank()]
-        how = {"async_finish": async_finish, "allocate_on_comm_stream": on_comm}
+        how: dict[str, Any] = {"async_finish": async_finish, "allocate_on_comm_stream": on_comm}
         with tokenyard.Buffer(group, kernels="reference") as buffer:
             api = devices[threading.get_ident()]
             assert buffer.get_comm_stream().name == "comm"
-            got = buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights, num_experts=4, **how)
+            got: Any = buffer.dispatch(
+                x, topk_idx=topk_idx, topk_weights=weights, num_experts=4, **how
+            )
             dispatched, api.log[:] = list(api.log), []
             previous = got.event if async_finish else None
             sums = buffer.combine(got.recv_x, got.handle, previous_event=previous, **how)

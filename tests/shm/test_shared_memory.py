@@ -14,16 +14,17 @@ import pytest
 import torch
 
 import tokenyard
+from tests.cases.clock import scaled
+from tests.cases.processes import Pools
 from tests.cases.shared_memory import shared_bytes
 from tokenyard.testing import Processes
 
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture(scope="module")
-def pair():
-    with Processes(2, timeout=100) as ranks:
-        yield ranks
+@pytest.fixture
+def pair(processes: Pools) -> Processes:
+    return processes(2)
 
 
 def dispatch(buffer: tokenyard.Buffer, num_tokens: int, **more: Any) -> Any:
@@ -90,7 +91,7 @@ def open_and_close(group: Any, options: dict[str, Any]) -> tuple[list[str], int]
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(15):
         try:
-            with tokenyard.Buffer(group, timeout=20, **options):
+            with tokenyard.Buffer(group, timeout=scaled(60), **options):
                 pass
         except tokenyard.TokenyardError as error:
             failed.append(f"{type(error).__name__}: {error}")
@@ -110,11 +111,12 @@ def open_and_close(group: Any, options: dict[str, Any]) -> tuple[list[str], int]
     ],
     ids=["low-latency", "ring", "direct", "hierarchical", "collective"],
 )
-def test_a_buffer_is_opened_and_closed_without_a_call(options: dict[str, Any]) -> None:
-    with Processes(2, timeout=60) as ranks:
-        for failed, descriptors in ranks.run(open_and_close, options):
-            assert failed == []
-            assert descriptors <= 0
+def test_a_buffer_is_opened_and_closed_without_a_call(
+    options: dict[str, Any], processes: Pools
+) -> None:
+    for failed, descriptors in processes(2).run(open_and_close, options):
+        assert failed == []
+        assert descriptors <= 0
 
 
 def close_without_a_collector(group: Any, options: dict[str, Any]) -> int:
@@ -167,7 +169,7 @@ def drop(
         once()
         gc.collect()
     # The Buffer's own thread closes it, a moment later where the machine is busy.
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + scaled(30)
     while (threads := own_threads()) and time.monotonic() < deadline:
         time.sleep(0.02)
     after = shared_bytes()
@@ -199,11 +201,13 @@ def test_a_dropped_buffer_frees_itself(
 def infer(group: Any, transport: str, worst: int) -> tuple[bool, bool]:
     nodes = 1 if transport == "hierarchical" else None
     with (
-        tokenyard.Buffer(group, transport=transport, ranks_per_node=nodes, timeout=10) as buffer,
+        tokenyard.Buffer(
+            group, transport=transport, ranks_per_node=nodes, timeout=scaled(60)
+        ) as buffer,
         torch.inference_mode(),
     ):
         x = torch.randn(4, 8)
-        got = buffer.dispatch(
+        got: Any = buffer.dispatch(
             x,
             topk_idx=torch.tensor([[0], [1], [0], [1]]),
             topk_weights=torch.ones(4, 1),
@@ -218,9 +222,8 @@ def infer(group: Any, transport: str, worst: int) -> tuple[bool, bool]:
 
 @pytest.mark.parametrize("worst", [0, 16])
 @pytest.mark.parametrize("transport", ["direct", "ring", "collective", "hierarchical"])
-def test_asynchronous_calls_in_inference_mode(transport: str, worst: int) -> None:
-    with Processes(2, timeout=60) as ranks:
-        assert ranks.run(infer, transport, worst) == [(True, True)] * 2
+def test_asynchronous_calls_in_inference_mode(transport: str, worst: int, processes: Pools) -> None:
+    assert processes(2).run(infer, transport, worst) == [(True, True)] * 2
 
 
 def many_sizes(group: Any, rounds: int, large: int) -> dict[str, int]:
@@ -250,9 +253,10 @@ def many_sizes(group: Any, rounds: int, large: int) -> dict[str, int]:
         ),
     ],
 )
-def test_one_large_result_among_many_leaves_nothing_behind(rounds: int, large: int) -> None:
-    with Processes(2, timeout=1700) as ranks:
-        answers = ranks.run(many_sizes, rounds, large)
+def test_one_large_result_among_many_leaves_nothing_behind(
+    rounds: int, large: int, processes: Pools
+) -> None:
+    answers = processes(2, timeout=1700).run(many_sizes, rounds, large)
     need = 2 * 2 * 500 * 8192  # of both ranks: a result of 4 MB, and the sums of a combine
     for answer in answers:
         assert answer["most"] > large * 8192
@@ -264,7 +268,7 @@ def cannot_open(group: Any, options: dict[str, Any]) -> tuple[set[str], int]:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         try:
-            tokenyard.Buffer(group, timeout=20, **options)
+            tokenyard.Buffer(group, timeout=scaled(60), **options)
         except (tokenyard.TokenyardError, ValueError) as error:
             said.add(type(error).__name__)
     gc.collect()
@@ -282,8 +286,9 @@ def cannot_open(group: Any, options: dict[str, Any]) -> tuple[set[str], int]:
     ],
     ids=["ring", "low-latency"],
 )
-def test_an_opening_that_fails_leaves_nothing_behind(options: dict[str, Any], kind: str) -> None:
-    with Processes(2, timeout=60) as ranks:
-        for said, descriptors in ranks.run(cannot_open, options):
-            assert said == {kind}
-            assert descriptors <= 2  # gloo lets go of connections a moment later
+def test_an_opening_that_fails_leaves_nothing_behind(
+    options: dict[str, Any], kind: str, processes: Pools
+) -> None:
+    for said, descriptors in processes(2).run(cannot_open, options):
+        assert said == {kind}
+        assert descriptors <= 2  # gloo lets go of connections a moment later

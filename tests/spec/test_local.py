@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -231,8 +232,10 @@ def strided(shape: tuple[int, ...], dtype: str, seed: int) -> tuple[np.ndarray, 
     size = math.prod(base_shape) * np.dtype(dtype).itemsize
     base = random.integers(0, 256, size, dtype=np.uint8).view(dtype).reshape(base_shape)
     view = base.transpose(np.argsort(axes))
-    view = view[(*(slice(None, None, step) for step in steps), ...)]
-    return view[(*(slice(0, length) for length in shape), ...)], base
+    stepped: Any = (*(slice(None, None, step) for step in steps), ...)
+    view = view[stepped]
+    cut: Any = (*(slice(0, length) for length in shape), ...)
+    return view[cut], base
 
 
 @pytest.mark.parametrize("dtype", ["u1", "f2", "f4", "f8", "c16", "V3"])
@@ -322,9 +325,7 @@ def test_rearrange_keeps_nan_payloads(dtype: torch.dtype, bits: Tensor) -> None:
         (np.zeros(2), torch.zeros(2), "src is a Tensor, want a ndarray like dst"),
     ],
 )
-def test_rearrange_refuses(
-    dst: Tensor | np.ndarray, src: Tensor | np.ndarray, message: str
-) -> None:
+def test_rearrange_refuses(dst: Any, src: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         rearrange(dst, src)
 

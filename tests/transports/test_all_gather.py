@@ -85,7 +85,7 @@ def misuse(group: Any, wrong: str) -> str:
     with tokenyard.Buffer(group, timeout=10) as buffer:
         x = torch.ones(2, 4)
         topk_idx, weights = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
-        routed = {"topk_idx": topk_idx, "topk_weights": weights, "num_experts": 3}
+        routed: Any = {"topk_idx": topk_idx, "topk_weights": weights, "num_experts": 3}
         handle = buffer.dispatch(x, **routed).handle
         try:
             if wrong == "dispatch" and buffer.rank == 1:

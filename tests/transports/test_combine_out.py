@@ -32,7 +32,10 @@ def sum_into(group: Any, transport: str, num_tokens: int, hidden: int) -> list[t
         count = 0 if buffer.rank == 1 else count
         x = numbered_tokens(count, hidden, first=1000 * buffer.rank)
         topk_idx, weights = routing("uniform", count, 2, NUM_EXPERTS, seed=buffer.rank)
-        got = buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights, num_experts=NUM_EXPERTS)
+        got: Any = buffer.dispatch(
+            x, topk_idx=topk_idx, topk_weights=weights, num_experts=NUM_EXPERTS
+        )
+        more: Any
         bias = torch.full_like(x, 0.5)
         for more in ({}, {"bias": bias, "topk_weights": got.recv_topk_weights}):
             want = buffer.combine(got.recv_x, got.handle, **more)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from tests.cases.conformance import BASE, CASES, SAMPLED, case_of, check
 from tests.cases.exchange import Case, job
+from tests.cases.processes import Pools
 from tokenyard.testing import Processes, poisoned, run_virtual
 from tokenyard.transports import available
 
@@ -69,27 +69,27 @@ TRANSPORTS = pytest.mark.parametrize(
 )
 
 
-def started(request: pytest.FixtureRequest) -> Iterator[Processes]:
-    with Processes(request.param, timeout=60) as ranks:
-        yield ranks
+def parameter(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
 
 
-processes = pytest.fixture(started, scope="module", params=[1, 2, 3, 8])
-between = pytest.fixture(started, scope="module", params=[4, 5, 6, 7])
+# Of the module, so that tests with as many processes follow each other.
+num_processes = pytest.fixture(parameter, scope="module", params=[1, 2, 3, 8])
+between = pytest.fixture(parameter, scope="module", params=[4, 5, 6, 7])
 
 
 @pytest.mark.processes
 @TRANSPORTS
 @pytest.mark.parametrize("name", CASES)
-def test_processes(name: str, transport: str, processes: Processes) -> None:
-    check_processes(name, transport, processes)
+def test_processes(name: str, transport: str, processes: Pools, num_processes: int) -> None:
+    check_processes(name, transport, processes(num_processes))
 
 
 @pytest.mark.processes
 @TRANSPORTS
 @pytest.mark.parametrize("name", SAMPLED)
-def test_numbers_between(name: str, transport: str, between: Processes) -> None:
-    check_processes(name, transport, between)
+def test_numbers_between(name: str, transport: str, processes: Pools, between: int) -> None:
+    check_processes(name, transport, processes(between))
 
 
 def check_processes(name: str, transport: str, ranks: Processes) -> None:

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import tokenyard
+from tests.cases.clock import scaled
+from tests.cases.processes import Pools
 from tokenyard import SharedMemoryError
 from tokenyard.shm import segment
 from tokenyard.shm.segment import Segment
@@ -20,10 +22,9 @@ from tokenyard.testing import Processes, assert_same, numbered_tokens, routing, 
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with Processes(3, timeout=100) as processes:
-        yield processes
+@pytest.fixture
+def ranks(processes: Pools) -> Processes:
+    return processes(3)
 
 
 def dispatch(buffer: tokenyard.Buffer, turn: int, num_tokens: int = 40) -> Any:
@@ -34,7 +35,8 @@ def dispatch(buffer: tokenyard.Buffer, turn: int, num_tokens: int = 40) -> Any:
 
 
 def num_segments(buffer: tokenyard.Buffer) -> int:
-    return len(list(buffer._engine.transport.node.pool))
+    transport: Any = buffer._engine.transport
+    return len(list(transport.node.pool))
 
 
 def hold_and_go_on(group: Any, rounds: int) -> tuple[bool, int]:
@@ -86,7 +88,7 @@ def many_rounds(group: Any, rounds: int) -> int:
         for turn in range(rounds):
             x = numbered_tokens(3, 64, first=1000 * turn + 3 * group.rank(), dtype=torch.float64)
             topk_idx, weights = routing("holes", 3, 2, 64, seed=turn * group.size() + group.rank())
-            got = buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights, num_experts=64)
+            got: Any = buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights, num_experts=64)
             back = buffer.combine(got.recv_x, got.handle).x
             copies = got.handle.is_token_in_rank.sum(1, keepdim=True)
             assert_same(back, x * copies + 0.0, f"round {turn}")  # a sum of nothing is +0.0
@@ -98,7 +100,7 @@ def many_rounds(group: Any, rounds: int) -> int:
     "num_ranks, rounds", [(16, 30), pytest.param(64, 200, marks=pytest.mark.slow)]
 )
 def test_many_more_ranks_than_cores(num_ranks: int, rounds: int) -> None:
-    with Processes(num_ranks, timeout=800) as many:
+    with Processes(num_ranks, timeout=scaled(800)) as many:
         assert many.run(many_rounds, rounds) == [rounds] * num_ranks
 
 
@@ -122,7 +124,7 @@ def test_combine_buffer_gives_the_same_bits(ranks: Processes) -> None:
 
 def too_small(group: Any) -> tuple[str, str, Any]:
     """Rank 1 may make no file, memory files too, larger than 1 MiB."""
-    with tokenyard.Buffer(group, transport="direct", timeout=5) as buffer:
+    with tokenyard.Buffer(group, transport="direct", timeout=scaled(60)) as buffer:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         if group.rank() == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
@@ -184,9 +186,9 @@ def no_memory_at_all(group: Any) -> str:
         raise PermissionError(1, "Operation not permitted")
 
     if group.rank() == 0:
-        segment.os.memfd_create = forbidden
+        segment.os.memfd_create = forbidden  # type: ignore[assignment]
     try:
-        with tokenyard.Buffer(group, timeout=5) as buffer:
+        with tokenyard.Buffer(group, timeout=scaled(60)) as buffer:
             return buffer._engine.transport.name
     finally:
         segment.os.memfd_create = real

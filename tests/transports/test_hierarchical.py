@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.cases.clock import scaled
 from tests.cases.conformance import CASES, SAMPLED, case_of, check
 from tests.cases.exchange import Case, inputs, job
+from tests.cases.processes import Pools
 from tokenyard import spec
 from tokenyard.testing import Processes, run_virtual
 from tokenyard.transports.hierarchical import route
@@ -64,7 +65,7 @@ def test_nodes_of_8(num_nodes: int) -> None:
         hidden=24,
         transport="hierarchical",
     )
-    run = run_virtual(job, case.num_ranks, case, timeout=280)
+    run = run_virtual(job, case.num_ranks, case, timeout=scaled(280))
     check(case, run.results)
 
     # A token crosses once to each other node: x, expert ids, weights, number; x and weights back.
@@ -99,25 +100,25 @@ def marks_between(case: Case) -> torch.Tensor:
     return bits
 
 
-def started(request: pytest.FixtureRequest) -> Iterator[tuple[tuple[int, ...], Processes]]:
-    with Processes(sum(request.param), timeout=60) as ranks:
-        yield request.param, ranks
+def parameter(request: pytest.FixtureRequest) -> tuple[int, ...]:
+    return tuple(request.param)
 
 
-nodes = pytest.fixture(started, scope="module", params=SHAPES, ids=name_of)
-more_nodes = pytest.fixture(started, scope="module", params=MORE_SHAPES, ids=name_of)
+# Of the module, so that tests with as many processes follow each other.
+nodes = pytest.fixture(parameter, scope="module", params=SHAPES, ids=name_of)
+more_nodes = pytest.fixture(parameter, scope="module", params=MORE_SHAPES, ids=name_of)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", CASES)
-def test_processes(name: str, nodes: tuple[tuple[int, ...], Processes]) -> None:
-    check_processes(name, *nodes)
+def test_processes(name: str, nodes: tuple[int, ...], processes: Pools) -> None:
+    check_processes(name, nodes, processes(sum(nodes)))
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", SAMPLED)
-def test_more_processes(name: str, more_nodes: tuple[tuple[int, ...], Processes]) -> None:
-    check_processes(name, *more_nodes)
+def test_more_processes(name: str, more_nodes: tuple[int, ...], processes: Pools) -> None:
+    check_processes(name, more_nodes, processes(sum(more_nodes)))
 
 
 def check_processes(name: str, sizes: tuple[int, ...], ranks: Processes) -> None:

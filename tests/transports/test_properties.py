@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -53,7 +55,11 @@ def check_on_virtual_ranks(case: Case) -> None:
     check(case, outs)
 
 
-ALWAYS = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "database": None}
+ALWAYS: dict[str, Any] = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow],
+    "database": None,
+}
 
 
 @pytest.mark.timeout(400)

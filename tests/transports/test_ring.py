@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import tokenyard
+from tests.cases.clock import scaled
+from tests.cases.processes import Pools
 from tokenyard import Config
 from tokenyard.testing import Processes, assert_same, numbered_tokens, routing
 
@@ -16,22 +18,26 @@ pytestmark = pytest.mark.processes
 EXPERTS = 12
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with Processes(3, timeout=100) as processes:
-        yield processes
+@pytest.fixture
+def ranks(processes: Pools) -> Processes:
+    return processes(3)
 
 
 def shared_bytes(buffer: tokenyard.Buffer) -> int:
     """Of all segments that this rank made for the Buffer."""
-    node = buffer._engine.transport.node
+    transport: Any = buffer._engine.transport
+    node = transport.node
     return sum(segment.size for segment in [*node._kept, *node.pool])
 
 
-def there_and_back(buffer: tokenyard.Buffer, num_tokens: int, hidden: int, turn: int, **more: Any):
+def there_and_back(
+    buffer: tokenyard.Buffer, num_tokens: int, hidden: int, turn: int, **more: Any
+) -> tuple[torch.Tensor, ...]:
     x = numbered_tokens(num_tokens, hidden, first=1000 * turn + 100 * buffer.rank)
     topk_idx, weights = routing("uniform", num_tokens, 4, EXPERTS, seed=turn + buffer.rank)
-    got = buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights, num_experts=EXPERTS, **more)
+    got: Any = buffer.dispatch(
+        x, topk_idx=topk_idx, topk_weights=weights, num_experts=EXPERTS, **more
+    )
     back = buffer.combine(got.recv_x, got.handle, topk_weights=got.recv_topk_weights, **more)
     return got.recv_x, got.recv_topk_idx, got.handle.recv_src_idx, back.x, back.topk_weights
 
@@ -114,7 +120,8 @@ def test_threads_share_the_channels(ranks: Processes) -> None:
 def use_channels(group: Any) -> None:
     """Each call of its own config's, as many as the Buffer was opened with at most."""
     with tokenyard.Buffer(group, transport="ring") as ring:
-        rings = ring._engine.transport._rings
+        transport: Any = ring._engine.transport
+        rings = transport._rings
         want = there_and_back(ring, 40, 64, 0)
         for num_sms, used in ((4, 2), (60, 10), (2, 1)):
             before = rings.lanes_RC.copy()
@@ -143,9 +150,9 @@ def different_slots(group: Any) -> list[str]:
     """Ring of another length on each rank would lose rows."""
     mine = Config(20, 1, 2 + group.rank())
     texts = []
-    with tokenyard.Buffer(group, transport="ring", timeout=10) as ring:
+    with tokenyard.Buffer(group, transport="ring", timeout=scaled(60)) as ring:
         x = numbered_tokens(40, 64)
-        same = ring.dispatch(x, **_routed(ring))
+        same: Any = ring.dispatch(x, **_routed(ring))
         for call in (
             lambda: ring.dispatch(x, **_routed(ring), config=mine),
             lambda: ring.dispatch(x, handle=same.handle, config=mine),
@@ -168,13 +175,13 @@ def with_low_latency(group: Any) -> list[str]:
     hint = tokenyard.Buffer.get_low_latency_rdma_size_hint(16, 512, group.size(), EXPERTS)
     texts = []
     with tokenyard.Buffer(
-        group, 1 << 20, hint, low_latency_mode=True, transport="ring", timeout=10
+        group, 1 << 20, hint, low_latency_mode=True, transport="ring", timeout=scaled(60)
     ) as buffer:
         topk_idx, weights = routing("uniform", 16, 4, EXPERTS, seed=buffer.rank)
 
         def low_latency(num_max: int, hidden: int, dtype: torch.dtype, zero_copy: bool) -> None:
             x = numbered_tokens(16, hidden, dtype=dtype)
-            got = buffer.low_latency_dispatch(x, topk_idx, num_max, EXPERTS, use_fp8=False)
+            got: Any = buffer.low_latency_dispatch(x, topk_idx, num_max, EXPERTS, use_fp8=False)
             y = got.recv_x
             if zero_copy:
                 y = buffer.get_next_low_latency_combine_buffer(got.handle).copy_(got.recv_x)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import tokenyard
+from tests.cases.clock import scaled
 from tests.cases.conformance import check
 from tests.cases.exchange import Case, expected, inputs, job
 from tokenyard import spec
@@ -24,7 +25,7 @@ def test_256_ranks_on_32_nodes() -> None:
     case = Case(
         num_ranks=256, ranks_per_node=8, tokens=(5, 0, 9), num_experts=512, num_topk=8, hidden=24
     )
-    run = run_virtual(job, 256, case, timeout=250)
+    run = run_virtual(job, 256, case, timeout=scaled(250))
     check(case, run.results)
 
     # x, expert ids, weights and the token's index go out; x and weights come back.
@@ -86,8 +87,8 @@ def sum_of_experts(group: Any) -> float:
     """A token to four ranks, and back."""
     size, rank = group.size(), group.rank()
     topk_idx = (torch.arange(4)[None] + 4 * rank) % size
-    with tokenyard.Buffer(group, timeout=100) as buffer:
-        got = buffer.dispatch(
+    with tokenyard.Buffer(group, timeout=scaled(100)) as buffer:
+        got: Any = buffer.dispatch(
             torch.full((1, 8), float(rank)),
             topk_idx=topk_idx,
             topk_weights=torch.ones(1, 4),
@@ -100,7 +101,7 @@ def test_500_ranks_take_seconds() -> None:
     """Of this process's own time, since how busy the machine is says nothing."""
     run_virtual(sum_of_experts, 8)  # kernels are loaded
     begin = time.process_time()
-    assert run_virtual(sum_of_experts, 500, timeout=100).results == [
+    assert run_virtual(sum_of_experts, 500, timeout=scaled(250)).results == [
         32.0 * rank for rank in range(500)
     ]
     assert time.process_time() - begin < 55.0
@@ -130,6 +131,10 @@ except TimeoutError as error:
 def test_a_run_that_does_not_end_lets_the_interpreter_end() -> None:
     for _ in range(2):
         done = subprocess.run(
-            [sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-c", STUCK],
+            capture_output=True,
+            text=True,
+            timeout=scaled(250),
+            check=False,
         )
         assert (done.stdout, done.returncode) == ("late: virtual ranks 0, 1, \n", 0), done.stderr

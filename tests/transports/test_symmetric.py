@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 import tokenyard
+from tests.cases.clock import scaled
 from tests.cases.conformance import check
 from tests.cases.exchange import FP8, Case
 from tests.cases.exchange import job as exchange
+from tests.cases.processes import Pools
 from tokenyard import spec
 from tokenyard.comm import connect
 from tokenyard.kernels import load
@@ -35,12 +37,13 @@ from tokenyard.types import Flow
 
 pytestmark = [
     pytest.mark.processes,
+    pytest.mark.triton,
     pytest.mark.skipif(not interprets_triton(), reason="needs triton and TRITON_INTERPRET=1"),
 ]
 
 NUM_EXPERTS, NUM_TOPK = 8, 3
 CHUNKS = (1, 6)  # tokens of a program
-HOW = {"transport": "symmetric", "kernels": "triton"}
+HOW: dict[str, Any] = {"transport": "symmetric", "kernels": "triton"}
 
 
 def given(seed: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,7 +64,7 @@ def go_round(group: Any, seeds: range) -> list[tuple[Tensor, ...]]:
         for seed in seeds:
             x, topk_idx, weights = given(seed, group.rank())
             config = tokenyard.Config(num_max_nvl_chunked_send_tokens=CHUNKS[seed % 2])
-            got = buffer.dispatch(
+            got: Any = buffer.dispatch(
                 x, topk_idx=topk_idx, topk_weights=weights, num_experts=NUM_EXPERTS, config=config
             )
             sums = buffer.combine(got.recv_x, got.handle, got.recv_topk_weights, config=config)
@@ -72,10 +75,9 @@ def go_round(group: Any, seeds: range) -> list[tuple[Tensor, ...]]:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("num_routings", [10, pytest.param(50, marks=pytest.mark.slow)])
-def test_random_routings(num_ranks: int, num_routings: int) -> None:
+def test_random_routings(num_ranks: int, num_routings: int, processes: Pools) -> None:
     """Both chunk sizes by turns; blocks grow between calls."""
-    with Processes(num_ranks, timeout=380) as ranks:
-        got = ranks.run(go_round, range(num_routings))
+    got = processes(num_ranks, timeout=380).run(go_round, range(num_routings))
     world = spec.World.even(NUM_EXPERTS, num_ranks)
     for seed in range(num_routings):
         xs, topk_idxs, weights = zip(*(given(seed, rank) for rank in range(num_ranks)))
@@ -97,22 +99,25 @@ def test_random_routings(num_ranks: int, num_routings: int) -> None:
         pytest.param(Case(num_ranks=4, ranks_per_node=2, num_biases=1, **HOW), id="two-nodes"),
     ],
 )
-def test_conformance(case: Case) -> None:
-    with Processes(case.num_ranks, timeout=180) as ranks:
-        check(case, ranks.run(exchange, case))
+def test_conformance(case: Case, processes: Pools) -> None:
+    check(case, processes(case.num_ranks).run(exchange, case))
 
 
 def until_a_peer_dies(group: Any, victim: int) -> tuple[str, tuple[int, ...], float]:
     x, topk_idx, weights = given(3, 0)
-    options = {"topk_idx": topk_idx, "topk_weights": weights, "num_experts": NUM_EXPERTS}
+    options: dict[str, Any] = {
+        "topk_idx": topk_idx,
+        "topk_weights": weights,
+        "num_experts": NUM_EXPERTS,
+    }
     start = time.time()
     try:
-        with tokenyard.Buffer(group, timeout=20, **HOW) as buffer:
+        with tokenyard.Buffer(group, timeout=scaled(60), **HOW) as buffer:
             for turn in range(1000):
                 if turn == 2 and group.rank() == victim:
                     os.kill(os.getpid(), signal.SIGKILL)
                 start = time.time()
-                got = buffer.dispatch(x, **options)
+                got: Any = buffer.dispatch(x, **options)
                 buffer.combine(got.recv_x, got.handle)
     except tokenyard.PeerError as error:
         return type(error).__name__, error.ranks, time.time() - start
@@ -121,12 +126,12 @@ def until_a_peer_dies(group: Any, victim: int) -> tuple[str, tuple[int, ...], fl
 
 @pytest.mark.faults
 def test_a_killed_peer_raises() -> None:
-    with Processes(3, timeout=60) as ranks:
+    with Processes(3, timeout=scaled(120)) as ranks:
         got = ranks.run(until_a_peer_dies, 1, may_die=True)
     assert got[1] == Exited(-signal.SIGKILL)
     for kind, dead, seconds in (got[0], got[2]):
         assert (kind, dead) == ("PeerDied", (1,))
-        assert seconds < 10
+        assert seconds < scaled(20)
 
 
 def dies_between_put_and_flag(group: Any, victim: int) -> tuple[str, tuple[int, ...]]:
@@ -137,7 +142,7 @@ def dies_between_put_and_flag(group: Any, victim: int) -> tuple[str, tuple[int, 
     if group.rank() == victim:
         triton.raise_flags = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     try:
-        with tokenyard.Buffer(group, timeout=20, **HOW) as buffer:
+        with tokenyard.Buffer(group, timeout=scaled(60), **HOW) as buffer:
             buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights, num_experts=NUM_EXPERTS)
     except tokenyard.PeerError as error:
         return type(error).__name__, error.ranks
@@ -146,7 +151,7 @@ def dies_between_put_and_flag(group: Any, victim: int) -> tuple[str, tuple[int, 
 
 @pytest.mark.faults
 def test_a_peer_that_dies_before_its_flag_raises() -> None:
-    with Processes(2, timeout=60) as ranks:
+    with Processes(2, timeout=scaled(120)) as ranks:
         got = ranks.run(dies_between_put_and_flag, 1, may_die=True)
     assert got[0] == ("PeerDied", (1,))
 
@@ -174,8 +179,8 @@ def over_torch_symmetric_memory(group: Any, silent: int) -> tuple[Any, ...]:
     communicator = connect(group, 20.0)
     shared = SharedSegments(communicator, 20.0)
     peers = TorchSymmetricMemory(group, torch.device("cpu"), 20.0)
-    peers._symmetric = StandIn(shared)
-    kernels = load("triton")
+    peers._symmetric = StandIn(shared)  # type: ignore[assignment]
+    kernels: Any = load("triton")
     transport = SymmetricTransport(communicator, peers, kernels, [0] * group.size())
     x, topk_idx, _ = given(4, group.rank())
     ranks = Placement.even(NUM_EXPERTS, group.size()).rank_of_expert
@@ -202,10 +207,9 @@ def over_torch_symmetric_memory(group: Any, silent: int) -> tuple[Any, ...]:
     return out, missing
 
 
-def test_blocks_of_torch() -> None:
+def test_blocks_of_torch(processes: Pools) -> None:
     """All of it but the device: no GPU is here, and this memory is the CPU's."""
-    with Processes(2, timeout=60) as ranks:
-        got = ranks.run(over_torch_symmetric_memory, 1)
+    got = processes(2).run(over_torch_symmetric_memory, 1)
     world = spec.World.even(NUM_EXPERTS, 2)
     xs, topk_idxs, _ = zip(*(given(4, rank) for rank in range(2)))
     want = spec.dispatch(xs, [spec.layout(one, world) for one in topk_idxs], world)
@@ -213,9 +217,8 @@ def test_blocks_of_torch() -> None:
     assert [one[1] for one in got] == [(1,), None]
 
 
-def test_other_kernels_have_no_put() -> None:
-    with Processes(1) as ranks:
-        (message,) = ranks.run(refused)
+def test_other_kernels_have_no_put(processes: Pools) -> None:
+    (message,) = processes(1).run(refused)
     assert message == (
         "transport 'symmetric' cannot be used: the kernel set has no put (take triton)"
     )

@@ -13,6 +13,8 @@ pytest.importorskip("peft", reason="peft is not installed")
 
 from safetensors.torch import load_file
 
+from tests.cases.clock import scaled
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "finetune_lora.py"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -30,7 +32,7 @@ def test_the_script(tmp_path: Path) -> None:
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=180,
+            timeout=scaled(250),
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 
 import pytest
 
+from tests.cases.clock import scaled
+from tests.cases.processes import Pools
 from tests.cases.wrappers import layer as jobs
 from tests.cases.wrappers import pipeline as pipeline_jobs
 from tests.cases.wrappers.compare import Outcome, assert_like_one_process
 from tests.cases.wrappers.table import COMPILED, LAYER, PIPELINE, REFUSED
-from tokenyard.testing import Processes, run_virtual
+from tokenyard.testing import run_virtual
 
 pytestmark = pytest.mark.processes
 
-Ranks = Callable[[int], Processes]
 IN_CI = {"ddp", "fsdp_layers", "fsdp_bfloat16"}
 
 
@@ -27,27 +27,29 @@ def one_process(kind: str = "none") -> Outcome:
 @pytest.mark.parametrize(
     "kind", [pytest.param(one, marks=() if one in IN_CI else pytest.mark.slow) for one in LAYER]
 )
-def test_twenty_steps(ranks: Ranks, kind: str) -> None:
+def test_twenty_steps(processes: Pools, kind: str) -> None:
     if kind == "fsdp_bfloat16":  # one process rounds as well
-        (want,) = ranks(1).run(jobs.train, kind)
+        (want,) = processes(1).run(jobs.train, kind)
     else:
         want = one_process("no_sync" if kind == "ddp_no_sync" else "none")
-    results = ranks(2).run(jobs.train, kind)
+    results = processes(2).run(jobs.train, kind)
     assert_like_one_process(results, want, LAYER[kind].within)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", COMPILED, ids=lambda case: "-".join(map(str, case)))
-def test_twenty_compiled_steps(ranks: Ranks, case: tuple[str, int, str]) -> None:
+def test_twenty_compiled_steps(processes: Pools, case: tuple[str, int, str]) -> None:
     want = run_virtual(jobs.train_growing, 1).results[0]
-    results = ranks(2).run(jobs.train_compiled, *case, timeout=800)  # inductor starts compilers
+    results = processes(2).run(
+        jobs.train_compiled, *case, timeout=scaled(800)
+    )  # inductor starts compilers
     assert_like_one_process(results, want, COMPILED[case].within)
 
 
 @pytest.mark.parametrize("where", ["root", "experts"])
-def test_sharded_experts_are_noticed(ranks: Ranks, where: str) -> None:
-    for said in ranks(2).run(jobs.sharded_experts, where):
+def test_sharded_experts_are_noticed(processes: Pools, where: str) -> None:
+    for said in processes(2).run(jobs.sharded_experts, where):
         assert REFUSED["fsdp_all"].outcome in said
         assert "Experts.gate_up was sharded by fully_shard" in said
 
@@ -60,9 +62,9 @@ def test_sharded_experts_are_noticed(ranks: Ranks, where: str) -> None:
     ],
     ids="-".join,
 )
-def test_twenty_steps_in_stages(ranks: Ranks, case: tuple[str, str]) -> None:
+def test_twenty_steps_in_stages(processes: Pools, case: tuple[str, str]) -> None:
     (want_losses, want) = run_virtual(pipeline_jobs.alone, 1).results[0]
-    stages = ranks(4).run(pipeline_jobs.train, *case)
+    stages = processes(4).run(pipeline_jobs.train, *case)
     for number, of_stage in enumerate((stages[:2], stages[2:])):
         named = {name: one for name, one in want.items() if name.startswith(f"{number}.")}
         losses = want_losses if number == 1 else []  # of the last stage alone

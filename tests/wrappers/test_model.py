@@ -4,7 +4,6 @@ process that holds all experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,23 @@ pytest.importorskip("peft", reason="peft is not installed")
 
 from safetensors.torch import load_file
 
+from tests.cases.processes import Pools
 from tests.cases.wrappers import model as jobs
 from tests.cases.wrappers.compare import Outcome, assert_like_one_process
 from tests.cases.wrappers.table import MODEL, REFUSED
-from tokenyard.testing import Processes
 
 pytestmark = pytest.mark.processes
 
-Ranks = Callable[[int], Processes]
 IN_CI = {"ddp", "trainer", "trainer_lora", "lora_experts_before", "lora_experts_after"}
 
 
-def run(ranks: Ranks, kind: str, folder: Path) -> tuple[list[Outcome], Outcome]:
+def run(processes: Pools, kind: str, folder: Path) -> tuple[list[Outcome], Outcome]:
     """On 2 ranks, and on one that holds all."""
     wrapper, _, rest = kind.partition("_")
     paths = [str(folder / name) for name in ("many", "one")]
     job: Any = jobs.train
+    many: tuple[Any, ...]
+    one: tuple[Any, ...]
     if wrapper == "accelerate":
         precision = "bf16" if rest else "no"
         job, many, one = jobs.with_accelerate, (False, precision), (True, precision)
@@ -46,15 +46,15 @@ def run(ranks: Ranks, kind: str, folder: Path) -> tuple[list[Outcome], Outcome]:
         many, one = ("ddp", lora, order, paths[0]), ("alone", lora, order, paths[1])
     else:
         many, one = (wrapper,), ("alone",)
-    (alone,) = ranks(1).run(job, *one)
-    return ranks(2).run(job, *many), alone
+    (alone,) = processes(1).run(job, *one)
+    return processes(2).run(job, *many), alone
 
 
 @pytest.mark.parametrize(
     "kind", [pytest.param(one, marks=() if one in IN_CI else pytest.mark.slow) for one in MODEL]
 )
-def test_twenty_steps(ranks: Ranks, tmp_path: Path, kind: str) -> None:
-    results, want = run(ranks, kind, tmp_path)
+def test_twenty_steps(processes: Pools, tmp_path: Path, kind: str) -> None:
+    results, want = run(processes, kind, tmp_path)
     assert_like_one_process(results, want, MODEL[kind].within)
     if kind.startswith("trainer"):
         name = "model" if kind == "trainer" else "adapter_model"
@@ -73,8 +73,8 @@ def check_files(folder: Path, file: str) -> None:
         assert (got[key] - one).abs().max() < 1e-5, key
 
 
-def test_what_is_refused(ranks: Ranks, tmp_path: Path) -> None:
-    for said in ranks(2).run(jobs.told, str(tmp_path)):
+def test_what_is_refused(processes: Pools, tmp_path: Path) -> None:
+    for said in processes(2).run(jobs.told, str(tmp_path)):
         assert "those of model.layers.0.mlp.experts.gate_up_proj are sums over 2 ranks" in (
             said.pop("ddp without averages")
         )

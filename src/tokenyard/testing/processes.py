@@ -20,7 +20,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,6 +28,9 @@ from tokenyard.errors import name_ranks
 
 _CLONE_NEWNET = 0x40000000
 _PORT = 29500  # of rank 0's store, in a namespace of its own
+
+
+_Running = TypeVar("_Running", bound="Processes")
 
 
 class RankFailed(AssertionError):
@@ -138,7 +141,7 @@ class Processes:
                 process.join()
         self._folder.cleanup()
 
-    def __enter__(self) -> Processes:
+    def __enter__(self: _Running) -> _Running:
         return self
 
     def __exit__(

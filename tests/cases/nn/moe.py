@@ -167,7 +167,7 @@ def compiled(group: Any, backend: str, num_worst_tokens: int) -> None:
     torch._dynamo.reset()
     with tokenyard.Buffer(group) as buffer:
         eager, model = make_model(buffer), make_model(buffer, num_worst_tokens=num_worst_tokens)
-        run = torch.compile(model, backend=backend, fullgraph=True)
+        run: Any = torch.compile(model, backend=backend, fullgraph=True)
         for turn in range(2):
             x = tokens(group.rank(), group.size()) * (1 - 2 * turn)
             got, want = loss_of(run, x), loss_of(eager, x)

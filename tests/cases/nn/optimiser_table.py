@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.cases.nn import optimisers as jobs
-from tokenyard.testing import Processes, assert_same
+from tests.cases.processes import Pools
+from tokenyard.testing import assert_same
 
 PAGE = Path(__file__).parents[3] / "docs" / "guide" / "optimisers.md"
 BEGIN, END = "| optimiser | checkpoint |\n|---|---|\n", "\n\nOutcomes"
@@ -26,16 +27,18 @@ ABSOLUTE = {  # tolerances; of all others 1e-6. Runs without a checkpoint differ
 TOGETHER = "works; a step looks at all experts of a rank together"
 
 
-def outcome(name: str, pools: Any, saved_on: int, loaded_on: tuple[int, ...], path: str) -> str:
+def outcome(
+    name: str, processes: Pools, saved_on: int, loaded_on: tuple[int, ...], path: str
+) -> str:
     """Of training that is saved and goes on elsewhere; raises where it is not the same."""
-    saved = pools[saved_on].run(jobs.save, path, name)
+    saved = processes(saved_on).run(jobs.save, path, name)
     if isinstance(saved[0], jobs.Refusal):
         assert len(set(saved)) == 1, "ranks refuse differently"
         return f"refused: {saved[0].words}"
     own_refusal = jobs.takes_experts(name)
     together = own_refusal is None and jobs.looks_at_all_experts(name)
     for num_ranks in loaded_on:
-        loaded = pools[num_ranks].run(jobs.load, path, name)
+        loaded = processes(num_ranks).run(jobs.load, path, name)
         refusals = [one for one in loaded if isinstance(one, jobs.Refusal)]
         if refusals:
             return f"refused when loaded: {_NUMBER.sub('...', refusals[0].words)}"
@@ -74,13 +77,12 @@ def lines_of_page() -> list[str]:
 
 def main() -> None:
     lines = []
-    pools = {number: Processes(number, timeout=200) for number in LOADED_ON}
+    processes = Pools()
     for name in [*jobs.torch_optimisers(), *jobs.OTHERS]:
         with tempfile.TemporaryDirectory() as path:
-            lines.append(line(name, outcome(name, pools, SAVED_ON, LOADED_ON, path)))
+            lines.append(line(name, outcome(name, processes, SAVED_ON, LOADED_ON, path)))
         print(lines[-1], flush=True)
-    for pool in pools.values():
-        pool.close()
+    processes.close()
     before, rest = PAGE.read_text().split(BEGIN)
     PAGE.write_text(before + BEGIN + "\n".join(lines) + END + rest.split(END)[1])
 

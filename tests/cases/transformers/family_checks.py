@@ -69,7 +69,7 @@ def _words(error: Exception) -> str:
 
 def compare(model: nn.Module, alone: list[tuple[Tensor, dict[str, Tensor]]]) -> None:
     """Logits and gradients with tokens of ranks' own, and with the same."""
-    copies = {
+    copies: dict[Any, list[Any]] = {
         tokens: [copy.deepcopy(model) for _ in range(NUM_RANKS)] for tokens in ("own", "same")
     }
 
@@ -92,7 +92,7 @@ def compare(model: nn.Module, alone: list[tuple[Tensor, dict[str, Tensor]]]) -> 
         assert any(one.norm() > 0 for one in experts.values()), "no expert has a gradient"
         largest = max(one.norm() for one in alone[0][1].values())
         for name, first in alone[0][1].items():
-            want = first if same else sum(one[name] for _, one in alone)
+            want = first if same else torch.stack([one[name] for _, one in alone]).sum(0)
             if name in experts:
                 got = [experts[name]]
             elif same:

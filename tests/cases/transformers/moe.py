@@ -25,6 +25,7 @@ with warnings.catch_warnings():
     from transformers.distributed import DistributedConfig
     from transformers.utils.logging import disable_progress_bar
 
+from tests.cases.clock import scaled
 from tokenyard.integrations.transformers import (
     expert_parallel,
     from_pretrained,
@@ -108,7 +109,7 @@ def grads_of(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def train(group: Any, kind: str, tokens: str) -> tuple[Tensor, dict[str, Tensor]]:
+def train(group: Any, kind: str, tokens: Any) -> tuple[Tensor, dict[str, Tensor]]:
     model = expert_parallel(whole_model(kind), group, tokens=tokens)
     return gradients(model, tokens_of(group.rank() if tokens == "own" else 0))
 
@@ -124,12 +125,12 @@ def penalised(model: Any, input_ids: Tensor) -> dict[str, Tensor]:
     return grads_of(model)
 
 
-def train_twice(group: Any, kind: str, tokens: str) -> dict[str, Tensor]:
+def train_twice(group: Any, kind: str, tokens: Any) -> dict[str, Tensor]:
     model = expert_parallel(whole_model(kind), group, tokens=tokens)
     return penalised(model, tokens_of(group.rank() if tokens == "own" else 0))
 
 
-def generate(group: Any, kind: str, tokens: str, num_tokens: int) -> Tensor:
+def generate(group: Any, kind: str, tokens: Any, num_tokens: int) -> Tensor:
     model = expert_parallel(whole_model(kind), group, tokens=tokens)
     return continued(model, group.rank() if tokens == "own" else 0, num_tokens)
 
@@ -150,7 +151,7 @@ def save(group: Any, kind: str, path: str, uneven: bool) -> str:
     return "nothing"
 
 
-def load(group: Any, path: str, auto: bool, tokens: str) -> tuple[Tensor, dict[str, Tensor]]:
+def load(group: Any, path: str, auto: bool, tokens: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """As train, from a checkpoint."""
     kinds = {"mixtral": MixtralForCausalLM, "qwen3_moe": Qwen3MoeForCausalLM}
     kinds["deepseek_v3"] = DeepseekV3ForCausalLM
@@ -201,7 +202,7 @@ def generate_unequally(group: Any, kind: str) -> Tensor:
 
 def no_tokens_on_one_rank(group: Any, kind: str, shape: tuple[int, int]) -> str:
     """What each rank is told, when it is not the end of the Buffer."""
-    model = expert_parallel(whole_model(kind), group, timeout=20)
+    model = expert_parallel(whole_model(kind), group, timeout=scaled(60))
     input_ids = torch.zeros(shape, dtype=torch.int64) if group.rank() else tokens_of(0)
     try:
         model(input_ids, labels=input_ids)
@@ -222,7 +223,7 @@ def ddp_after_prepare(group: Any, kind: str) -> tuple[bool, Tensor, dict[str, Te
     return kept, logits, {name.removeprefix("module."): one for name, one in grads.items()}
 
 
-def copied(group: Any, kind: str, tokens: str) -> tuple[Tensor, Tensor]:
+def copied(group: Any, kind: str, tokens: Any) -> tuple[Tensor, Tensor]:
     """Logits of a copy, and of the copy when the model itself has changed."""
     model = expert_parallel(whole_model(kind), group, tokens=tokens)
     input_ids = tokens_of(group.rank() if tokens == "own" else 0)

@@ -17,9 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-START_SECONDS = 400
-END_SECONDS = 20
-COMMON = ("--served-model-name", "model", "--dtype", "bfloat16", "--skip-tokenizer-init")
+from tests.cases.clock import scaled
+
+START_SECONDS = scaled(400)
+END_SECONDS = scaled(20)
+COMMON: tuple[str, ...] = (
+    "--served-model-name",
+    "model",
+    "--dtype",
+    "bfloat16",
+    "--skip-tokenizer-init",
+)
 COMMON += ("--enforce-eager",)
 
 
@@ -48,7 +56,7 @@ class Server:
         request = urllib.request.Request(
             f"{self.url}/v1/completions", json.dumps(body).encode(), headers
         )
-        with urllib.request.urlopen(request, timeout=300) as answer:
+        with urllib.request.urlopen(request, timeout=scaled(300)) as answer:
             return json.loads(answer.read())["choices"][0]
 
     def complete_all(
@@ -101,10 +109,10 @@ def wait_until_ready(server: Server) -> None:
         if server.process.poll() is not None:
             break
         try:
-            urllib.request.urlopen(f"{server.url}/health", timeout=5).close()
+            urllib.request.urlopen(f"{server.url}/health", timeout=scaled(5)).close()
             return
         except OSError:
-            time.sleep(0.5)
+            time.sleep(scaled(0.5))
     raise RuntimeError(f"the server did not start:\n{server.text()[-8000:]}")
 
 

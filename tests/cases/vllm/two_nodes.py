@@ -21,6 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
+from tests.cases.clock import scaled
 from tests.cases.vllm import server as vllm_server
 from tests.cases.vllm.models import save
 from tests.cases.vllm.server import COMMON, Server
@@ -49,7 +50,7 @@ def two_nodes() -> Iterator[list[str]]:
 
 
 def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, timeout=20)
+    subprocess.run(["ip", *words], check=True, timeout=scaled(20))
 
 
 def command_line(folder: Path) -> list[str]:

@@ -38,14 +38,13 @@ def batch(step: int, rank: int, num_ranks: int, grows: bool) -> Tensor:
 def wrap(model: Model, kind: str) -> nn.Module:
     if kind.startswith("ddp"):
         prepare_for_ddp(model)
-        options = {"find_unused_parameters": True} if kind == "ddp_unused" else {}
-        return DistributedDataParallel(model, **options)
+        return DistributedDataParallel(model, find_unused_parameters=kind == "ddp_unused")
     own = expert_parameters(model)
     if kind == "fsdp_layers":
         for part in (model.first, model.moe, model.second):
             fully_shard(part, ignored_params=own)
     if kind.startswith("fsdp"):
-        options = {
+        options: dict[str, dict[str, Any]] = {
             "fsdp_bfloat16": {"mp_policy": BFLOAT16},
             "fsdp_offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
         }
@@ -62,7 +61,7 @@ def train(
     rank, num_ranks = group.rank(), group.size()
     with tokenyard.Buffer(group) as buffer:
         model = make_model(buffer, num_worst_tokens=num_worst)
-        wrapped = wrap(model, kind)
+        wrapped: Any = wrap(model, kind)
         if backend is not None:
             torch._inductor.config.compile_threads = 1
             wrapped = torch.compile(wrapped, backend=backend, dynamic=grows or None)

@@ -288,12 +288,12 @@ def told(group: Any, folder: str) -> dict[str, str]:
         asked["checkpoint_state"] = partial(checkpoint_state, trainer.model)
         asked["same tokens"] = partial(prepare_accelerator, trainer.accelerator, same)
         for name, ask in asked.items():
-            with pytest.raises((RuntimeError, ValueError)) as raised:
+            with pytest.raises((RuntimeError, ValueError)) as refused:
                 ask()
-            said[name] = str(raised.value)
-    with launched(None), pytest.raises(ValueError) as raised:
+            said[name] = str(refused.value)
+    with launched(None), pytest.raises(ValueError) as unlaunched:
         prepare_accelerator(Accelerator(cpu=True), model)
-    said["no environment"] = str(raised.value)
+    said["no environment"] = str(unlaunched.value)
     return said
 
 

@@ -93,7 +93,7 @@ def train(group: Any, schedule: str, dense: str) -> tuple[list[float], dict[str,
             average_expert_gradients(model)
         piece = NUM_TOKENS // 2 // NUM_PIECES, HIDDEN
         # Without them the stage finds out by a call of its own, which the router would count.
-        shapes = {
+        shapes: dict[str, Any] = {
             "input_args": torch.empty(piece, requires_grad=number > 0),
             "output_args": torch.empty(piece, requires_grad=True),
         }

@@ -46,6 +46,7 @@ class Stack(nn.Module):
             )
             for buffer, layer in zip(buffers, program.layers)
         )
+        moe: Any
         for place, moe in enumerate(self.layers):
             for name, whole in data.parameters(program, place).items():
                 mine = whole[moe.experts.ids] if name.startswith("experts") else whole
@@ -84,6 +85,7 @@ def on_virtual_rank(group: Any, program: Program) -> dict[str, Tensor]:
         record: dict[str, Tensor] = {}
         for number, step in enumerate(program.steps):
             _step(model, program, number, step, group.rank(), record)
+        moe: Any
         for place, moe in enumerate(model.layers):
             for name, one in _named(moe, dict(moe.named_parameters())).items():
                 record[f"layer {place}, {name} at the end"] = one.detach().clone()
@@ -98,6 +100,7 @@ def on_process(group: Any, program: Program) -> dict[str, Tensor]:
 def _step(
     model: Stack, program: Program, number: int, step: Step, rank: int, record: dict[str, Tensor]
 ) -> None:
+    moe: Any
     model.train(step.training)
     model.zero_grad()
     for call in range(len(step.shapes)):
@@ -116,7 +119,8 @@ def _step(
                 record[f"step {number}, layer {place}, {name}.grad"] = grad.clone()
     if step.learning_rate:
         _learn(model, step.learning_rate / program.hidden, program.average)
-    loads = [None if moe.router.load is None else moe.router.load.clone() for moe in model.layers]
+    routers: list[Any] = [moe.router for moe in model.layers]
+    loads = [None if one.load is None else one.load.clone() for one in routers]
     if step.update_biases:
         update_biases(model)
     for place, (moe, load) in enumerate(zip(model.layers, loads)):
@@ -163,6 +167,7 @@ def _learn(model: Stack, rate: float, average: bool) -> None:
     """Dense gradients are summed over ranks by hand; an expert's is a sum already. Steps are small,
     since rounding would grow with the numbers.
     """
+    moe: Any
     for moe in model.layers:
         for name, parameter in moe.named_parameters():
             grad = parameter.grad

@@ -112,8 +112,8 @@ class _State:
         for first in range(0, self.layer.num_experts, size):
             best = sorted((scores[e] for e in range(first, first + size)), reverse=True)[:2]
             groups.append((sum(best), first))
-        groups = self._best(groups, options["num_kept_groups"])
-        left = [(scores[e], e) for first in groups for e in range(first, first + size)]
+        kept = self._best(groups, options["num_kept_groups"])
+        left = [(scores[e], e) for first in kept for e in range(first, first + size)]
         return self._best(left, options["num_topk"])
 
     def _best(self, scored: list[tuple[float, int]], number: int) -> list[int]:

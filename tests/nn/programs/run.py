@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tests.cases.clock import scaled
 from tests.nn.programs.draw import Program, draw
 from tests.nn.programs.layer import on_process, on_virtual_rank
 from tests.nn.programs.oracle import NearTie, Record, expect
@@ -104,7 +105,7 @@ class Ranks:
         try:
             if self.num_processes:
                 if self._processes is None:
-                    self._processes = Processes(self.num_processes, timeout=120)
+                    self._processes = Processes(self.num_processes, timeout=scaled(120))
                 got = self._processes.run(on_process, program)
             else:
                 with poisoned():

@@ -1,0 +1,36 @@
+"""What all tests share: one pool of processes for the whole run, and time limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cases.clock import SLOWNESS, scaled
+from tests.cases.processes import Pools
+from tokenyard.testing import Processes
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Scale the time limit of every test to the machine."""
+    if SLOWNESS == 1:
+        return
+    usual = float(config.getini("timeout"))
+    for item in items:
+        marker = item.get_closest_marker("timeout")
+        limit = float(marker.args[0]) if marker is not None else usual
+        item.add_marker(pytest.mark.timeout(scaled(limit)), append=False)
+
+
+@pytest.fixture(scope="session")
+def processes() -> Iterator[Pools]:
+    """processes(4): four ranks that stay for later tests. With pytest-xdist, of one worker."""
+    pools = Pools()
+    yield pools
+    pools.close()
+
+
+@pytest.fixture
+def two_processes(processes: Pools) -> Processes:
+    return processes(2)

@@ -1,0 +1,78 @@
+"""How tests are laid out and written: read from their code."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.cases.source import imported
+
+ROOT = Path(__file__).parents[2]
+TESTS = ROOT / "tests"
+FILES = sorted(TESTS.rglob("*.py"))
+
+# Rooms that have no folder of the source: what is about several of them, or about none.
+ACROSS = {"cases", "cluster", "faults", "fuzz", "gpu", "models", "repo", "wrappers"}
+# Programs that are run by hand too.
+PROGRAMS = ("tests/fuzz", "tests/nn/programs")
+
+
+def test_folders_are_those_of_the_source() -> None:
+    source = {path.name for path in (ROOT / "src" / "tokenyard").iterdir() if path.is_dir()}
+    rooms = {path.relative_to(TESTS).parts[0] for path in FILES if path.parent != TESTS}
+    assert rooms <= source | ACROSS
+
+
+def test_helpers_are_in_cases() -> None:
+    for path in FILES:
+        where = path.relative_to(ROOT).as_posix()
+        is_test = path.name.startswith("test_") or path.name == "conftest.py"
+        assert is_test or where.startswith(("tests/cases", *PROGRAMS)), f"{where} is no test"
+        assert not (is_test and where.startswith("tests/cases")), f"{where} is a test"
+        for name in imported(path):
+            parts = name.split(".")
+            assert parts[0] != "tests" or not any(part.startswith("test_") for part in parts), (
+                f"{where} imports {name} from a test module"
+            )
+
+
+def calls(path: Path) -> Iterator[tuple[ast.Call, str]]:
+    """Every call in a file, and what is called."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            yield node, ast.unparse(node.func)
+
+
+def test_limits_on_the_clock_are_scaled() -> None:
+    """timeout=3 is wrong, timeout=scaled(3) right. A pool of processes scales what it is given;
+    Settings are compared, not used.
+    """
+    for path in FILES:
+        for node, called in calls(path):
+            where = f"{path.relative_to(ROOT)}:{node.lineno}: {called}"
+            limit = {one.arg: one.value for one in node.keywords}.get("timeout")
+            if called not in ("processes", "settings.Settings"):
+                assert not isinstance(limit, ast.Constant), f"{where}: timeout is not scaled"
+            if called == "time.sleep" and isinstance(node.args[0], ast.Constant):
+                pause = float(str(node.args[0].value))
+                assert pause <= 0.05, f"{where}: more than a pause between two looks, not scaled"
+
+
+def test_tests_can_fail() -> None:
+    """By an assertion of their own, or in what they call: a job on ranks, or a comparison."""
+    checks = ("assert", "check", "raises", "warns", "run", "same")
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):
+                continue
+            inside = list(ast.walk(node))
+            called = [ast.unparse(one.func) for one in inside if isinstance(one, ast.Call)]
+            assert any(isinstance(one, ast.Assert) for one in inside) or any(
+                word in name for name in called for word in checks
+            ), f"{path.relative_to(ROOT)}:{node.lineno}: {node.name} asserts nothing"
+
+
+def test_nothing_is_selected_by_a_substring() -> None:
+    for line in (ROOT / ".ci" / "run").read_text().splitlines():
+        assert " -k " not in line, line
