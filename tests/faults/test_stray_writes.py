@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import tokenyard
-from tokenyard.shm import node
+from tokenyard.shm import attached
 from tokenyard.testing import Processes
 
 pytestmark = [pytest.mark.faults, pytest.mark.processes]
@@ -38,20 +38,20 @@ def wake_up_late(group: Any) -> Any:
             go(buffer, 0.0)  # compiles the kernels
         buffer = tokenyard.Buffer(pair, timeout=1)
         if me == 1:
-            attach = node.attach
+            attach = attached.attach
 
             def slow(*args: Any) -> Any:
                 time.sleep(2.5)
                 return attach(*args)
 
-            node.attach = slow
+            attached.attach = slow
         try:
             go(buffer, 1.0 + me)
         except tokenyard.PeerError as error:
             said = f"{type(error).__name__}: {error}"
         finally:
             if me == 1:
-                node.attach = attach
+                attached.attach = attach
         buffer.close()
     if me in (0, 2):
         with tokenyard.Buffer(other, timeout=30) as buffer:
