@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tokenyard import Config
-from tokenyard.types import channel_ranges
+from tokenyard.types import split_range
 
 
 def test_config_has_deepep_defaults() -> None:
@@ -28,6 +28,6 @@ def test_size_hint_has_room_for_a_ring_per_channel_and_source(num_ranks: int) ->
 def test_channels_cover_all_tokens_once() -> None:
     for num_tokens in (0, 1, 7, 64, 65):
         for num_channels in (1, 3, 10, 100):
-            ranges = channel_ranges(num_tokens, num_channels)
+            ranges = split_range(num_tokens, num_channels)
             assert len(ranges) == num_channels
             assert [t for begin, end in ranges for t in range(begin, end)] == [*range(num_tokens)]

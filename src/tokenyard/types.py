@@ -3,7 +3,7 @@
 The legend of shapes, used as suffixes of names everywhere (`topk_idx_TK` is [tokens, top-k]):
 
     T  tokens of this rank          R  ranks of the group      N  rows, see below
-    K  experts chosen for a token   E  experts of all ranks    C  channels, threads over tokens
+    K  experts chosen for a token   E  experts of all ranks    C  channels of the ring transport
     D  hidden size                  L  experts of one rank     B  bytes of a row
 
 A *row* is one token on its way to one rank. A token whose experts live on three ranks is three
@@ -44,11 +44,15 @@ SCALE_DTYPES = (torch.float32, torch.int32)  # int32 holds four UE8M0 exponents
 
 @dataclass(frozen=True)
 class Config:
-    """DeepEP's tuning knobs. A channel is two SMs there and one thread here: C = num_sms // 2.
+    """DeepEP's tuning knobs.
 
-    The ring transport takes these channels and chunk sizes for the call that they are given to: of
-    channels as many at most as Buffer.num_sms was for when the Buffer was made, since each has its
-    share of the Buffer's memory. Other transports ignore them. All ranks give the same num_sms and
+    A channel is a range of each rank's tokens that has rings of its own, one for each source:
+    C = num_sms // 2, since DeepEP drives a channel with two SMs. Threads are something else: a call
+    uses at most torch's number of threads, whatever num_sms is.
+
+    The ring transport uses these channels and chunk sizes in the call that they are given to. It
+    has rings for as many channels as Buffer.num_sms asked for when the Buffer was made, so a call
+    uses no more than those. Other transports ignore them. All ranks give the same num_sms and
     num_max_nvl_chunked_recv_tokens, or a CallMismatch is raised.
     """
 
@@ -216,7 +220,7 @@ class Handle:
         if self.flow.sent_RR is None:
             return None
         upto_TR = self.is_token_in_rank.cumsum(0, dtype=torch.int32)
-        ends = [end for _, end in channel_ranges(self.num_tokens, self.num_channels)]
+        ends = [end for _, end in split_range(self.num_tokens, self.num_channels)]
         none = upto_TR.new_zeros(1, upto_TR.shape[1])
         return torch.cat([none, upto_TR])[ends].t().contiguous()
 
@@ -229,7 +233,7 @@ class Handle:
         begins = []
         tokens_by_source = self.recv_src_idx[: self.flow.num_received].split(self.flow.recv_counts)
         for tokens, num_tokens in zip(tokens_by_source, self.flow.tokens_R.tolist()):
-            first = [begin for begin, _ in channel_ranges(num_tokens, self.num_channels)]
+            first = [begin for begin, _ in split_range(num_tokens, self.num_channels)]
             at = torch.tensor(first, device=tokens.device)
             begins.append(torch.searchsorted(tokens, at, out_int32=True))
         return torch.stack(begins)
@@ -239,7 +243,7 @@ class Handle:
         """[T, R] int32: the row's place in its channel's ring, -1 where not sent."""
         sent = self.is_token_in_rank
         head = torch.full(sent.shape, -1, dtype=torch.int32, device=sent.device)
-        for begin, end in channel_ranges(self.num_tokens, self.num_channels):
+        for begin, end in split_range(self.num_tokens, self.num_channels):
             part = sent[begin:end]
             place = part.cumsum(0, dtype=torch.int32) - 1
             head[begin:end] = torch.where(part, place, -1)
@@ -287,12 +291,12 @@ _V1_FIELDS = (
 )
 
 
-def channel_ranges(num_tokens: int, num_channels: int) -> list[tuple[int, int]]:
-    """Each channel takes ceil(T / C) consecutive tokens; the last ones may get none.
+def split_range(num_items: int, num_parts: int) -> list[tuple[int, int]]:
+    """Each part takes ceil(items / parts) consecutive items; the last parts may get none.
 
-    >>> channel_ranges(5, 3)
+    >>> split_range(5, 3)
     [(0, 2), (2, 4), (4, 5)]
     """
-    each = -(-num_tokens // num_channels)
-    starts = (min(c * each, num_tokens) for c in range(num_channels))
-    return [(begin, min(begin + each, num_tokens)) for begin in starts]
+    each = -(-num_items // num_parts)
+    starts = (min(part * each, num_items) for part in range(num_parts))
+    return [(begin, min(begin + each, num_items)) for begin in starts]

@@ -1,7 +1,8 @@
-"""Channels are threads: plain ones over kernels that release the GIL.
+"""Threads of one call: plain ones, over kernels that release the GIL.
 
-Numba's own threading layer is not used: it clashes with torch's OpenMP. We take as many threads as
-torch was told to take, and none where the work is small. Results never depend on the number.
+Numba's own threading layer is not used: it clashes with torch's OpenMP. A call takes as many
+threads as torch was told to take, and none where the work is small. Results never depend on the
+number. (A channel is not a thread: it has rings of its own, see `Config`.)
 """
 
 from __future__ import annotations
@@ -11,24 +12,24 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from tokenyard.types import channel_ranges
+from tokenyard.types import split_range
 
 # Below this many bytes a thread, starting it costs more than it saves (about 100 us each).
 _BYTES_PER_THREAD = 4 << 20
 
 
-def num_channels(num_items: int, num_bytes: int) -> int:
+def num_threads(num_items: int, num_bytes: int) -> int:
     """How many threads pay for work on so many items that is worth a copy of so many bytes."""
     most = min(num_items, num_bytes // _BYTES_PER_THREAD)
     return 1 if most < 2 else min(most, torch.get_num_threads())
 
 
-def in_channels(body: Callable[[int, int], object], num_items: int, num_bytes: int) -> None:
+def in_threads(body: Callable[[int, int], object], num_items: int, num_bytes: int) -> None:
     """Call body(begin, end) over consecutive parts of range(num_items), side by side if it pays."""
-    num_threads = num_channels(num_items, num_bytes)
-    if num_threads == 1:
+    threads = num_threads(num_items, num_bytes)
+    if threads == 1:
         body(0, num_items)
         return
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="tokenyard-channel") as pool:
-        for done in [pool.submit(body, *part) for part in channel_ranges(num_items, num_threads)]:
+    with ThreadPoolExecutor(threads, thread_name_prefix="tokenyard-part") as pool:
+        for done in [pool.submit(body, *part) for part in split_range(num_items, threads)]:
             done.result()

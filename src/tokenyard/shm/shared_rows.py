@@ -45,7 +45,7 @@ def take(pool: SegmentPool, num_bytes: int) -> SharedRows:
 
 def find_or_take(pool: SegmentPool, column: Tensor, num_rows: int) -> tuple[SharedRows, int]:
     """The block that a column's rows lie in already, and where they begin in it. Else a new block,
-    to whose beginning `share` copies them.
+    to whose beginning `publish` copies them.
     """
     address, num_bytes = column.data_ptr(), num_rows * column.shape[1] * column.element_size()
     segment = pool.find(address, num_bytes)
@@ -86,7 +86,7 @@ def views(
     ]
 
 
-def share(rows_ND: Tensor, block: SharedRows, flow: Flow, rank: int, kernels: RowKernels) -> None:
+def publish(rows_ND: Tensor, block: SharedRows, flow: Flow, rank: int, kernels: RowKernels) -> None:
     """Copy rows into the block that was taken for them, if one was. Rows that came from this rank
     are left out: it reads those where they are.
     """

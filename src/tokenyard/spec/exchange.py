@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.topology import even_split
-from tokenyard.types import Layout, Received, channel_ranges
+from tokenyard.types import Layout, Received, split_range
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def notify(layouts: Sequence[Layout], num_channels: int) -> list[Notice]:
     for source, lay in enumerate(layouts):
         head = torch.full(lay.is_token_in_rank.shape, -1, dtype=torch.int32)
         for channel, (begin, end) in enumerate(
-            channel_ranges(len(lay.is_token_in_rank), num_channels)
+            split_range(len(lay.is_token_in_rank), num_channels)
         ):
             for token in range(begin, end):
                 for rank, sent in enumerate(lay.is_token_in_rank[token].tolist()):

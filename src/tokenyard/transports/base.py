@@ -17,7 +17,10 @@ from torch import Tensor
 
 from tokenyard.comm.base import Communicator, Move
 from tokenyard.errors import PeerError
+from tokenyard.kernels.base import RowKernels
 from tokenyard.runtime import memory
+from tokenyard.shm import shared_rows
+from tokenyard.shm.control import ROWS
 from tokenyard.shm.node import SharedNode
 from tokenyard.shm.shared_rows import SharedRows
 from tokenyard.types import Config, Flow, Handle
@@ -171,3 +174,10 @@ class SharedMemoryTransport(Transport):
 
     def close(self) -> None:
         self._node.close()
+
+    def _publish(self, back: RowsBack, all_ready: bool, kernels: RowKernels) -> None:
+        """Copy the rows that other ranks cannot read where they lie, and wait until all have."""
+        for one, block in zip(back.sums, back.offer.blocks):
+            shared_rows.publish(one.rows_ND, block, back.handle.flow, self.rank, kernels)
+        if not all_ready:
+            self._node.mailbox.meet(ROWS, back.stage)

@@ -136,9 +136,8 @@ class DirectTransport(SharedMemoryTransport):
         return Offer(words_RW, blocks)
 
     def sum_back(self, back: RowsBack) -> Move:
-        sums, told_RW, stage = back.sums, back.told_RW, back.stage
-        flow, blocks = back.handle.flow, back.offer.blocks
-        shared_rows.check_offers(told_RW, blocks, stage, self.rank)
+        sums, told_RW, flow, stage = back.sums, back.told_RW, back.handle.flow, back.stage
+        shared_rows.check_offers(told_RW, back.offer.blocks, stage, self.rank)
         own = sum(flow.recv_counts[: self.rank])
         addresses, held = [], []
         for place, one in enumerate(sums):
@@ -155,10 +154,7 @@ class DirectTransport(SharedMemoryTransport):
         all_ready = all(told_RW[:, 0].tolist())
 
         def move(held: Any = held) -> None:
-            for one, block in zip(sums, blocks):
-                shared_rows.share(one.rows_ND, block, flow, self.rank, self._kernels)
-            if not all_ready:
-                self._node.mailbox.meet(ROWS, stage)
+            self._publish(back, all_ready, self._kernels)
             for one, bases_R in zip(sums, addresses):
                 self._kernels.reduce_at(
                     bases_R, flow.route, self._node_of_rank, one.biases_TD, one.out_TD

@@ -20,7 +20,7 @@ from torch import Tensor
 from tokenyard.comm.base import Move
 from tokenyard.errors import OnAllRanks
 from tokenyard.kernels.base import RowKernels
-from tokenyard.runtime.threads import in_channels
+from tokenyard.runtime.threads import in_threads
 from tokenyard.shm.control import ROWS
 from tokenyard.shm.mailbox import SignalKernels
 from tokenyard.shm.node import SharedNode
@@ -187,7 +187,7 @@ class RingTransport(SharedMemoryTransport):
 
             self._node.liveness.wait_until(step, awaits, stage)
 
-        in_channels(part, num_channels, num_bytes)
+        in_threads(part, num_channels, num_bytes)
         # Rings do not need this signal, but the survivors of a death do: a rank that went on alone
         # would wait elsewhere for ranks that heard of the death here.
         self._node.mailbox.meet(ROWS, stage)

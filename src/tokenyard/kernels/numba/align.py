@@ -18,8 +18,8 @@ from torch import Tensor, from_numpy
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.llvm.pointers import pointer
 from tokenyard.runtime import memory
-from tokenyard.runtime.threads import in_channels, num_channels
-from tokenyard.types import Aligned, channel_ranges
+from tokenyard.runtime.threads import in_threads, num_threads
+from tokenyard.types import Aligned, split_range
 from tokenyard.wire.columns import LINE
 
 _ENTRY = np.dtype(np.int32)
@@ -29,7 +29,7 @@ _INT32 = np.empty(0, np.int32)
 _INT64 = np.empty(0, np.int64)
 
 _MANY = 1 << 14  # pairs
-_BYTES_A_PAIR = 8  # a pair's worth to in_channels; threads start twice, and must pay for both
+_BYTES_A_PAIR = 8  # a pair's worth to in_threads; threads start twice, and must pay for both
 
 
 @njit(nogil=True, cache=True)
@@ -173,8 +173,8 @@ def _align_many(
     capacity: int,
     *outputs: int,
 ) -> int:
-    num_parts = num_channels(numel, numel * _BYTES_A_PAIR)
-    ranges = channel_ranges(numel, num_parts)
+    num_parts = num_threads(numel, numel * _BYTES_A_PAIR)
+    ranges = split_range(numel, num_parts)
     sizes = num_parts * (num_experts + 2), numel, numel + num_experts * _GAP
     scratch = from_numpy(memory.empty_array(sum(sizes), _ENTRY))
     tables = scratch.data_ptr()
@@ -193,11 +193,11 @@ def _align_many(
         for part in range(first, last):
             _stack_kernel(topk_ids, is_wide, *ranges[part], table[part], ranks, stacks)
 
-    in_channels(count, num_parts, numel * _BYTES_A_PAIR)
+    in_threads(count, num_parts, numel * _BYTES_A_PAIR)
     first_bad = min((place for place in bad if place >= 0), default=-1)
     if first_bad == -1:
         _divide_kernel(tables, num_parts, num_experts)
-        in_channels(stack, num_parts, numel * _BYTES_A_PAIR)
+        in_threads(stack, num_parts, numel * _BYTES_A_PAIR)
         _lay_kernel(tables, stacks, numel, block_size, num_experts, capacity, *outputs)
     return first_bad
 

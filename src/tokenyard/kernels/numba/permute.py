@@ -13,7 +13,7 @@ from tokenyard.kernels.numba.llvm.pointers import LIKE, pointer
 from tokenyard.kernels.numba.llvm.sums import sum_scaled
 from tokenyard.kernels.numba.rows import copy_row, may_stream
 from tokenyard.runtime import memory
-from tokenyard.runtime.threads import in_channels
+from tokenyard.runtime.threads import in_threads
 from tokenyard.types import Places
 from tokenyard.wire.columns import LINE
 
@@ -127,9 +127,9 @@ def spread(x_NB: Tensor, row_of_NK: Tensor, out_MB: Tensor) -> Tensor:
         _zero_kernel(out, out_stride, num_bytes, marks, begin, end)
 
     if num_copies:
-        in_channels(copy, num_rows, num_copies * num_bytes)
+        in_threads(copy, num_rows, num_copies * num_bytes)
     if num_copies < num_places:
-        in_channels(zero, num_places, (num_places - num_copies) * num_bytes)
+        in_threads(zero, num_places, (num_places - num_copies) * num_bytes)
     return out_MB
 
 
@@ -214,5 +214,5 @@ def unpermute(y_MD: Tensor, row_of_NK: Tensor, weights_NK: Tensor | None, out_ND
         )
 
     if num_rows:
-        in_channels(part, num_rows, (num_rows + y_MD.shape[0]) * hidden * size)
+        in_threads(part, num_rows, (num_rows + y_MD.shape[0]) * hidden * size)
     return -1

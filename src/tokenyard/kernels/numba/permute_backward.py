@@ -15,7 +15,7 @@ from tokenyard.kernels.numba.llvm.sums import _broadcast, _put
 from tokenyard.kernels.numba.llvm.vectors import LANES
 from tokenyard.kernels.numba.permute import _find_outside, _mark_kernel, _zero_kernel
 from tokenyard.kernels.numba.rows import may_stream
-from tokenyard.runtime.threads import in_channels
+from tokenyard.runtime.threads import in_threads
 from tokenyard.wire.columns import LINE
 
 _INT64 = np.empty(0, np.int64)
@@ -173,7 +173,7 @@ def unpermute_backward(
         _zero_kernel(grad_y, grad_y_stride, row_bytes, marks, begin, end)
 
     if num_rows:
-        in_channels(part, num_rows, 2 * num_copies * row_bytes)
+        in_threads(part, num_rows, 2 * num_copies * row_bytes)
     if num_copies < num_places:
-        in_channels(zero, num_places, (num_places - num_copies) * row_bytes)
+        in_threads(zero, num_places, (num_places - num_copies) * row_bytes)
     return -1

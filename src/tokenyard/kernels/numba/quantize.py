@@ -23,7 +23,7 @@ from tokenyard.kernels.numba.llvm.fp8 import (
 )
 from tokenyard.kernels.numba.llvm.pointers import LIKE, pointer
 from tokenyard.runtime import memory
-from tokenyard.runtime.threads import in_channels
+from tokenyard.runtime.threads import in_threads
 
 _UINT8 = np.empty(0, np.uint8)
 _FLOAT32 = np.empty(0, np.float32)
@@ -131,7 +131,7 @@ def plan_to_fp8(
                 like,
             )
 
-        in_channels(part, num_groups, num_groups * (x_bytes + GROUP))
+        in_threads(part, num_groups, num_groups * (x_bytes + GROUP))
         return values, scales
 
     return cast_much if num_rows * hidden >= _MUCH else cast
@@ -165,7 +165,7 @@ def plan_from_fp8(
                 1,
             )
 
-        in_channels(part, num_groups, num_groups * 3 * GROUP)
+        in_threads(part, num_groups, num_groups * 3 * GROUP)
         return out_ND
 
     return cast_much_back if 2 * num_rows * hidden >= _MUCH else cast_back

@@ -27,7 +27,7 @@ from tokenyard.kernels.numba.llvm.sums import (
     sum_rows_streaming,
 )
 from tokenyard.kernels.numba.llvm.vectors import LANES
-from tokenyard.runtime.threads import in_channels
+from tokenyard.runtime.threads import in_threads
 from tokenyard.types import Route
 from tokenyard.wire.columns import LINE
 
@@ -231,4 +231,4 @@ def reduce_at(
             scratch(like),
         )
 
-    in_channels(part, num_tokens, moved)
+    in_threads(part, num_tokens, moved)

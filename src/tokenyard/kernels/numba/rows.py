@@ -10,7 +10,7 @@ from torch import Tensor
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.llvm.atomics import fence_stores, stream_line
 from tokenyard.kernels.numba.llvm.pointers import copy_bytes, pointer
-from tokenyard.runtime.threads import in_channels
+from tokenyard.runtime.threads import in_threads
 from tokenyard.types import Route
 from tokenyard.wire.columns import LINE
 
@@ -78,7 +78,7 @@ def pack(x_TB: Tensor, index_N: Tensor | None, out_NB: Tensor) -> Tensor:
         _pack_kernel(x, x_stride, index, out, out_stride, num_bytes, begin, end, streaming)
 
     if num_rows:
-        in_channels(part, num_rows, num_rows * num_bytes)
+        in_threads(part, num_rows, num_rows * num_bytes)
     return out_NB
 
 
@@ -138,7 +138,7 @@ def scatter(
     def part(begin: int, end: int) -> None:
         _scatter_kernel(values, starts, ranks, slots, blocks_R, starts_R, rows_R, begin, end, much)
 
-    in_channels(part, num_tokens, moved)
+    in_threads(part, num_tokens, moved)
 
 
 @njit(nogil=True, cache=True)

@@ -165,9 +165,9 @@ class HierarchicalTransport(SharedMemoryTransport):
         return Offer(words, blocks)
 
     def sum_back(self, back: RowsBack) -> Move:
-        sums, stage, node = back.sums, back.stage, self._node
-        flow, blocks = back.handle.flow, back.offer.blocks
-        shared_rows.check_offers(back.told_RW, blocks, stage, self.rank)
+        sums, path, stage = back.sums, back.handle.flow.two_level, back.stage
+        node = self._node
+        shared_rows.check_offers(back.told_RW, back.offer.blocks, stage, self.rank)
         told_LW = back.told_RW[list(self._locals)]
         bases, held = [], []
         for place, one in enumerate(sums):
@@ -182,14 +182,9 @@ class HierarchicalTransport(SharedMemoryTransport):
         all_ready = all(told_LW[:, 0].tolist())
 
         def move(held: Any = held) -> None:
-            for one, block in zip(sums, blocks):
-                shared_rows.share(one.rows_ND, block, flow, self.rank, self._kernels)
-            if not all_ready:
-                node.mailbox.meet(ROWS, stage)
+            self._publish(back, all_ready, self._kernels)
             for one, bases_L in zip(sums, bases):
-                stream = CombineStream(
-                    flow.two_level, one, bases_L, self._kernels, node.liveness.beat
-                )
+                stream = CombineStream(path, one, bases_L, self._kernels, node.liveness.beat)
                 with self._telling():
                     self._links.stream(stream, stage)
             # The rows are the user's again after this, so all must have read them.

@@ -22,7 +22,7 @@ from tokenyard.kernels.numba.llvm.transpose import copy_line, stack
 from tokenyard.kernels.numba.rearrange.blocks import KERNELS, LIKE, RUNS, fill_block
 from tokenyard.kernels.rearrange_plan import MOST_AXES, Plan, plan
 from tokenyard.runtime import memory
-from tokenyard.runtime.threads import in_channels
+from tokenyard.runtime.threads import in_threads
 from tokenyard.wire.columns import LINE
 
 _INT64 = np.empty(0, np.int64)
@@ -268,4 +268,4 @@ def rearrange(dst: Array, src: Array) -> None:
     if job.alone:
         _part(job, target, source, 0, job.num_boxes)
     elif job.num_bytes:
-        in_channels(partial(_part, job, target, source), job.num_boxes, job.num_bytes)
+        in_threads(partial(_part, job, target, source), job.num_boxes, job.num_bytes)

@@ -28,7 +28,7 @@ from tokenyard.kernels.numba.ring.protocol import (
     unsent,
     waiting,
 )
-from tokenyard.types import Route, channel_ranges
+from tokenyard.types import Route, split_range
 
 _INT32 = np.empty(0, np.int32)
 _INT64 = np.empty(0, np.int64)
@@ -137,7 +137,7 @@ def plan_ring_combine(
     )
     kept = (table, *columns, biases, *biases_TD, nodes, route, out_TD, weights_out_TK)
     unused = [(num_tokens, num_tokens)] * (call.num_channels - num_channels)
-    tokens_C = np.array([*channel_ranges(num_tokens, num_channels), *unused], np.int64)
+    tokens_C = np.array([*split_range(num_tokens, num_channels), *unused], np.int64)
     return RingCombine(rings, call, sums, LIKE[out_TD.dtype], tokens_C, kept)
 
 
