@@ -15,7 +15,7 @@ from tokenyard.topology import Placement
 from tokenyard.types import ROW_DTYPES
 from tokenyard.validate import SUMMABLE
 from tokenyard.wire.fp8 import NO_CAST, PACKED, PLAIN, ROUNDED
-from tokenyard.wire.slots import SlotResults, SlotShape, Stray
+from tokenyard.wire.slots import SlotPairs, SlotResults, SlotShape, Stray
 
 RANKS, MOST, EXPERTS, TOPK = 3, 6, 7, 3
 WHERE = torch.tensor([2, 0, 2, 2, 0, 0, 2], dtype=torch.int32)  # rank 1 has none
@@ -99,7 +99,7 @@ def there_and_back(
         assert found.pick_slots(idx, sent, picked) == -1
         rows = [outs[rank].view(back_dtype) for outs in back]
         mine = torch.stack([table[rank] for table in tables])
-        written.append(found.sum_slots(rows, mine, idx, picked, weights, shape, out))
+        written.append(found.sum_slots(rows, mine, SlotPairs(idx, picked, weights), shape, out))
     written += [*blocks, *sents, *(out for outs in back for out in outs), *tables]
     return [one.cpu() for one in written]
 
@@ -203,10 +203,10 @@ def test_words_that_no_rank_writes(name: str) -> None:
     rows, tables = [torch.ones(4, 16)] * RANKS, idx.new_zeros(RANKS, 4)
     picked, weights = torch.zeros_like(idx), torch.ones(2, 3)
     assert found.pick_slots(idx, sent, picked) == -1
-    out = torch.empty(2, 16)
-    found.sum_slots(rows, tables, idx, picked, weights, shape, out)
+    pairs, out = SlotPairs(idx, picked, weights), torch.empty(2, 16)
+    found.sum_slots(rows, tables, pairs, shape, out)
     for first in (-1, 4, 3, 1 << 44):  # the second pair of expert 1 is the row after that
         tables[0, 0] = first
         with pytest.raises(Stray) as caught:
-            found.sum_slots(rows, tables, idx, picked, weights, shape, out)
+            found.sum_slots(rows, tables, pairs, shape, out)
         assert caught.value.rank == 0

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.types import Aligned, Layout, Places, Route
-from tokenyard.wire.slots import SlotResults, SlotShape
+from tokenyard.wire.slots import SlotPairs, SlotResults, SlotShape
 
 _log = logging.getLogger("tokenyard")
 _SETS = ("numba", "reference", "triton")
@@ -54,7 +54,63 @@ class RowKernels(Protocol):
         """
 
 
-class Kernels(RowKernels, Protocol):
+class SlotKernels(RowKernels, Protocol):
+    """The steps of the low-latency mode."""
+
+    def stage_slots(
+        self,
+        x_TD: Tensor,
+        topk_idx_TK: Tensor,
+        shape: SlotShape,
+        block_B: Tensor,
+        sent_2TK: Tensor,
+    ) -> int:
+        """Lay tokens out in a block (see `tokenyard.wire.slots`), cast if the shape says so.
+
+        `sent` gets topk_idx, and each pair's place among those of its expert. -1, or p where pair p
+        is no expert, or -2 - p where it names its token's expert again; the block is then not to be
+        used.
+        """
+
+    def fill_slots(
+        self,
+        blocks: Sequence[Tensor],
+        tokens: Sequence[int],
+        shape: SlotShape,
+        out: SlotResults,
+    ) -> None:
+        """Take this rank's rows out of all ranks' blocks, by (source rank, token). Stray if a block
+        is none that a rank has written.
+        """
+
+    def stage_back(
+        self, y_LSD: Tensor, layout_range_LR: Tensor, outs: Sequence[Tensor], tables_RL: Tensor
+    ) -> None:
+        """The rows of each source rank, as bytes, by (local expert, slot); where each expert's
+        begin goes into the table.
+        """
+
+    def pick_slots(self, topk_idx_TK: Tensor, sent_2TK: Tensor, picked_TK: Tensor) -> int:
+        """Find each pair's place again, -1 for those that are -1. The first pair that was not sent,
+        or -1.
+        """
+
+    def sum_slots(
+        self,
+        rows: Sequence[Tensor],
+        tables_RL: Tensor,
+        pairs: SlotPairs,
+        shape: SlotShape,
+        out_TD: Tensor,
+    ) -> Tensor:
+        """The weighted sum of each token's rows as `spec.low_latency_combine` makes it.
+
+        rows[r] came from rank r, and tables[r] says where those of each of its experts begin.
+        Stray if that is past their end.
+        """
+
+
+class Kernels(SlotKernels, Protocol):
     def layout(
         self,
         topk_idx_TK: Tensor,
@@ -137,60 +193,6 @@ class Kernels(RowKernels, Protocol):
         self, num_rows: int, hidden: int, use_ue8m0: bool
     ) -> Callable[[Tensor, Tensor], Tensor]:
         """A function that does what `spec.cast_back` does to contiguous values and scales."""
-
-    def stage_slots(
-        self,
-        x_TD: Tensor,
-        topk_idx_TK: Tensor,
-        shape: SlotShape,
-        block_B: Tensor,
-        sent_2TK: Tensor,
-    ) -> int:
-        """Lay tokens out in a block (see `tokenyard.wire.slots`), cast if the shape says so.
-
-        `sent` gets topk_idx, and each pair's place among those of its expert. -1, or p where pair p
-        is no expert, or -2 - p where it names its token's expert again; the block is then not to be
-        used.
-        """
-
-    def fill_slots(
-        self,
-        blocks: Sequence[Tensor],
-        tokens: Sequence[int],
-        shape: SlotShape,
-        out: SlotResults,
-    ) -> None:
-        """Take this rank's rows out of all ranks' blocks, by (source rank, token). Stray if a block
-        is none that a rank has written.
-        """
-
-    def stage_back(
-        self, y_LSD: Tensor, layout_range_LR: Tensor, outs: Sequence[Tensor], tables_RL: Tensor
-    ) -> None:
-        """The rows of each source rank, as bytes, by (local expert, slot); where each expert's
-        begin goes into the table.
-        """
-
-    def pick_slots(self, topk_idx_TK: Tensor, sent_2TK: Tensor, picked_TK: Tensor) -> int:
-        """Find each pair's place again, -1 for those that are -1. The first pair that was not sent,
-        or -1.
-        """
-
-    def sum_slots(
-        self,
-        rows: Sequence[Tensor],
-        tables_RL: Tensor,
-        topk_idx_TK: Tensor,
-        picked_TK: Tensor,
-        topk_weights_TK: Tensor,
-        shape: SlotShape,
-        out_TD: Tensor,
-    ) -> Tensor:
-        """The weighted sum of each token's rows as `spec.low_latency_combine` makes it.
-
-        rows[r] came from rank r, and tables[r] says where those of each of its experts begin.
-        Stray if that is past their end.
-        """
 
 
 @cache

@@ -69,6 +69,14 @@ class SlotResults(NamedTuple):
     layout_range: Tensor  # [L, R] int64
 
 
+class SlotPairs(NamedTuple):
+    """The pairs whose rows a combine sums."""
+
+    topk_idx: Tensor  # [T, K] int64
+    picked: Tensor  # [T, K] int64: each pair's place among those of its expert, or -1
+    weights: Tensor  # [T, K] float32
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SlotShape:
     """All that follows from a call's sizes, settled once for all calls of those sizes."""

@@ -19,10 +19,9 @@ apply to them, since they read raw addresses: to step through a kernel, take the
 
 from tokenyard.kernels.numba.align import align
 from tokenyard.kernels.numba.layout import layout, route
-from tokenyard.kernels.numba.low_latency.calls import (
+from tokenyard.kernels.numba.low_latency.calls import combine_calls, dispatch_calls
+from tokenyard.kernels.numba.low_latency.posts import (
     await_slots,
-    combine_calls,
-    dispatch_calls,
     find_ahead,
     find_failure,
     signal,

@@ -34,12 +34,13 @@ _ELSEWHERE = (
     "kernels/rearrange_plan.py",
     "runtime/limits.py",
     "runtime/memory.py",
-    "wire/columns.py",
-    "wire/fp8.py",
-    "wire/slots.py",
     "runtime/threads.py",
     "topology.py",
     "types.py",
+    "wire/call_table.py",
+    "wire/columns.py",
+    "wire/fp8.py",
+    "wire/slots.py",
 )
 _ADVICE = "set NUMBA_CACHE_DIR to a folder that can be written"
 

@@ -1,7 +1,11 @@
-"""Raising signals in other ranks' memory, and waiting for theirs: never for ever.
+"""Raising signals in other ranks' memory, and waiting for theirs, never for ever.
 
-All take the addresses of two tables of R addresses: where this rank's signals go, and where the
-others' come in. They return the place of the first signal that has not come, or R: whoever called
+A signal is an int64 that only grows. `raise_signal` and `raise_signals` are the only ways to raise
+one: they fence, so that all that this thread wrote before, streaming stores included, is there for
+whoever sees the signal. (The counters of a ring are no signals: see `ring.protocol`.)
+
+The launchers take the addresses of tables of R addresses: where this rank's signals go, and where
+the others' come in. They return the place of the first signal that has not come, or R; the caller
 decides whether to go on waiting.
 """
 
@@ -17,7 +21,14 @@ _INT64 = np.empty(0, np.int64)
 
 
 @njit(nogil=True, cache=True)
-def _raise_kernel(outgoing, size, epoch):
+def raise_signal(address, value):
+    fence_stores()
+    store_release(address, value)
+
+
+@njit(nogil=True, cache=True)
+def raise_signals(outgoing, size, epoch):
+    """Raise all signals of a table, after a single fence."""
     fence_stores()
     signals = pointer(outgoing, _INT64)
     for i in range(size):
@@ -26,7 +37,7 @@ def _raise_kernel(outgoing, size, epoch):
 
 @njit(nogil=True, cache=True)
 def reaches(signal, epoch, patience):
-    """Does the word at this address get so far within `patience` pauses?"""
+    """Whether the word at this address reaches the epoch within `patience` pauses."""
     for _ in range(patience):
         if load_acquire(signal) >= epoch:
             return True
@@ -45,7 +56,7 @@ def _await_kernel(incoming, size, epoch, first, patience):
 
 @njit(nogil=True, cache=True)
 def _meet_kernel(outgoing, incoming, size, epoch, patience):
-    _raise_kernel(outgoing, size, epoch)
+    raise_signals(outgoing, size, epoch)
     return _await_kernel(incoming, size, epoch, 0, patience)
 
 
@@ -61,7 +72,7 @@ def _post_kernel(message, outboxes, outgoing, incoming, size, epoch, patience):
 def meet(outgoing: int, incoming: int, size: int, epoch: int, patience: int) -> int:
     """Signal, and wait for all others' signals, each for at most `patience` pauses.
 
-    Everything that this thread wrote comes before its signals, streaming stores included.
+    All that this thread wrote comes before its signals, streaming stores included.
     """
     return _meet_kernel(outgoing, incoming, size, epoch, patience)
 
@@ -75,7 +86,7 @@ def post(
     epoch: int,
     patience: int,
 ) -> int:
-    """As `meet`, after row r of an int64 message was put into the r-th of a table of boxes."""
+    """As `meet`, after row r of an int64 message was copied to the r-th of a table of boxes."""
     return _post_kernel(message_RM, outboxes, outgoing, incoming, size, epoch, patience)
 
 

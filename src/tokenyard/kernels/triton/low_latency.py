@@ -32,7 +32,7 @@ from tokenyard.kernels.triton.reduce import column_block
 from tokenyard.kernels.triton.rows import pack
 from tokenyard.runtime import memory
 from tokenyard.wire.fp8 import NO_CAST, PACKED
-from tokenyard.wire.slots import SlotResults, SlotShape, Stray
+from tokenyard.wire.slots import SlotPairs, SlotResults, SlotShape, Stray
 
 _PAIRS = 32  # of a program, each compared with as many others at once
 _PICKED = 256
@@ -448,13 +448,7 @@ def _sum_kernel(
 
 
 def sum_slots(
-    rows: Sequence[Tensor],
-    tables_RL: Tensor,
-    topk_idx_TK: Tensor,
-    picked_TK: Tensor,
-    topk_weights_TK: Tensor,
-    shape: SlotShape,
-    out_TD: Tensor,
+    rows: Sequence[Tensor], tables_RL: Tensor, pairs: SlotPairs, shape: SlotShape, out_TD: Tensor
 ) -> Tensor:
     addresses, stray = [one.data_ptr() for one in rows], first_bad(out_TD.device)
     num_tokens, hidden = out_TD.shape
@@ -468,11 +462,11 @@ def sum_slots(
         tables_RL,
         shape.placement.rank_of_expert,
         shape.placement.local_of_expert,
-        topk_idx_TK,
-        picked_TK,
-        topk_weights_TK.detach(),
+        pairs.topk_idx,
+        pairs.picked,
+        pairs.weights.detach(),
         as_passed(out_TD),
-        topk_idx_TK.shape[1],
+        pairs.topk_idx.shape[1],
         len(rows),
         hidden,
         tables_RL.stride(0),
