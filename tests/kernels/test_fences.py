@@ -35,15 +35,12 @@ SUMS = typeof(_Sum(*[0] * 10, False, 0, 0))
 # Kernels in which something may be streamed, as Python calls them.
 STREAM = {
     "permute._spread_kernel": (I64,) * 9 + (FLAG,),
-    "permute._unpermute_kernel": (I64,) * 10 + (FLAG, BFLOAT16, WIDE),
-    "permute_backward._unpermute_backward_kernel": (I64,) * 13 + (FLAG, BFLOAT16, WIDE),
+    "permute._unpermute_kernel": (I64,) * 9 + (FLAG, BFLOAT16, WIDE),
+    "permute_backward._unpermute_backward_kernel": (I64,) * 3 + (BFLOAT16, WIDE),
     "quantize._from_fp8_kernel": (I64,) * 6,
     "quantize.to_fp8_groups": (I64,) * 6 + (BFLOAT16,),
     "rearrange.boxes._rearrange_kernel": (I64,) * 6 + (BFLOAT16,),
-    "reduce._reduce_kernel": (
-        *(WORDS, I64, I64, I64, types.int32[::1], I64, WORDS, I64, I64, I64, I64),
-        *(FLAG, BFLOAT16, WIDE),
-    ),
+    "reduce._reduce_kernel": (WORDS, types.int32[::1], *(I64,) * 7, FLAG, BFLOAT16, WIDE),
     "ring.combine._combine_kernel": (CALL, SUMS, TABLE, I64, I64, I64, BFLOAT16, WIDE, WIDE),
     "ring.dispatch._dispatch_kernel": (CALL, WORDS, WORDS, I64, I64, I64),
     "rows._pack_kernel": (I64,) * 8 + (FLAG,),

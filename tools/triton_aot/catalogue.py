@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tokenyard.kernels import triton as kernels
 from tokenyard.topology import Placement
-from tokenyard.types import ROW_DTYPES, Route
+from tokenyard.types import ROW_DTYPES, Route, UnpermuteGrads
 from tokenyard.wire.fp8 import NO_CAST, PACKED, PLAIN, ROUNDED
 from tokenyard.wire.slots import SlotPairs, SlotResults, SlotShape
 
@@ -96,8 +96,8 @@ def _summing() -> Iterator[Case]:
         yield f"reduce {name} biases nodes", both
         yield f"unpermute {name}", partial(kernels.unpermute, x, places, None, out)
         yield f"unpermute {name} weighted", partial(kernels.unpermute, x, places, weights, out)
-        given = (x, x, places, weights, out, torch.zeros_like(weights))
-        yield f"gradients {name}", partial(kernels.unpermute_backward, *given)
+        grads = UnpermuteGrads(out, torch.zeros_like(weights))
+        yield f"gradients {name}", partial(kernels.unpermute_backward, x, x, places, weights, grads)
 
 
 def _casting() -> Iterator[Case]:

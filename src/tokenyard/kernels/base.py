@@ -1,7 +1,8 @@
 """The kernels that every set has, and how a set is found.
 
-A set is a module; its functions have these names and signatures and agree with `spec` bit for bit.
-Launchers allocate and choose the grid. They never validate: that is done before, in `validate`.
+A set is a module: "numba" for the CPU, "triton" for GPUs, "reference" for any device and for
+reading. All sets have functions of these names and signatures, which agree with `spec` bit for bit.
+Launchers allocate and choose the grid. They never validate: callers do, with `validate`.
 """
 
 from __future__ import annotations
@@ -18,17 +19,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.types import Aligned, Layout, Places, Route
+from tokenyard.types import Aligned, Layout, Places, Route, UnpermuteGrads
 from tokenyard.wire.slots import SlotPairs, SlotResults, SlotShape
 
 _log = logging.getLogger("tokenyard")
 _SETS = ("numba", "reference", "triton")
 
 Array = TypeVar("Array", Tensor, np.ndarray)
+Tensors = Sequence[Tensor]
+NodeOfRank = Sequence[int]
 
 
 class RowKernels(Protocol):
-    """The kernels that every transport asks for."""
+    """The kernels that every transport asks for, and what else a set can do."""
+
+    # Whether ranks of one machine may share memory: the set has signals, rings and whole calls of
+    # the low-latency mode, all of which order what one rank writes and another reads.
+    shares_memory: bool
+    # Whether the set puts rows into other ranks' symmetric memory, and raises flags there.
+    puts_rows: bool
 
     def route(self, is_token_in_rank_TR: Tensor) -> Route:
         """List the rows by (rank, token), and each token's copies by rank."""
@@ -41,15 +50,15 @@ class RowKernels(Protocol):
 
     def reduce(
         self,
-        rows_by_rank: Sequence[Tensor],
+        rows_R: Tensors,
         route: Route,
-        node_of_rank: Sequence[int],
-        biases_TD: Sequence[Tensor],
+        node_of_rank: NodeOfRank,
+        biases_TD: Tensors,
         out_TD: Tensor,
     ) -> Tensor:
         """Sum each token's rows as `spec.combine` does, into `out`, which has the rows' dtype.
 
-        `rows_by_rank[r]` holds the rows that came back from rank r, in the order in which they were
+        `rows_R[r]` holds the rows that came back from rank r, in the order in which they were
         sent there. They need not share memory.
         """
 
@@ -116,7 +125,7 @@ class Kernels(SlotKernels, Protocol):
         topk_idx_TK: Tensor,
         rank_of_expert_E: Tensor,
         num_ranks: int,
-        node_of_rank: Sequence[int] | None,
+        node_of_rank: NodeOfRank | None,
     ) -> tuple[Layout, int]:
         """Count and mark who gets each token. `node_of_rank` is None on one node.
 
@@ -164,12 +173,11 @@ class Kernels(SlotKernels, Protocol):
         y_MD: Tensor,
         row_of_NK: Tensor,
         weights_NK: Tensor,
-        grad_y_MD: Tensor,
-        grad_weights_NK: Tensor,
+        out: UnpermuteGrads,
     ) -> int:
-        """Both gradients as `spec.unpermute_backward` makes them, into the last two tensors.
+        """Both gradients as `spec.unpermute_backward` makes them, into `out`.
 
-        grad, y and grad_y have one dtype, both weights that of the sums. Rows, and what is
+        grad, y and its gradient have one dtype, both weights that of the sums. Rows, and what is
         returned, are as in `unpermute`.
         """
 

@@ -40,7 +40,7 @@ def check_name(name: str) -> None:
 
 def why_not_shared(kernels: RowKernels) -> str | None:
     """Why this rank cannot share memory with others of its machine; None if it can."""
-    if not hasattr(kernels, "await_signals"):
+    if not kernels.shares_memory:
         return "the kernel set has no signals (take numba)"
     return why_not()
 
@@ -111,7 +111,7 @@ def _open_symmetric(
     node_of_rank: Sequence[int],
     timeout: float,
 ) -> Transport:
-    if not hasattr(kernels, "put"):
+    if not kernels.puts_rows:
         raise ValueError(
             "transport 'symmetric' cannot be used: the kernel set has no put (take triton)"
         )

@@ -44,6 +44,9 @@ from tokenyard.kernels.numba.ring.protocol import make_rings, ring_bytes, ring_s
 from tokenyard.kernels.numba.rows import localise, pack, scatter
 from tokenyard.kernels.numba.signals import await_signals, meet, post
 
+shares_memory = True
+puts_rows = False
+
 __all__ = [
     "align",
     "await_signals",
@@ -65,6 +68,7 @@ __all__ = [
     "plan_ring_dispatch",
     "plan_to_fp8",
     "post",
+    "puts_rows",
     "rearrange",
     "reduce",
     "reduce_at",
@@ -74,6 +78,7 @@ __all__ = [
     "ring_slots",
     "route",
     "scatter",
+    "shares_memory",
     "signal",
     "spread",
     "stage_back",

@@ -15,9 +15,7 @@ import numpy as np
 
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.llvm.atomics import fence_stores, load_acquire, pause, store_release
-from tokenyard.kernels.numba.llvm.pointers import copy_bytes, pointer
-
-_INT64 = np.empty(0, np.int64)
+from tokenyard.kernels.numba.llvm.pointers import INT64, copy_bytes, pointer
 
 
 @njit(nogil=True, cache=True)
@@ -30,7 +28,7 @@ def raise_signal(address, value):
 def raise_signals(outgoing, size, epoch):
     """Raise all signals of a table, after a single fence."""
     fence_stores()
-    signals = pointer(outgoing, _INT64)
+    signals = pointer(outgoing, INT64)
     for i in range(size):
         store_release(signals[i], epoch)
 
@@ -47,7 +45,7 @@ def reaches(signal, epoch, patience):
 
 @njit(nogil=True, cache=True)
 def _await_kernel(incoming, size, epoch, first, patience):
-    signals = pointer(incoming, _INT64)
+    signals = pointer(incoming, INT64)
     for i in range(first, size):
         if not reaches(signals[i], epoch, patience):
             return i
@@ -62,7 +60,7 @@ def _meet_kernel(outgoing, incoming, size, epoch, patience):
 
 @njit(nogil=True, cache=True)
 def _post_kernel(message, outboxes, outgoing, incoming, size, epoch, patience):
-    boxes = pointer(outboxes, _INT64)
+    boxes = pointer(outboxes, INT64)
     num_bytes = message.shape[1] * np.int64(8)
     for r in range(size):
         copy_bytes(boxes[r], message.ctypes.data + r * message.strides[0], num_bytes)

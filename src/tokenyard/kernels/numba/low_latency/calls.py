@@ -19,7 +19,7 @@ import torch
 from numba import int64, typeof
 
 from tokenyard.kernels.numba.caching import njit
-from tokenyard.kernels.numba.llvm.pointers import LIKE, pointer
+from tokenyard.kernels.numba.llvm.pointers import INT32, INT64, LIKE, pointer
 from tokenyard.kernels.numba.low_latency.posts import (
     ALL_ROWS,
     NO_ROWS,
@@ -47,8 +47,6 @@ from tokenyard.kernels.numba.signals import raise_signal
 from tokenyard.wire import call_table as at
 from tokenyard.wire.slots import BAD, OK, ROOM, ROWS_BEGIN, TOKENS, TWICE, SlotShape
 
-_INT32 = np.empty(0, np.int32)
-_INT64 = np.empty(0, np.int64)
 _ANY = np.int64(1) << 62  # more rows than there are
 
 # A call that needs no more than its table, which is bound to it.
@@ -72,20 +70,20 @@ def _dispatch_send_kernel(like, table):
 
 @njit(nogil=True, cache=True)
 def _dispatch_receive_kernel(table):
-    words = pointer(table, _INT64)
+    words = pointer(table, INT64)
     found = check_posts(table, words[at.BLOCK_BYTES], NO_ROWS)
     if found != OK:
         return found
     num_local = words[at.NUM_LOCAL]
-    skip, ends = pointer(words[at.MASKED], _INT64), pointer(words[at.COUNTS], _INT32)
+    skip, ends = pointer(words[at.MASKED], INT64), pointer(words[at.COUNTS], INT32)
     for local in range(num_local):
         ends[local] = 0
     for r in range(words[at.SIZE]):
         begin_ranges(table, r)
         if skip[r] != 0:
             continue
-        peer = pointer(words[at.PEERS] + 8 * at.PEER_WORDS * r, _INT64)
-        tokens = pointer(peer[at.PEER_POST], _INT64)[TOKENS]
+        peer = pointer(words[at.PEERS] + 8 * at.PEER_WORDS * r, INT64)
+        tokens = pointer(peer[at.PEER_POST], INT64)[TOKENS]
         if tokens < 0 or tokens > words[at.NUM_MAX]:
             return stray(table, r)
         if not fill_from(table, r, peer[at.PEER_BLOCK + at.SEGMENT_ADDRESS], tokens):
@@ -94,7 +92,7 @@ def _dispatch_receive_kernel(table):
     if torn != OK:
         return torn
     if words[at.TOTALS] != 0:
-        totals = pointer(words[at.TOTALS], _INT32)
+        totals = pointer(words[at.TOTALS], INT32)
         for local in range(num_local):
             totals[local] += ends[local]
     raise_signal(words[at.READ], words[at.NUMBER])
@@ -109,7 +107,7 @@ def _combine_send_kernel(table):
     bad = pick_pairs(table)
     if bad >= 0:
         return verdict(BAD, bad)
-    words = pointer(table, _INT64)
+    words = pointer(table, INT64)
     rank, size, rows = words[at.RANK], words[at.SIZE], words[at.ROWS]
     copies_own = words[at.COPIES_OWN] != 0
     if rows != 0:
@@ -129,7 +127,7 @@ def _combine_send_kernel(table):
 
 @njit(nogil=True, cache=True)
 def _combine_receive_kernel(like, wide, table):
-    words = pointer(table, _INT64)
+    words = pointer(table, INT64)
     rank, size, y = words[at.RANK], words[at.SIZE], words[at.Y]
     table_bytes = words[at.TABLE_BYTES]
     found = check_posts(table, size * table_bytes, OTHERS_ROWS if y != 0 else ALL_ROWS)
@@ -137,15 +135,15 @@ def _combine_receive_kernel(like, wide, table):
         return found
     rows, limits = np.empty(size, np.int64), np.empty(size, np.int64)
     tables, left_out = np.empty(size, np.int64), np.empty(size, np.int64)
-    skip = pointer(words[at.MASKED], _INT64)  # which may change meanwhile
+    skip = pointer(words[at.MASKED], INT64)  # which may change meanwhile
     for r in range(size):
-        peer = pointer(words[at.PEERS] + 8 * at.PEER_WORDS * r, _INT64)
+        peer = pointer(words[at.PEERS] + 8 * at.PEER_WORDS * r, INT64)
         left_out[r] = skip[r]
         tables[r] = peer[at.PEER_BLOCK + at.SEGMENT_ADDRESS] + rank * table_bytes
         if r == rank and y != 0:
             rows[r], limits[r] = y, _ANY
         elif left_out[r] == 0:
-            begin = pointer(peer[at.PEER_POST], _INT64)[ROWS_BEGIN]
+            begin = pointer(peer[at.PEER_POST], INT64)[ROWS_BEGIN]
             room = peer[at.PEER_ROWS + at.SEGMENT_SIZE]
             if begin < 0 or begin > room:
                 return stray(table, r)

@@ -16,7 +16,7 @@ import numpy as np
 
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.llvm.atomics import fence_stores, load_acquire
-from tokenyard.kernels.numba.llvm.pointers import copy_bytes, pointer
+from tokenyard.kernels.numba.llvm.pointers import INT64, copy_bytes, pointer
 from tokenyard.kernels.numba.signals import raise_signal, reaches
 from tokenyard.wire import call_table as at
 from tokenyard.wire.slots import (
@@ -36,7 +36,6 @@ from tokenyard.wire.slots import (
     TOKENS,
 )
 
-_INT64 = np.empty(0, np.int64)
 _HEAD_BYTES = 8 * TEXT
 NO_ROWS, OTHERS_ROWS, ALL_ROWS = 0, 1, 2  # whose rows a call reads in their memory
 
@@ -49,7 +48,7 @@ def verdict(what, which):
 @njit(nogil=True, cache=True)
 def await_others(signals, masked, rank, size, number, patience):
     """The first of the others whose signal has not reached the number, or `size`."""
-    addresses, skip = pointer(signals, _INT64), pointer(masked, _INT64)
+    addresses, skip = pointer(signals, INT64), pointer(masked, INT64)
     for r in range(size):
         if skip[r] == 0 and r != rank and not reaches(addresses[r], number, patience):
             return r
@@ -59,7 +58,7 @@ def await_others(signals, masked, rank, size, number, patience):
 @njit(nogil=True, cache=True)
 def await_reads(table):
     """OK once all others have read what this rank sent two calls ago, whose memory it sends in."""
-    words = pointer(table, _INT64)
+    words = pointer(table, INT64)
     size, number = words[at.SIZE], words[at.NUMBER] - 2
     late = await_others(
         words[at.READS], words[at.MASKED], words[at.RANK], size, number, words[at.PATIENCE]
@@ -70,8 +69,8 @@ def await_reads(table):
 @njit(nogil=True, cache=True)
 def publish(table):
     """Write all of this rank's post, and its number last."""
-    words = pointer(table, _INT64)
-    post = pointer(words[at.POST], _INT64)
+    words = pointer(table, INT64)
+    post = pointer(words[at.POST], INT64)
     copy_bytes(words[at.POST] + 8, words[at.HEAD] + 8, _HEAD_BYTES - 8)
     post[TOKENS] = words[at.NUM_TOKENS]
     post[HANDLE] = words[at.HANDLE]
@@ -81,8 +80,8 @@ def publish(table):
 @njit(nogil=True, cache=True)
 def check_flags(table):
     """OK, or a rank that has left this one out, and may have written over what was read."""
-    words = pointer(table, _INT64)
-    skip, flag = pointer(words[at.MASKED], _INT64), pointer(words[at.FLAGS], _INT64)
+    words = pointer(table, INT64)
+    skip, flag = pointer(words[at.MASKED], INT64), pointer(words[at.FLAGS], INT64)
     fence_stores()  # of loads too, where the machine needs that
     for r in range(words[at.SIZE]):
         if skip[r] == 0 and load_acquire(flag[r]) != 0:
@@ -103,19 +102,19 @@ def check_posts(table, block_bytes, rows_of):
 
     A block has so many bytes at least. `rows_of` says whose rows must be mapped too.
     """
-    words = pointer(table, _INT64)
+    words = pointer(table, INT64)
     rank, size, number = words[at.RANK], words[at.SIZE], words[at.NUMBER]
-    peers, flag = words[at.PEERS], pointer(words[at.FLAGS], _INT64)
-    skip = pointer(words[at.MASKED], _INT64)
+    peers, flag = words[at.PEERS], pointer(words[at.FLAGS], INT64)
+    skip = pointer(words[at.MASKED], INT64)
     for r in range(size):
         if skip[r] != 0:
             continue
-        address = pointer(peers + 8 * at.PEER_WORDS * r, _INT64)[at.PEER_POST]
+        address = pointer(peers + 8 * at.PEER_WORDS * r, INT64)[at.PEER_POST]
         if not reaches(address + 8 * NUMBER, number, words[at.PATIENCE]):
             return verdict(LATE, r)
         if load_acquire(flag[r]) != 0:
             return verdict(MASKED, r)
-        post = pointer(address, _INT64)
+        post = pointer(address, INT64)
         if post[NUMBER] != number:
             return verdict(LOST, r)
         if post[SIGNATURE] != words[at.SIGNATURE] or post[HANDLE] != words[at.HANDLE]:
@@ -123,8 +122,8 @@ def check_posts(table, block_bytes, rows_of):
     for r in range(size):
         if skip[r] != 0:
             continue
-        peer = pointer(peers + 8 * at.PEER_WORDS * r, _INT64)
-        post = pointer(peer[at.PEER_POST], _INT64)
+        peer = pointer(peers + 8 * at.PEER_WORDS * r, INT64)
+        post = pointer(peer[at.PEER_POST], INT64)
         with_rows = rows_of == ALL_ROWS or (rows_of == OTHERS_ROWS and r != rank)
         if post[IDENTITY] != peer[at.PEER_BLOCK + at.SEGMENT_IDENTITY]:
             return verdict(MAP, r)
@@ -153,8 +152,8 @@ def await_slots(signals: int, masked: int, rank: int, size: int, number: int, pa
 
 @njit(nogil=True, cache=True)
 def _find_failure_kernel(failures, posts, masked, size, number):
-    failed, posted = pointer(failures, _INT64), pointer(posts, _INT64)
-    skip = pointer(masked, _INT64)
+    failed, posted = pointer(failures, INT64), pointer(posts, INT64)
+    skip = pointer(masked, INT64)
     for r in range(size):
         # In this order: a rank that has posted this call may have failed in a later one.
         if skip[r] == 0 and load_acquire(failed[r]) >= number and load_acquire(posted[r]) < number:
@@ -169,8 +168,8 @@ def find_failure(failures: int, posts: int, masked: int, size: int, number: int)
 
 @njit(nogil=True, cache=True)
 def _find_ahead_kernel(marks, limits, masked, rank, awaited, number, failures, failed_number):
-    skip, wanted = pointer(masked, _INT64), pointer(awaited, _INT64)
-    failed = pointer(failures, _INT64)
+    skip, wanted = pointer(masked, INT64), pointer(awaited, INT64)
+    failed = pointer(failures, INT64)
     size, width = marks.shape
     for r in range(size):
         if r == rank or skip[r] != 0:

@@ -15,7 +15,15 @@ from torch import Tensor
 
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.llvm.atomics import fence_stores
-from tokenyard.kernels.numba.llvm.pointers import LIKE, copy_bytes, pointer
+from tokenyard.kernels.numba.llvm.pointers import (
+    FLOAT32,
+    FLOAT64,
+    INT32,
+    INT64,
+    LIKE,
+    copy_bytes,
+    pointer,
+)
 from tokenyard.kernels.numba.llvm.sums import sum_scaled
 from tokenyard.kernels.numba.quantize import to_fp8_groups
 from tokenyard.kernels.numba.rows import copy_row, streams
@@ -24,11 +32,6 @@ from tokenyard.wire.call_table import address_of, new_table
 from tokenyard.wire.fp8 import GROUP, NO_CAST
 from tokenyard.wire.slots import LOW, SlotPairs, SlotResults, SlotShape, Stray
 
-_INT32 = np.empty(0, np.int32)
-_INT64 = np.empty(0, np.int64)
-_FLOAT32 = np.empty(0, np.float32)
-_FLOAT64 = np.empty(0, np.float64)
-
 
 @njit(nogil=True, cache=True)
 def number_pairs(table):
@@ -36,10 +39,10 @@ def number_pairs(table):
 
     -1, or p where pair p is no expert, or -2 - p where it names its token's expert again.
     """
-    words = pointer(table, _INT64)
+    words = pointer(table, INT64)
     num_tokens, num_topk = words[at.NUM_TOKENS], words[at.NUM_TOPK]
     num_experts, numel = words[at.NUM_EXPERTS], num_tokens * num_topk
-    experts, copy = pointer(words[at.TOPK_IDX], _INT64), pointer(words[at.SENT], _INT64)
+    experts, copy = pointer(words[at.TOPK_IDX], INT64), pointer(words[at.SENT], INT64)
     seen = np.zeros(num_experts, np.int64)
     for t in range(num_tokens):
         for i in range(t * num_topk, (t + 1) * num_topk):
@@ -59,7 +62,7 @@ def number_pairs(table):
 @njit(nogil=True, cache=True)
 def stage_rows(table, like):
     """Write this rank's block: topk_idx, and rows as they are or cast to FP8, a byte an element."""
-    words = pointer(table, _INT64)
+    words = pointer(table, INT64)
     num_tokens, row_bytes = words[at.NUM_TOKENS], words[at.ROW_BYTES]
     x, block, cast = words[at.X], words[at.BLOCK], words[at.CAST]
     copy_bytes(block, words[at.SENT], 8 * num_tokens * words[at.NUM_TOPK])
@@ -77,15 +80,15 @@ def fill_from(table, source, block, num_tokens):
 
     Whether the block is one that a rank may have written: its experts' numbers become addresses.
     """
-    words = pointer(table, _INT64)
+    words = pointer(table, INT64)
     num_topk, num_experts = words[at.NUM_TOPK], words[at.NUM_EXPERTS]
     num_ranks, num_slots = words[at.SIZE], words[at.NUM_SLOTS]
     row_bytes, scale_bytes = words[at.ROW_BYTES], words[at.SCALE_BYTES]
     x, scales = words[at.X], words[at.SCALES]
     rows, rows_scales = block + words[at.ROWS_AT], block + words[at.SCALES_AT]
-    own, experts = pointer(words[at.OWN_EXPERTS], _INT64), pointer(block, _INT64)
-    ends, tokens = pointer(words[at.COUNTS], _INT32), pointer(words[at.SRC_INFO], _INT32)
-    ranges = pointer(words[at.LAYOUT_RANGE], _INT64)
+    own, experts = pointer(words[at.OWN_EXPERTS], INT64), pointer(block, INT64)
+    ends, tokens = pointer(words[at.COUNTS], INT32), pointer(words[at.SRC_INFO], INT32)
+    ranges = pointer(words[at.LAYOUT_RANGE], INT64)
     streaming = streams(row_bytes, num_tokens * num_topk * row_bytes)
     for t in range(num_tokens):
         row, scale = rows + t * row_bytes, rows_scales + t * scale_bytes
@@ -116,9 +119,9 @@ def fill_from(table, source, block, num_tokens):
 @njit(nogil=True, cache=True)
 def begin_ranges(table, source):
     """This source has no rows yet: its ranges begin where each expert's rows end."""
-    words = pointer(table, _INT64)
+    words = pointer(table, INT64)
     num_local, num_ranks = words[at.NUM_LOCAL], words[at.SIZE]
-    ends, ranges = pointer(words[at.COUNTS], _INT32), pointer(words[at.LAYOUT_RANGE], _INT64)
+    ends, ranges = pointer(words[at.COUNTS], INT32), pointer(words[at.LAYOUT_RANGE], INT64)
     for local in range(num_local):
         ranges[local * num_ranks + source] = np.int64(ends[local]) << 32
 
@@ -126,8 +129,8 @@ def begin_ranges(table, source):
 @njit(nogil=True, cache=True)
 def count_rows(table, source):
     """The rows of one source, of all experts."""
-    words = pointer(table, _INT64)
-    ranges, total = pointer(words[at.LAYOUT_RANGE], _INT64), np.int64(0)
+    words = pointer(table, INT64)
+    ranges, total = pointer(words[at.LAYOUT_RANGE], INT64), np.int64(0)
     for local in range(words[at.NUM_LOCAL]):
         total += ranges[local * words[at.SIZE] + source] & LOW
     return total
@@ -140,10 +143,10 @@ def give_back(table, source, out, row, firsts):
 
     Returns the row after the last. Without `out` nothing is copied, and the notes are about y.
     """
-    words = pointer(table, _INT64)
+    words = pointer(table, INT64)
     num_local, num_ranks, num_slots = words[at.NUM_LOCAL], words[at.SIZE], words[at.NUM_SLOTS]
     y, row_bytes = words[at.Y], words[at.ROW_BYTES]
-    ranges, first = pointer(words[at.LAYOUT_RANGE], _INT64), pointer(firsts, _INT64)
+    ranges, first = pointer(words[at.LAYOUT_RANGE], INT64), pointer(firsts, INT64)
     streaming = streams(row_bytes, count_rows(table, source) * row_bytes)
     for local in range(num_local):
         given = ranges[local * num_ranks + source]
@@ -163,10 +166,10 @@ def give_back(table, source, out, row, firsts):
 @njit(nogil=True, cache=True)
 def pick_pairs(table):
     """Find the place of each pair's row; the first pair that dispatch did not send, or -1."""
-    words = pointer(table, _INT64)
+    words = pointer(table, INT64)
     num_tokens, num_topk = words[at.NUM_TOKENS], words[at.NUM_TOPK]
-    experts, was = pointer(words[at.TOPK_IDX], _INT64), pointer(words[at.SENT], _INT64)
-    to, numel = pointer(words[at.PICKED], _INT64), num_tokens * num_topk
+    experts, was = pointer(words[at.TOPK_IDX], INT64), pointer(words[at.SENT], INT64)
+    to, numel = pointer(words[at.PICKED], INT64), num_tokens * num_topk
     for t in range(num_tokens):
         for i in range(t * num_topk, (t + 1) * num_topk):
             expert = experts[i]
@@ -190,13 +193,13 @@ def sum_tokens(table, rows, limits, tables, masked, like, wide):
 
     A rank whose table leads past its rows, or -1.
     """
-    words = pointer(table, _INT64)
+    words = pointer(table, INT64)
     num_tokens, num_topk, hidden = words[at.NUM_TOKENS], words[at.NUM_TOPK], words[at.HIDDEN]
     row_bytes, out = words[at.ROW_BYTES], words[at.OUT]
-    owner_of = pointer(words[at.RANK_OF_EXPERT], _INT32)
-    local_of = pointer(words[at.LOCAL_OF_EXPERT], _INT32)
-    given = pointer(words[at.WEIGHTS], _FLOAT32)
-    experts, picks = pointer(words[at.TOPK_IDX], _INT64), pointer(words[at.PICKED], _INT64)
+    owner_of = pointer(words[at.RANK_OF_EXPERT], INT32)
+    local_of = pointer(words[at.LOCAL_OF_EXPERT], INT32)
+    given = pointer(words[at.WEIGHTS], FLOAT32)
+    experts, picks = pointer(words[at.TOPK_IDX], INT64), pointer(words[at.PICKED], INT64)
     sources, factors = np.empty(num_topk, np.int64), np.empty(num_topk, wide.dtype)
     for t in range(num_tokens):
         count = 0
@@ -206,7 +209,7 @@ def sum_tokens(table, rows, limits, tables, masked, like, wide):
             owner = owner_of[experts[i]]
             if masked[owner] != 0:
                 continue
-            first = pointer(tables[owner], _INT64)[local_of[experts[i]]]
+            first = pointer(tables[owner], INT64)[local_of[experts[i]]]
             if first < 0 or first >= limits[owner] - picks[i]:
                 return owner
             sources[count] = rows[owner] + (first + picks[i]) * row_bytes
@@ -224,7 +227,7 @@ def cast_like(shape: SlotShape) -> np.ndarray:
 
 def wide_like(dtype: torch.dtype) -> np.ndarray:
     """An element as wide as the sums of rows of this dtype."""
-    return _FLOAT64 if dtype == torch.float64 else _FLOAT32
+    return FLOAT64 if dtype == torch.float64 else FLOAT32
 
 
 def stage_slots(
