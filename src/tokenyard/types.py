@@ -131,6 +131,13 @@ class Permuted:
     offsets: Tensor  # [L] int32, the end of each group with its padding: `offs` of grouped_mm
 
 
+class UnpermuteGrads(NamedTuple):
+    """Where unpermute's gradients go."""
+
+    y: Tensor  # [M, D]
+    weights: Tensor  # [N, K]
+
+
 class Route(NamedTuple):
     """A layout's rows, listed twice: as they are sent, and as each token finds its copies again.
 

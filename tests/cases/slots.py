@@ -13,7 +13,7 @@ from tokenyard.testing import numbered_tokens, routing
 from tokenyard.topology import Placement
 from tokenyard.types import ROW_DTYPES
 from tokenyard.wire.fp8 import NO_CAST, PACKED, PLAIN, ROUNDED
-from tokenyard.wire.slots import SlotResults, SlotShape
+from tokenyard.wire.slots import SlotPairs, SlotResults, SlotShape
 
 RANKS = 3
 
@@ -109,7 +109,7 @@ def there_and_back(
         assert found.pick_slots(idx, sent, picked) == -1
         rows = [outs[rank].view(back_dtype) for outs in back]
         mine = torch.stack([table[rank] for table in tables])
-        written.append(found.sum_slots(rows, mine, idx, picked, weights, shape, out))
+        written.append(found.sum_slots(rows, mine, SlotPairs(idx, picked, weights), shape, out))
     written += [*blocks, *sents, *(out for outs in back for out in outs), *tables]
     return [one.cpu() for one in written]
 

@@ -20,7 +20,7 @@ from tokenyard.kernels.numba.caching import njit
 
 SOURCE = Path(__file__).parents[2] / "src"
 
-# The kernel is in rows.py, and copies rows with copy_bytes of intrinsics.py.
+# The kernel is in rows.py, and copies rows with copy_bytes of llvm/pointers.py.
 PACK = """
 import torch
 from tokenyard.kernels import load
@@ -83,7 +83,7 @@ def test_every_file_that_kernels_may_be_made_of_is_looked_at() -> None:
     """All of kernels/numba, and what those files import of the package, and so on."""
     package = SOURCE / "tokenyard"
     found: set[Path] = set()
-    todo = set((package / "kernels/numba").glob("*.py"))
+    todo = set((package / "kernels/numba").rglob("*.py"))
     while todo:
         path = todo.pop()
         found.add(path)

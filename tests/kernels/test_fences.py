@@ -35,39 +35,32 @@ SUMS = typeof(_Sum(*[0] * 10, False, 0, 0))  # type: ignore[call-arg, arg-type]
 # Kernels in which something may be streamed, as Python calls them.
 STREAM = {
     "permute._spread_kernel": (I64,) * 9 + (FLAG,),
-    "permute._unpermute_kernel": (I64,) * 10 + (FLAG, BFLOAT16, WIDE),
-    "permute_backward._unpermute_backward_kernel": (I64,) * 13 + (FLAG, BFLOAT16, WIDE),
+    "permute._unpermute_kernel": (I64,) * 9 + (FLAG, BFLOAT16, WIDE),
+    "permute_backward._unpermute_backward_kernel": (I64,) * 3 + (BFLOAT16, WIDE),
     "quantize._from_fp8_kernel": (I64,) * 6,
     "quantize.to_fp8_groups": (I64,) * 6 + (BFLOAT16,),
-    "rearrange._rearrange_kernel": (I64,) * 6 + (BFLOAT16,),
-    "reduce._reduce_kernel": (
-        *(WORDS, I64, I64, I64, types.int32[::1], I64, WORDS, I64, I64, I64, I64),
-        *(FLAG, BFLOAT16, WIDE),
-    ),
-    "ring_combine._combine_kernel": (CALL, SUMS, TABLE, I64, I64, I64, BFLOAT16, WIDE, WIDE),
-    "ring_dispatch._dispatch_kernel": (CALL, WORDS, WORDS, I64, I64, I64),
+    "rearrange.boxes._rearrange_kernel": (I64,) * 6 + (BFLOAT16,),
+    "reduce._reduce_kernel": (WORDS, types.int32[::1], *(I64,) * 7, FLAG, BFLOAT16, WIDE),
+    "ring.combine._combine_kernel": (CALL, SUMS, TABLE, I64, I64, I64, BFLOAT16, WIDE, WIDE),
+    "ring.dispatch._dispatch_kernel": (CALL, WORDS, WORDS, I64, I64, I64),
     "rows._pack_kernel": (I64,) * 8 + (FLAG,),
     "rows._scatter_kernel": (TABLE, I64, I64, I64, WORDS, WORDS, WORDS, I64, I64, FLAG),
-    "slot_calls._combine_receive_kernel": (BFLOAT16, *(I64,) * 22, WIDE),
-    "slot_calls._combine_send_kernel": (I64,) * 24,
-    "slot_calls._dispatch_receive_kernel": (I64,) * 25,
-    "slot_calls._dispatch_send_kernel": (BFLOAT16, *(I64,) * 19),
-    "slots.fill_from": (I64,) * 17,
-    "slots.give_back": (I64,) * 10,
-    "slots.stage_rows": (I64,) * 9 + (BFLOAT16,),
-    "slots.sum_tokens": (WORDS, WORDS, WORDS, WORDS, *(I64,) * 10, BFLOAT16, WIDE),
+    "low_latency.calls._combine_receive_kernel": (BFLOAT16, WIDE, I64),
+    "low_latency.calls._combine_send_kernel": (I64,),
+    "low_latency.calls._dispatch_receive_kernel": (I64,),
+    "low_latency.calls._dispatch_send_kernel": (BFLOAT16, I64),
+    "low_latency.steps.fill_from": (I64,) * 4,
+    "low_latency.steps.give_back": (I64,) * 5,
+    "low_latency.steps.stage_rows": (I64, BFLOAT16),
+    "low_latency.steps.sum_tokens": (I64, *(WORDS,) * 4, BFLOAT16, WIDE),
 }
 
-# Functions that raise signals for what this thread wrote, whatever it did before.
-WRITTEN = {
-    "signals._raise_kernel": (I64,) * 3,
-    "slot_calls._publish": (I64,) * 5,
-    "slot_calls._signal_kernel": (I64,) * 2,
-}
-# For what they wrote themselves: rows of a ring, which are read again at once, and not streamed.
-OWN_ROWS = {"ring.send": (CALL, I64, I64)}
-# For what this thread has read. Loads are never late, whatever else it streamed.
-READ = {"ring.take", "slot_calls._combine_receive_kernel", "slot_calls._dispatch_receive_kernel"}
+# The ways to raise a signal, whatever this thread did before.
+SIGNALS = {"signals.raise_signal": (I64,) * 2, "signals.raise_signals": (I64,) * 3}
+# A ring's count of records written: their rows are read again at once, and not streamed.
+OWN_ROWS = {"ring.protocol.send": (CALL, I64, I64)}
+# A ring's count of records taken. Loads are never late, whatever else this thread streamed.
+READ = {"ring.protocol.take"}
 
 
 class Flow:
@@ -140,14 +133,14 @@ def flow(name: str, signature: tuple[Any, ...]) -> tuple[Flow, str]:
 
 
 def modules() -> list[Any]:
-    names = [info.name for info in pkgutil.iter_modules(kernels.__path__)]
-    return [importlib.import_module(f"{kernels.__name__}.{name}") for name in names]
+    found = pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")
+    return [importlib.import_module(info.name) for info in found]
 
 
 def functions() -> dict[str, Any]:
     """All compiled functions, by file and name."""
     return {
-        f"{module.__name__.rpartition('.')[2]}.{name}": value
+        f"{module.__name__.removeprefix(f'{kernels.__name__}.')}.{name}": value
         for module in modules()
         for name, value in vars(module).items()
         if is_jitted(value) and value.py_func.__module__ == module.__name__
@@ -195,12 +188,12 @@ def test_all_ways_to_raise_a_signal_are_looked_at() -> None:
     raising = {
         name for name, value in functions().items() if "store_release" in used(value.py_func)
     }
-    assert raising == {*WRITTEN, *OWN_ROWS, *READ}
+    assert raising == {*SIGNALS, *OWN_ROWS, *READ}
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", SIGNALS)
 def test_signals_for_what_was_written_come_after_a_fence(name: str) -> None:
-    code, function = flow(name, WRITTEN[name])
+    code, function = flow(name, SIGNALS[name])
     assert not code.leaves_dirty(function, True)
     assert (code.signals > 0, code.dirty_signals) == (True, 0)
 

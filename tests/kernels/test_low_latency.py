@@ -11,7 +11,7 @@ from tokenyard import kernels
 from tokenyard.testing import assert_same, poisoned
 from tokenyard.validate import SUMMABLE
 from tokenyard.wire.fp8 import NO_CAST
-from tokenyard.wire.slots import Stray
+from tokenyard.wire.slots import SlotPairs, Stray
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, MOST])
@@ -98,10 +98,10 @@ def test_words_that_no_rank_writes(name: str) -> None:
     rows, tables = [torch.ones(4, 16)] * RANKS, idx.new_zeros(RANKS, 4)
     picked, weights = torch.zeros_like(idx), torch.ones(2, 3)
     assert found.pick_slots(idx, sent, picked) == -1
-    out = torch.empty(2, 16)
-    found.sum_slots(rows, tables, idx, picked, weights, shape, out)
+    pairs, out = SlotPairs(idx, picked, weights), torch.empty(2, 16)
+    found.sum_slots(rows, tables, pairs, shape, out)
     for first in (-1, 4, 3, 1 << 44):  # the second pair of expert 1 is the row after that
         tables[0, 0] = first
         with pytest.raises(Stray) as caught:
-            found.sum_slots(rows, tables, idx, picked, weights, shape, out)
+            found.sum_slots(rows, tables, pairs, shape, out)
         assert caught.value.rank == 0

@@ -20,7 +20,8 @@ from tests.cases.clock import scaled
 from tokenyard import spec
 from tokenyard.kernels import numba as kernels
 from tokenyard.testing import assert_same
-from tokenyard.types import Layout
+from tokenyard.types import Flow, Layout
+from tokenyard.wire.rings import RingUse
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SECONDS = scaled(100)  # a call that takes longer hangs
@@ -50,26 +51,26 @@ class Machine:
         self.memory = [lines(self.num_channels * self.size * ring_bytes) for _ in range(self.size)]
         bases = np.array([memory.ctypes.data for memory in self.memory], np.int64)
         self.rings = [
-            kernels.make_rings(rank, bases, ring_bytes, self.num_channels)
+            kernels.make_rings(rank, bases, self.nodes, ring_bytes, self.num_channels)
             for rank in range(self.size)
         ]
 
     def counts(self, rank: int) -> list[int]:
         return [route.send_counts[rank] for route in self.routes]
 
+    def flow(self, rank: int) -> Flow:
+        counts = tuple(self.counts(rank))
+        tokens = np.array([marks.shape[0] for marks in self.marks], np.int64)
+        return Flow(self.routes[rank], counts, sum(counts), tokens, None, None)
+
+    def use(self) -> RingUse:
+        return RingUse(self.slots, self.chunk, min(self.num_used, self.num_channels))
+
     def plan_dispatch(self, rank: int, columns: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
         counts = self.counts(rank)
         outs = [torch.full((sum(counts), column.shape[1]), 0xEE).byte() for column in columns]
-        plan = kernels.plan_ring_dispatch(
-            self.rings[rank],
-            columns,
-            self.routes[rank],
-            counts,
-            outs,
-            self.slots,
-            self.chunk,
-            min(self.num_used, self.num_channels),
-        )
+        flow = self.flow(rank)
+        plan = kernels.plan_ring_dispatch(self.rings[rank], columns, outs, flow, self.use())
         return plan, outs
 
     def plan_combine(
@@ -81,19 +82,12 @@ class Machine:
         sums = None if weights is None else torch.full((num_tokens[rank], weights.shape[1]), -1.0)
         plan = kernels.plan_ring_combine(
             self.rings[rank],
-            x_ND=x,
-            weights_NK=weights,
-            recv_src_idx_N=torch.cat(sent),
-            recv_counts=self.counts(rank),
-            num_tokens_R=num_tokens,
-            route=self.routes[rank],
-            biases_TD=biases,
-            node_of_rank=self.nodes,
-            out_TD=out,
-            weights_out_TK=sums,
-            slots=self.slots,
-            chunk=self.chunk,
-            num_channels=min(self.num_used, self.num_channels),
+            [x] if weights is None else [x, weights],
+            [out] if sums is None else [out, sums],
+            self.flow(rank),
+            torch.cat(sent),
+            biases,
+            self.use(),
         )
         return plan, out, sums
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tokenyard.kernels import triton as kernels
 from tokenyard.topology import Placement
-from tokenyard.types import ROW_DTYPES, Route
+from tokenyard.types import ROW_DTYPES, Route, UnpermuteGrads
 from tokenyard.wire.fp8 import NO_CAST, PACKED, PLAIN, ROUNDED
-from tokenyard.wire.slots import SlotResults, SlotShape
+from tokenyard.wire.slots import SlotPairs, SlotResults, SlotShape
 
 TOKENS, TOPK, HIDDEN, EXPERTS, RANKS = 256, 8, 7168, 64, 8
 FEW = 16  # tokens of a rank in the low-latency mode, whose slots are many times as many
@@ -96,8 +96,8 @@ def _summing() -> Iterator[Case]:
         yield f"reduce {name} biases nodes", both
         yield f"unpermute {name}", partial(kernels.unpermute, x, places, None, out)
         yield f"unpermute {name} weighted", partial(kernels.unpermute, x, places, weights, out)
-        given = (x, x, places, weights, out, torch.zeros_like(weights))
-        yield f"gradients {name}", partial(kernels.unpermute_backward, *given)
+        grads = UnpermuteGrads(out, torch.zeros_like(weights))
+        yield f"gradients {name}", partial(kernels.unpermute_backward, x, x, places, weights, grads)
 
 
 def _casting() -> Iterator[Case]:
@@ -165,7 +165,7 @@ def _low_latency() -> Iterator[Case]:
         rows = torch.zeros(shape.most_back, HIDDEN, dtype=dtype)
         backs = got.x, got.layout_range, [rows.view(torch.uint8)] * RANKS, tables
         yield f"stage_back {_name(dtype)}", partial(kernels.stage_back, *backs)
-        terms = [rows] * RANKS, tables, ids, ids, weights, shape, out
+        terms = [rows] * RANKS, tables, SlotPairs(ids, ids, weights), shape, out
         yield f"sum_slots {_name(dtype)}", partial(kernels.sum_slots, *terms)
     yield "pick_slots", partial(kernels.pick_slots, ids, sent, ids)
 

@@ -1,7 +1,8 @@
 """The kernels that every set has, and how a set is found.
 
-A set is a module; its functions have these names and signatures and agree with `spec` bit for bit.
-Launchers allocate and choose the grid. They never validate: that is done before, in `validate`.
+A set is a module: "numba" for the CPU, "triton" for GPUs, "reference" for any device and for
+reading. All sets have functions of these names and signatures, which agree with `spec` bit for bit.
+Launchers allocate and choose the grid. They never validate: callers do, with `validate`.
 """
 
 from __future__ import annotations
@@ -18,17 +19,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.types import Aligned, Layout, Places, Route
-from tokenyard.wire.slots import SlotResults, SlotShape
+from tokenyard.types import Aligned, Layout, Places, Route, UnpermuteGrads
+from tokenyard.wire.slots import SlotPairs, SlotResults, SlotShape
 
 _log = logging.getLogger("tokenyard")
 _SETS = ("numba", "reference", "triton")
 
 Array = TypeVar("Array", Tensor, np.ndarray)
+Tensors = Sequence[Tensor]
+NodeOfRank = Sequence[int]
 
 
 class RowKernels(Protocol):
-    """The kernels that every transport asks for."""
+    """The kernels that every transport asks for, and what else a set can do."""
+
+    # Whether ranks of one machine may share memory: the set has signals, rings and whole calls of
+    # the low-latency mode, all of which order what one rank writes and another reads.
+    shares_memory: bool
+    # Whether the set puts rows into other ranks' symmetric memory, and raises flags there.
+    puts_rows: bool
 
     def route(self, is_token_in_rank_TR: Tensor) -> Route:
         """List the rows by (rank, token), and each token's copies by rank."""
@@ -41,26 +50,82 @@ class RowKernels(Protocol):
 
     def reduce(
         self,
-        rows_by_rank: Sequence[Tensor],
+        rows_R: Tensors,
         route: Route,
-        node_of_rank: Sequence[int],
-        biases_TD: Sequence[Tensor],
+        node_of_rank: NodeOfRank,
+        biases_TD: Tensors,
         out_TD: Tensor,
     ) -> Tensor:
         """Sum each token's rows as `spec.combine` does, into `out`, which has the rows' dtype.
 
-        `rows_by_rank[r]` holds the rows that came back from rank r, in the order in which they were
+        `rows_R[r]` holds the rows that came back from rank r, in the order in which they were
         sent there. They need not share memory.
         """
 
 
-class Kernels(RowKernels, Protocol):
+class SlotKernels(RowKernels, Protocol):
+    """The steps of the low-latency mode."""
+
+    def stage_slots(
+        self,
+        x_TD: Tensor,
+        topk_idx_TK: Tensor,
+        shape: SlotShape,
+        block_B: Tensor,
+        sent_2TK: Tensor,
+    ) -> int:
+        """Lay tokens out in a block (see `tokenyard.wire.slots`), cast if the shape says so.
+
+        `sent` gets topk_idx, and each pair's place among those of its expert. -1, or p where pair p
+        is no expert, or -2 - p where it names its token's expert again; the block is then not to be
+        used.
+        """
+
+    def fill_slots(
+        self,
+        blocks: Sequence[Tensor],
+        tokens: Sequence[int],
+        shape: SlotShape,
+        out: SlotResults,
+    ) -> None:
+        """Take this rank's rows out of all ranks' blocks, by (source rank, token). Stray if a block
+        is none that a rank has written.
+        """
+
+    def stage_back(
+        self, y_LSD: Tensor, layout_range_LR: Tensor, outs: Sequence[Tensor], tables_RL: Tensor
+    ) -> None:
+        """The rows of each source rank, as bytes, by (local expert, slot); where each expert's
+        begin goes into the table.
+        """
+
+    def pick_slots(self, topk_idx_TK: Tensor, sent_2TK: Tensor, picked_TK: Tensor) -> int:
+        """Find each pair's place again, -1 for those that are -1. The first pair that was not sent,
+        or -1.
+        """
+
+    def sum_slots(
+        self,
+        rows: Sequence[Tensor],
+        tables_RL: Tensor,
+        pairs: SlotPairs,
+        shape: SlotShape,
+        out_TD: Tensor,
+    ) -> Tensor:
+        """The weighted sum of each token's rows as `spec.low_latency_combine` makes it.
+
+        rows[r] came from rank r, and tables[r] says where those of each of its experts begin.
+        Stray if that is past their end.
+        """
+
+
+class Kernels(SlotKernels, Protocol):
     def layout(
         self,
         topk_idx_TK: Tensor,
         rank_of_expert_E: Tensor,
         num_ranks: int,
-        node_of_rank: Sequence[int] | None,
+        node_of_rank: NodeOfRank | None,
     ) -> tuple[Layout, int]:
         """Count and mark who gets each token. `node_of_rank` is None on one node.
 
@@ -108,12 +173,11 @@ class Kernels(RowKernels, Protocol):
         y_MD: Tensor,
         row_of_NK: Tensor,
         weights_NK: Tensor,
-        grad_y_MD: Tensor,
-        grad_weights_NK: Tensor,
+        out: UnpermuteGrads,
     ) -> int:
-        """Both gradients as `spec.unpermute_backward` makes them, into the last two tensors.
+        """Both gradients as `spec.unpermute_backward` makes them, into `out`.
 
-        grad, y and grad_y have one dtype, both weights that of the sums. Rows, and what is
+        grad, y and its gradient have one dtype, both weights that of the sums. Rows, and what is
         returned, are as in `unpermute`.
         """
 
@@ -137,60 +201,6 @@ class Kernels(RowKernels, Protocol):
         self, num_rows: int, hidden: int, use_ue8m0: bool
     ) -> Callable[[Tensor, Tensor], Tensor]:
         """A function that does what `spec.cast_back` does to contiguous values and scales."""
-
-    def stage_slots(
-        self,
-        x_TD: Tensor,
-        topk_idx_TK: Tensor,
-        shape: SlotShape,
-        block_B: Tensor,
-        sent_2TK: Tensor,
-    ) -> int:
-        """Lay tokens out in a block (see `tokenyard.wire.slots`), cast if the shape says so.
-
-        `sent` gets topk_idx, and each pair's place among those of its expert. -1, or p where pair p
-        is no expert, or -2 - p where it names its token's expert again; the block is then not to be
-        used.
-        """
-
-    def fill_slots(
-        self,
-        blocks: Sequence[Tensor],
-        tokens: Sequence[int],
-        shape: SlotShape,
-        out: SlotResults,
-    ) -> None:
-        """Take this rank's rows out of all ranks' blocks, by (source rank, token). Stray if a block
-        is none that a rank has written.
-        """
-
-    def stage_back(
-        self, y_LSD: Tensor, layout_range_LR: Tensor, outs: Sequence[Tensor], tables_RL: Tensor
-    ) -> None:
-        """The rows of each source rank, as bytes, by (local expert, slot); where each expert's
-        begin goes into the table.
-        """
-
-    def pick_slots(self, topk_idx_TK: Tensor, sent_2TK: Tensor, picked_TK: Tensor) -> int:
-        """Find each pair's place again, -1 for those that are -1. The first pair that was not sent,
-        or -1.
-        """
-
-    def sum_slots(
-        self,
-        rows: Sequence[Tensor],
-        tables_RL: Tensor,
-        topk_idx_TK: Tensor,
-        picked_TK: Tensor,
-        topk_weights_TK: Tensor,
-        shape: SlotShape,
-        out_TD: Tensor,
-    ) -> Tensor:
-        """The weighted sum of each token's rows as `spec.low_latency_combine` makes it.
-
-        rows[r] came from rank r, and tables[r] says where those of each of its experts begin.
-        Stray if that is past their end.
-        """
 
 
 @cache

@@ -15,14 +15,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tokenyard.comm.base import Communicator, Exchange
-from tokenyard.kernels.base import RowKernels
+from tokenyard.kernels.base import SlotKernels
 from tokenyard.low_latency.handle import PendingCombine
 from tokenyard.runtime import memory
 from tokenyard.runtime.memory import as_bytes
@@ -30,45 +29,9 @@ from tokenyard.transports.base import Transport
 from tokenyard.transports.collective import pack_records, unpack_records
 from tokenyard.types import round_up
 from tokenyard.wire.fp8 import NO_CAST
-from tokenyard.wire.slots import COMBINE, DISPATCH, LOW, SlotResults, SlotShape
+from tokenyard.wire.slots import COMBINE, DISPATCH, LOW, SlotPairs, SlotResults, SlotShape
 
 _WORD = 8  # bytes: what goes back is sent in words, so that all of it is aligned
-
-
-class SlotKernels(RowKernels, Protocol):
-    def stage_slots(
-        self,
-        x_TD: Tensor,
-        topk_idx_TK: Tensor,
-        shape: SlotShape,
-        block_B: Tensor,
-        sent_2TK: Tensor,
-    ) -> int: ...
-
-    def fill_slots(
-        self,
-        blocks: Sequence[Tensor],
-        tokens: Sequence[int],
-        shape: SlotShape,
-        out: SlotResults,
-    ) -> None: ...
-
-    def stage_back(
-        self, y_LSD: Tensor, layout_range_LR: Tensor, outs: Sequence[Tensor], tables_RL: Tensor
-    ) -> None: ...
-
-    def pick_slots(self, topk_idx_TK: Tensor, sent_2TK: Tensor, picked_TK: Tensor) -> int: ...
-
-    def sum_slots(
-        self,
-        rows: Sequence[Tensor],
-        tables_RL: Tensor,
-        topk_idx_TK: Tensor,
-        picked_TK: Tensor,
-        topk_weights_TK: Tensor,
-        shape: SlotShape,
-        out_TD: Tensor,
-    ) -> Tensor: ...
 
 
 @dataclass
@@ -155,9 +118,8 @@ class ExchangedSlots:
     ) -> None:
         mail, shape = self._read(COMBINE, number, waits), back.handle.shape
         tables, rows = zip(*_back_parts(mail.came_NB, mail.rows_from, shape, back.dtype))
-        self._kernels.sum_slots(
-            rows, torch.stack(tables), back.topk_idx, back.picked, back.weights, shape, out
-        )
+        pairs = SlotPairs(back.topk_idx, back.picked, back.weights)
+        self._kernels.sum_slots(rows, torch.stack(tables), pairs, shape, out)
 
     def rows_to(self, kind: int, number: int) -> np.ndarray:
         """[R, 1]: how many rows go to each rank in a call that was sent."""

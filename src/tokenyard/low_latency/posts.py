@@ -67,16 +67,14 @@ class PostKernels(SignalKernels, Protocol):
 
     def find_ahead(
         self,
-        marks: int,
-        limits: int,
-        width: int,
+        marks_RM: np.ndarray,
+        limits_M: np.ndarray,
+        masked: int,
+        rank: int,
         awaited: int,
         number: int,
         failures: int,
         failed_number: int,
-        masked: int,
-        rank: int,
-        size: int,
     ) -> int: ...
 
     def await_slots(
@@ -293,16 +291,7 @@ class Posts:
         self, limits: np.ndarray, awaited: int, reach: int, failures: int = 0, number: int = 0
     ) -> int:
         return self._kernels.find_ahead(
-            int(self._marks_RM.ctypes.data),
-            int(limits.ctypes.data),
-            _MARKS,
-            awaited,
-            reach,
-            failures,
-            number,
-            self.masked,
-            self._rank,
-            self._size,
+            self._marks_RM, limits, self.masked, self._rank, awaited, reach, failures, number
         )
 
     def _wait(self, post: Post, signals: int, reach: int, number: int, stage: str) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, from_numpy
 
 from tokenyard.runtime import memory
 from tokenyard.types import round_up
+from tokenyard.wire.columns import LINE
 from tokenyard.wire.fp8 import NO_CAST
 from tokenyard.wire.slots import SlotResults, SlotShape
 
@@ -31,7 +32,7 @@ class Results:
     def take(self, shape: SlotShape, number: int) -> SlotResults:
         """Memory for what arrives. Rows and scales are the result whose life is watched."""
         num_local, num_slots, _ = shape.x_shape
-        x_bytes = round_up(num_local * num_slots * shape.row_bytes, 64)
+        x_bytes = round_up(num_local * num_slots * shape.row_bytes, LINE)
         array = self._lend(x_bytes + num_local * num_slots * shape.scale_bytes, number)
         scales = None
         if shape.cast != NO_CAST:

@@ -7,9 +7,9 @@ are mapped when a post first names them. `posts.py` has the posts.
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable
-from functools import partial
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from tokenyard.shm.attached import Mapped
 from tokenyard.shm.node import SharedNode
 from tokenyard.shm.segment import Segment
 from tokenyard.types import ROW_DTYPES
+from tokenyard.wire import call_table as at
+from tokenyard.wire.call_table import address_of, new_table
 from tokenyard.wire.slots import (
     BAD,
     COMBINE,
@@ -56,13 +58,22 @@ _MANY = 16  # segments of a rank
 _ALWAYS_KEPT = 1 << 20  # bytes of a block
 _PATIENT = 32  # calls
 
+Call = Callable[[], int]  # a compiled call, which returns a verdict (see `wire.slots`)
+
 
 class SlotKernels(PostKernels, Protocol):
-    def dispatch_calls(self, shape: SlotShape) -> tuple[Callable[..., int], Callable[..., int]]: ...
+    def dispatch_calls(self, shape: SlotShape, send: int, receive: int) -> tuple[Call, Call]: ...
 
-    def combine_calls(
-        self, dtype: torch.dtype
-    ) -> tuple[Callable[..., int], Callable[..., int]]: ...
+    def combine_calls(self, dtype: torch.dtype, send: int, receive: int) -> tuple[Call, Call]: ...
+
+
+class _Halves(NamedTuple):
+    """Compiled calls that send and receive, and the tables that tell them what (`call_table`)."""
+
+    send: Call
+    send_table: array[int]
+    receive: Call
+    receive_table: array[int]
 
 
 class SharedSlots:
@@ -81,7 +92,8 @@ class SharedSlots:
         self._held: dict[tuple[int, int, int], Mapped] = {}  # of others, as `peers` knows them
         self._new: dict[int, tuple[int, int]] = {}  # by post: a call that named another, and which
         self._lent: list[Tensor | None] = [None] * 2  # rows that others read where they are
-        self._planned: dict[tuple[int, Any], tuple[Callable[..., int], Callable[..., int]]] = {}
+        # By post, shape, and the dtype of the rows of a combine.
+        self._halves: dict[tuple[int, SlotShape, torch.dtype | None], _Halves] = {}
 
     def send_dispatch(
         self, number: int, x: Tensor, topk_idx: Tensor, shape: SlotShape, sent: Tensor, stage: str
@@ -94,29 +106,15 @@ class SharedSlots:
         if head[SIGNATURE] != shape.signature or head[IDENTITY] != block.identity:
             head[SIGNATURE], head[FD : IDENTITY + 1] = shape.signature, block.told
             head[TERMS : TERMS + len(shape.terms)] = shape.terms
-        call = partial(
-            self._calls(DISPATCH, shape)[0],
-            post.reads,
-            self.posts.masked,
-            self._rank,
-            self._size,
-            number,
-            self._node.mailbox.patience,
-            x.data_ptr(),
-            topk_idx.data_ptr(),
-            topk_idx.shape[0],
-            shape.num_topk,
-            shape.placement.num_experts,
-            sent.data_ptr(),
-            block.address,
-            shape.rows_at,
-            shape.row_bytes,
-            shape.scales_at,
-            shape.cast,
-            post.head_at,
-            post.own,
-        )
-        while code := call():
+        halves = self._calls(post, shape, None)
+        table = halves.send_table
+        table[at.NUMBER] = number
+        table[at.NUM_TOKENS] = topk_idx.shape[0]
+        table[at.TOPK_IDX] = topk_idx.data_ptr()
+        table[at.SENT] = sent.data_ptr()
+        table[at.X] = x.data_ptr()
+        table[at.BLOCK] = block.address
+        while code := halves.send():
             what, which = code >> 32, code & LOW
             if what == LATE:
                 self.posts.wait_to_send(post, number, stage)
@@ -138,35 +136,16 @@ class SharedSlots:
         post = self.posts.of(DISPATCH, number)
         if waits is not None:
             self.posts.time_arrivals(post, number, waits, stage)
-        call = partial(
-            self._calls(DISPATCH, shape)[1],
-            post.peers,
-            self.posts.masked,
-            self.posts.flags,
-            self._rank,
-            self._size,
-            number,
-            self._node.mailbox.patience,
-            shape.signature,
-            shape.num_max,
-            shape.num_topk,
-            shape.placement.num_experts,
-            shape.local_table,
-            shape.num_local,
-            shape.rows_at,
-            shape.row_bytes,
-            shape.scales_at,
-            shape.scale_bytes,
-            shape.block_bytes,
-            out.x.data_ptr(),
-            0 if out.scales is None else out.scales.data_ptr(),
-            out.counts.data_ptr(),
-            out.src_info.data_ptr(),
-            out.layout_range.data_ptr(),
-            0 if totals is None else totals.data_ptr(),
-            post.read,
-        )
-        while code := call():
+        halves = self._calls(post, shape, None)
+        table = halves.receive_table
+        table[at.NUMBER] = number
+        table[at.X] = out.x.data_ptr()
+        table[at.SCALES] = 0 if out.scales is None else out.scales.data_ptr()
+        table[at.COUNTS] = out.counts.data_ptr()
+        table[at.SRC_INFO] = out.src_info.data_ptr()
+        table[at.LAYOUT_RANGE] = out.layout_range.data_ptr()
+        table[at.TOTALS] = 0 if totals is None else totals.data_ptr()
+        while code := halves.receive():
             self._answer(code, post, number, stage)
         self._after_reading(post, number, stage)
 
@@ -175,39 +154,27 @@ class SharedSlots:
         handle, shape = back.handle, back.handle.shape
         self.posts.begin(COMBINE, number)
         post, row_bytes = self.posts.of(COMBINE, number), shape.hidden * y.element_size()
-        table_bytes, room = shape.table_bytes, 0
-        tables = self._size * table_bytes
+        tables, room = self._size * shape.table_bytes, 0
         most = tables + self._size * shape.most_back * row_bytes
         given = self._node.pool.find(y.data_ptr(), y.nbytes) if back.zero_copy else None
+        halves = self._calls(post, shape, y.dtype)
+        table = halves.send_table
+        table[at.NUMBER] = number
+        table[at.HANDLE] = handle.number
+        table[at.NUM_TOKENS] = back.topk_idx.shape[0]
+        table[at.TOPK_IDX] = back.topk_idx.data_ptr()
+        table[at.SENT] = handle.sent.data_ptr()
+        table[at.PICKED] = back.picked.data_ptr()
+        table[at.Y] = y.data_ptr()
+        table[at.LAYOUT_RANGE] = handle.layout_range.data_ptr()
+        table[at.COPIES_OWN] = back.own is None
         while True:
             block = self._block(post, number, tables + room * row_bytes, most, stage)
             self._head_combine(post, shape, block, tables, y, given)
-            code = self._calls(COMBINE, y.dtype)[0](
-                post.reads,
-                self.posts.masked,
-                self._rank,
-                self._size,
-                number,
-                self._node.mailbox.patience,
-                y.data_ptr(),
-                shape.num_local,
-                shape.num_slots,
-                row_bytes,
-                handle.layout_range.data_ptr(),
-                back.own is None,
-                block.address + tables if given is None else 0,
-                (block.size - tables) // row_bytes,
-                block.address,
-                table_bytes,
-                back.topk_idx.data_ptr(),
-                handle.sent.data_ptr(),
-                back.picked.data_ptr(),
-                back.topk_idx.shape[0],
-                shape.num_topk,
-                post.head_at,
-                post.own,
-                handle.number,
-            )
+            table[at.BLOCK] = block.address
+            table[at.ROWS] = block.address + tables if given is None else 0
+            table[at.ROOM] = (block.size - tables) // row_bytes
+            code = halves.send()
             what, which = code >> 32, code & LOW
             if not code:
                 self._lent[number % 2] = None if given is None else y
@@ -247,34 +214,17 @@ class SharedSlots:
         handle, shape, post = back.handle, back.handle.shape, self.posts.of(COMBINE, number)
         if waits is not None:
             self.posts.time_arrivals(post, number, waits, stage)
-        wide = np.float64 if back.dtype == torch.float64 else np.float32
-        call = partial(
-            self._calls(COMBINE, back.dtype)[1],
-            post.peers,
-            self.posts.masked,
-            self.posts.flags,
-            self._rank,
-            self._size,
-            number,
-            self._node.mailbox.patience,
-            _combine_signature(shape, back.dtype),
-            handle.number,
-            0 if back.own is None else back.own.data_ptr(),
-            shape.table_bytes,
-            shape.placement.rank_of_expert.data_ptr(),
-            shape.placement.local_of_expert.data_ptr(),
-            shape.hidden * out.element_size(),
-            back.topk_idx.data_ptr(),
-            back.picked.data_ptr(),
-            back.weights.data_ptr(),
-            back.topk_idx.shape[0],
-            shape.num_topk,
-            shape.hidden,
-            out.data_ptr(),
-            post.read,
-            np.empty(shape.num_topk, wide),
-        )
-        while code := call():
+        halves = self._calls(post, shape, back.dtype)
+        table = halves.receive_table
+        table[at.NUMBER] = number
+        table[at.HANDLE] = handle.number
+        table[at.NUM_TOKENS] = back.topk_idx.shape[0]
+        table[at.TOPK_IDX] = back.topk_idx.data_ptr()
+        table[at.PICKED] = back.picked.data_ptr()
+        table[at.WEIGHTS] = back.weights.data_ptr()
+        table[at.Y] = 0 if back.own is None else back.own.data_ptr()
+        table[at.OUT] = out.data_ptr()
+        while code := halves.receive():
             self._answer(code, post, number, stage)
         self._after_reading(post, number, stage)
 
@@ -329,14 +279,14 @@ class SharedSlots:
 
     def _map(self, post: Post, rank: int, stage: str) -> None:
         known = post.peers_R7[rank]
-        theirs = words(int(known[0]), POST_WORDS)
+        theirs = words(int(known[at.PEER_POST]), POST_WORDS)
         is_combine = post.place >= 2
-        for fd, at in ((FD, 1), (ROWS_FD, 4))[: 1 + is_combine]:
+        for fd, to in ((FD, at.PEER_BLOCK), (ROWS_FD, at.PEER_ROWS))[: 1 + is_combine]:
             told = theirs[fd : fd + 3].tolist()
             if rank == self._rank:  # its rows are read where they were given
                 block = self._blocks[post.place]
                 assert block is not None
-                known[at : at + 3] = told[-1], block.address, block.size
+                known[to : to + 3] = told[-1], block.address, block.size
             else:
                 try:
                     mapped = self._node.attached.memory(rank, told, stage)
@@ -347,8 +297,8 @@ class SharedSlots:
                     return
                 if mapped.array.size != told[1]:  # which another call has mapped
                     raise Stray(rank)
-                self._held[post.place, rank, at] = mapped
-                known[at : at + 3] = told[-1], mapped.address, mapped.array.size
+                self._held[post.place, rank, to] = mapped
+                known[to : to + 3] = told[-1], mapped.address, mapped.array.size
 
     def _note_new(self, place: int, number: int, identity: int) -> None:
         if identity not in self._mapped:
@@ -400,11 +350,36 @@ class SharedSlots:
         self._blocks[place] = block
         return block
 
-    def _calls(self, kind: int, key: Any) -> tuple[Callable[..., int], Callable[..., int]]:
-        if (kind, key) not in self._planned:
-            plan = self._kernels.dispatch_calls if kind == DISPATCH else self._kernels.combine_calls
-            self._planned[kind, key] = plan(key)
-        return self._planned[kind, key]
+    def _calls(self, post: Post, shape: SlotShape, dtype: torch.dtype | None) -> _Halves:
+        """The calls of a post: of a dispatch, or of a combine if the dtype of its rows is given.
+
+        All that follows from the arguments is in their tables.
+        """
+        halves = self._halves.get((post.place, shape, dtype))
+        if halves is None:
+            halves = self._halves[post.place, shape, dtype] = self._make_calls(post, shape, dtype)
+        return halves
+
+    def _make_calls(self, post: Post, shape: SlotShape, dtype: torch.dtype | None) -> _Halves:
+        send_table, receive_table = new_table(shape), new_table(shape)
+        for table in (send_table, receive_table):
+            table[at.PATIENCE] = self._node.mailbox.patience
+            table[at.MASKED] = self.posts.masked
+            table[at.FLAGS] = self.posts.flags
+            table[at.READS] = post.reads
+            table[at.READ] = post.read
+            table[at.PEERS] = post.peers
+            table[at.POST] = post.own
+            table[at.HEAD] = post.head_at
+            if dtype is not None:
+                table[at.SIGNATURE] = _combine_signature(shape, dtype)
+                table[at.ROW_BYTES] = shape.hidden * dtype.itemsize
+        tables = address_of(send_table), address_of(receive_table)
+        if dtype is None:
+            send, receive = self._kernels.dispatch_calls(shape, *tables)
+        else:
+            send, receive = self._kernels.combine_calls(dtype, *tables)
+        return _Halves(send, send_table, receive, receive_table)
 
 
 def _combine_signature(shape: SlotShape, dtype: torch.dtype) -> int:

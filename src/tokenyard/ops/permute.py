@@ -15,7 +15,7 @@ from torch import Tensor
 from tokenyard import kernels as kernel_sets
 from tokenyard import validate
 from tokenyard.runtime import memory
-from tokenyard.types import ROW_DTYPES, SCALE_DTYPES, Permuted
+from tokenyard.types import ROW_DTYPES, SCALE_DTYPES, Permuted, UnpermuteGrads
 
 
 def permute(
@@ -141,13 +141,15 @@ def unpermute_backward(
     )
     row_of = _row_of(row_of, grad_ND.shape[0], device)
     wide = _weights(weights, row_of, y_MD)
-    grad_y = memory.empty(num_places, hidden, dtype=y_MD.dtype, device=device)
-    grad_weights = memory.empty(*row_of.shape, dtype=wide.dtype, device=device)
+    out = UnpermuteGrads(
+        memory.empty(num_places, hidden, dtype=y_MD.dtype, device=device),
+        memory.empty(*row_of.shape, dtype=wide.dtype, device=device),
+    )
     kernel_set = kernel_sets.pick(kernels, device.type)
-    first_bad = kernel_set.unpermute_backward(grad_ND, y_MD, row_of, wide, grad_y, grad_weights)
+    first_bad = kernel_set.unpermute_backward(grad_ND, y_MD, row_of, wide, out)
     if first_bad >= 0:
         raise _bad_row(row_of, first_bad, len(y_MD), f"y has {len(y_MD)} rows")
-    return grad_y, grad_weights.to(weights.dtype)
+    return out.y, out.weights.to(weights.dtype)
 
 
 def spread(x: Tensor, row_of: Tensor, num_rows: int, *, kernels: str = "auto") -> Tensor:

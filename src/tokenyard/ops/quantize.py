@@ -17,9 +17,7 @@ from torch.nn import Parameter
 from tokenyard import validate
 from tokenyard.kernels import pick
 from tokenyard.validate import held
-
-_GROUP = 128  # elements that share a scale
-_PACKED = 4  # UE8M0 scales in an int32
+from tokenyard.wire.fp8 import GROUP, PER_WORD
 
 _FROM = (torch.bfloat16, torch.float16, torch.float32)
 _SCALES = (torch.float32, torch.int32)
@@ -91,12 +89,12 @@ def _plan_from_fp8(
     form: _Form, scales_form: _Form, kernels: str
 ) -> Callable[[Tensor, Tensor], Tensor]:
     num_rows, hidden = _check_rows("x_fp8", form, (torch.float8_e4m3fn,))
-    num_scales = hidden // _GROUP
+    num_scales = hidden // GROUP
     device, (_, _, scale_dtype, _, scale_device) = form[-1], scales_form
     use_ue8m0 = scale_dtype == torch.int32
     if use_ue8m0:
         _check_packing("x_fp8", hidden)
-        num_scales //= _PACKED
+        num_scales //= PER_WORD
     _check_form("x_scales", scales_form, (num_rows, num_scales), _SCALES)
     validate.require(
         scale_device == device, f"x_scales is on device {scale_device}, want x_fp8's, {device}"
@@ -108,7 +106,7 @@ def _check_rows(what: str, form: _Form, dtypes: Sequence[torch.dtype]) -> torch.
     _check_form(what, form, ("tokens", "hidden"), dtypes)
     shape = form[1]
     validate.require(
-        shape[1] % _GROUP == 0, f"{what} has hidden size {shape[1]}, want a multiple of {_GROUP}"
+        shape[1] % GROUP == 0, f"{what} has hidden size {shape[1]}, want a multiple of {GROUP}"
     )
     return shape
 
@@ -126,7 +124,7 @@ def _check_form(
 
 def _check_packing(what: str, hidden: int) -> None:
     validate.require(
-        hidden % (_GROUP * _PACKED) == 0,
-        f"{what} has hidden size {hidden}, want a multiple of {_GROUP * _PACKED}, since UE8M0 "
+        hidden % (GROUP * PER_WORD) == 0,
+        f"{what} has hidden size {hidden}, want a multiple of {GROUP * PER_WORD}, since UE8M0 "
         "scales come in fours",
     )

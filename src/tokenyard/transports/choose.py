@@ -66,7 +66,7 @@ def _open_hierarchical(opening: Opening) -> Transport:
 
 
 def _open_symmetric(opening: Opening) -> Transport:
-    if not hasattr(opening.kernels, "put"):
+    if not opening.kernels.puts_rows:
         raise OSError("the kernel set has no put (take triton)")
     communicator = opening.communicator.own(f"{opening.label}/words")
     peers: PeerMemory
@@ -109,7 +109,7 @@ def check_name(name: str) -> None:
 
 def why_not_shared(kernels: RowKernels) -> str | None:
     """Why this rank cannot share memory with others of its machine; None if it can."""
-    if not hasattr(kernels, "await_signals"):
+    if not kernels.shares_memory:
         return "the kernel set has no signals (take numba)"
     return why_not()
 

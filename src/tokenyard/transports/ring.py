@@ -19,14 +19,15 @@ from torch import Tensor
 
 from tokenyard.comm.base import Move
 from tokenyard.errors import OnAllRanks
-from tokenyard.kernels.base import RowKernels
+from tokenyard.kernels.base import RowKernels, Tensors
 from tokenyard.runtime.threads import in_threads
 from tokenyard.shm.control import ROWS
 from tokenyard.shm.mailbox import SignalKernels
 from tokenyard.shm.node import SharedNode
 from tokenyard.transports.base import RowsBack, RowsOut, SharedMemoryTransport, Transport
-from tokenyard.types import Config, Flow, Route, round_up
+from tokenyard.types import Config, Flow, round_up
 from tokenyard.wire.columns import LINE, row_widths
+from tokenyard.wire.rings import RingUse
 
 DEFAULT_BYTES = 16 << 20  # of a rank
 _PAGE = mmap.PAGESIZE
@@ -35,7 +36,12 @@ _PATIENCE = 200  # rounds of a kernel in which nothing moves
 
 class RingKernels(RowKernels, SignalKernels, Protocol):
     def make_rings(
-        self, rank: int, bases_R: np.ndarray, ring_bytes: int, num_channels: int
+        self,
+        rank: int,
+        bases_R: np.ndarray,
+        node_of_rank: Sequence[int],
+        ring_bytes: int,
+        num_channels: int,
     ) -> Any: ...
 
     def ring_slots(self, ring_bytes: int, widths: Sequence[int]) -> int: ...
@@ -43,15 +49,7 @@ class RingKernels(RowKernels, SignalKernels, Protocol):
     def ring_bytes(self, slots: int, widths: Sequence[int]) -> int: ...
 
     def plan_ring_dispatch(
-        self,
-        rings: Any,
-        columns: Sequence[Tensor],
-        route: Route,
-        recv_counts: Sequence[int],
-        outs: Sequence[Tensor],
-        slots: int,
-        chunk: int,
-        num_channels: int,
+        self, rings: Any, columns: Tensors, outs: Tensors, flow: Flow, use: RingUse
     ) -> Any: ...
 
     def ring_dispatch(self, plan: Any, begin: int, end: int, patience: int) -> int: ...
@@ -59,20 +57,12 @@ class RingKernels(RowKernels, SignalKernels, Protocol):
     def plan_ring_combine(
         self,
         rings: Any,
-        *,
-        x_ND: Tensor,
-        weights_NK: Tensor | None,
+        columns: Tensors,
+        outs: Tensors,
+        flow: Flow,
         recv_src_idx_N: Tensor,
-        recv_counts: Sequence[int],
-        num_tokens_R: Sequence[int],
-        route: Route,
-        biases_TD: Sequence[Tensor],
-        node_of_rank: Sequence[int],
-        out_TD: Tensor,
-        weights_out_TK: Tensor | None,
-        slots: int,
-        chunk: int,
-        num_channels: int,
+        biases_TD: Tensors,
+        use: RingUse,
     ) -> Any: ...
 
     def ring_combine(self, plan: Any, begin: int, end: int, patience: int) -> int: ...
@@ -93,69 +83,48 @@ class RingTransport(SharedMemoryTransport):
         """All ranks together. Raises SharedMemoryError on all if one of them has no memory."""
         self.node = self._node = node
         self._kernels = kernels
-        self._node_of_rank = node_of_rank
         self.rank, self.size = node.rank, node.size
         self._num_bytes, self._num_channels = num_bytes or DEFAULT_BYTES, num_channels
         room = max(self._num_bytes - node.control_bytes, 0) // _PAGE * _PAGE
         self._ring_bytes = room // (num_channels * node.size) // LINE * LINE
         bases_R = node.share(max(room, _PAGE), "Buffer (attach)")
-        self._rings = kernels.make_rings(self.rank, bases_R, self._ring_bytes, num_channels)
+        self._rings = kernels.make_rings(
+            self.rank, bases_R, node_of_rank, self._ring_bytes, num_channels
+        )
 
     def send(self, rows: RowsOut) -> tuple[list[Tensor], Move]:
         columns, flow, _, _, config, stage = rows
-        slots, channels = self._slots(columns, config, stage), self._channels(config)
+        use = self._use(columns, config, stage)
         arrive = [self.empty(flow.num_rows, column.shape[1], column.dtype) for column in columns]
 
         def move() -> None:
-            plan = self._kernels.plan_ring_dispatch(
-                self._rings,
-                columns,
-                flow.route,
-                flow.recv_counts,
-                arrive,
-                slots,
-                config.num_max_nvl_chunked_send_tokens,
-                channels,
-            )
+            plan = self._kernels.plan_ring_dispatch(self._rings, columns, arrive, flow, use)
             kernel = partial(self._kernels.ring_dispatch, plan)
-            self._drive(kernel, plan.awaited, channels, _moved_bytes(flow, columns), stage)
+            moved = _moved_bytes(flow, columns)
+            self._drive(kernel, plan.awaited, use.num_channels, moved, stage)
 
         return arrive, move
 
     def sum_back(self, back: RowsBack) -> Move:
         sums, handle, _, _, config, stage = back
         flow, columns = handle.flow, [one.rows_ND for one in sums]
-        slots, channels = self._slots(columns, config, stage), self._channels(config)
-        weights = sums[1] if len(sums) > 1 else None
+        use, outs = self._use(columns, config, stage), [one.out_TD for one in sums]
+        source, biases = handle.recv_src_idx, sums[0].biases_TD
 
         def move() -> None:
             plan = self._kernels.plan_ring_combine(
-                self._rings,
-                x_ND=sums[0].rows_ND,
-                weights_NK=None if weights is None else weights.rows_ND,
-                recv_src_idx_N=handle.recv_src_idx,
-                recv_counts=flow.recv_counts,
-                num_tokens_R=flow.tokens_R.tolist(),
-                route=flow.route,
-                biases_TD=sums[0].biases_TD,
-                node_of_rank=self._node_of_rank,
-                out_TD=sums[0].out_TD,
-                weights_out_TK=None if weights is None else weights.out_TD,
-                slots=slots,
-                chunk=config.num_max_nvl_chunked_send_tokens,
-                num_channels=channels,
+                self._rings, columns, outs, flow, source, biases, use
             )
             kernel = partial(self._kernels.ring_combine, plan)
-            self._drive(kernel, plan.awaited, channels, _moved_bytes(flow, columns), stage)
+            moved = _moved_bytes(flow, columns)
+            self._drive(kernel, plan.awaited, use.num_channels, moved, stage)
 
         return move
 
-    def _channels(self, config: Config) -> int:
-        """How many a call uses. Rings are made for all channels when the Buffer is opened."""
-        return min(config.num_channels, self._num_channels)
-
-    def _slots(self, columns: Sequence[Tensor], config: Config, stage: str) -> int:
-        """The rows that a ring holds: all ranks find the same number, and raise together."""
+    def _use(self, columns: Sequence[Tensor], config: Config, stage: str) -> RingUse:
+        """How a call uses the rings: all ranks come to the same, and raise together. Rings are made
+        for all channels when the Buffer is opened.
+        """
         widths = row_widths(columns)
         slots = self._kernels.ring_slots(self._ring_bytes, widths)
         if slots < 1:
@@ -166,7 +135,11 @@ class RingTransport(SharedMemoryTransport):
                 f"{stage}: num_nvl_bytes is {self._num_bytes}, want at least {needed} for a row in "
                 f"each ring; get_nvl_buffer_size_hint says {hint}, on rank {self.rank}"
             )
-        return min(slots, config.num_max_nvl_chunked_recv_tokens)
+        return RingUse(
+            slots=min(slots, config.num_max_nvl_chunked_recv_tokens),
+            chunk=config.num_max_nvl_chunked_send_tokens,
+            num_channels=min(config.num_channels, self._num_channels),
+        )
 
     def _drive(
         self,

@@ -1,4 +1,7 @@
-"""Columns of rows in memory: one after the other, each from a new cache line."""
+"""Columns of rows in memory: one column after the other, each from a new cache line.
+
+Segments, records and symmetric memory are laid out like this.
+"""
 
 from __future__ import annotations
 

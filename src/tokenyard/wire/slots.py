@@ -4,10 +4,10 @@ Every rank lays its tokens out once, in a *block* that always has room for num_m
 
     topk_idx [num_max, K] | rows [num_max, D] | scales [num_max, D / 128], FP8 only
 
-Whoever owns experts finds the rows that are its own by the topk_idx beside them, and copies each
-into its experts' slots: so nobody has to be told counts. A *post* is what announces a block: its
-number, comes last, and whatever else a receiver must know or compare. S is the number of slots of
-an expert, R * num_max.
+The owner of an expert finds its rows by the topk_idx beside them, and copies each into a slot of
+that expert, so that no rank has to tell another any counts. A *post* announces a block: it says
+what a receiver must know or compare, and the sender writes its number last. S is the number of
+slots of an expert, R * num_max.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from torch import Tensor
 from tokenyard.errors import TEXT_WORDS
 from tokenyard.topology import Placement
 from tokenyard.types import digest, round_up
+from tokenyard.wire.columns import LINE
 from tokenyard.wire.fp8 import GROUP, NO_CAST, PACKED, PLAIN, ROUNDED
 
 DISPATCH, COMBINE = 0, 1  # the kinds of calls
 
-# The words of a post, int64. The first line holds all that the usual case looks at.
-NUMBER, FAILED, TOKENS, HANDLE, SIGNATURE, FD, SIZE, IDENTITY = range(
-    8
-)  # the last three: a segment
-ROWS_FD, ROWS_SIZE, ROWS_IDENTITY, ROWS_BEGIN = range(8, 12)  # of a combine: where its rows are
+# The words of a post, int64. The first line holds all that the usual case looks at; the last three
+# of it name the segment of the block.
+NUMBER, FAILED, TOKENS, HANDLE, SIGNATURE, FD, SIZE, IDENTITY = range(8)
+ROWS_FD, ROWS_SIZE, ROWS_IDENTITY, ROWS_BEGIN = range(
+    8, 12
+)  # a combine: the segment of its rows, and where they begin
 TERMS = 16  # what the signature is a digest of, for the message when it differs
 TEXT = 24
 POST_WORDS = TEXT + TEXT_WORDS
@@ -37,13 +39,14 @@ POST_WORDS = TEXT + TEXT_WORDS
 DTYPE_TERM = 4  # among the terms
 
 
-# How a compiled call ended: OK, or one of the others times 2**32 plus a rank, a place or a number.
+# A verdict, which says how a compiled call ended: OK, or one of the others times 2**32 plus a rank,
+# a place or a number.
 LOW = (1 << 32) - 1  # the lower half of such a word, and of a range: its count
 OK = 0
-LATE = 1  # a rank's post, or its word that it has read, is not there yet
+LATE = 1  # a rank has not posted this call yet, or has not read an earlier one
 BAD = 2  # a pair that is no expert, or none that dispatch sent
 TWICE = 3  # a pair that names its token's expert again
-ROOM = 4  # so many rows have no room
+ROOM = 4  # there is no room for so many rows
 MASKED = 5  # a rank has masked this one
 LOST = 6  # a rank is at another call
 DIFFERS = 7  # a rank's sizes are others, or its handle is
@@ -52,7 +55,7 @@ STRAY = 9  # a rank wrote what no rank writes
 
 
 class Stray(Exception):
-    """A word that a rank wrote can be no size, place or number: it must not be used as one."""
+    """A rank wrote a word that cannot be a size, place or number: nobody may use it as one."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(f"rank {rank} wrote what no rank writes")
@@ -69,9 +72,17 @@ class SlotResults(NamedTuple):
     layout_range: Tensor  # [L, R] int64
 
 
+class SlotPairs(NamedTuple):
+    """The pairs whose rows a combine sums."""
+
+    topk_idx: Tensor  # [T, K] int64
+    picked: Tensor  # [T, K] int64: each pair's place among those of its expert, or -1
+    weights: Tensor  # [T, K] float32
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SlotShape:
-    """All that follows from a call's sizes, settled once for all calls of those sizes."""
+    """All that follows from a call's sizes, computed once for all calls of those sizes."""
 
     rank: int
     num_ranks: int
@@ -92,7 +103,7 @@ class SlotShape:
     signature: int = field(init=False)
     num_local: int = field(init=False)
     num_slots: int = field(init=False)  # of an expert
-    table_bytes: int = field(init=False)  # of what a combine tells one rank: a word an expert
+    table_bytes: int = field(init=False)  # of what a combine tells one rank: a word for each expert
     x_shape: tuple[int, int, int] = field(init=False)  # of recv_x
     local_table: int = field(init=False)  # the address of the placement's table for this rank
 
@@ -101,8 +112,8 @@ class SlotShape:
         row_bytes = self.hidden * row_dtype.itemsize
         each = {NO_CAST: 0, PLAIN: 4, ROUNDED: 4, PACKED: 1}[self.cast]
         scale_bytes = self.hidden // GROUP * each
-        rows_at = round_up(8 * self.num_max * self.num_topk, 64)
-        scales_at = rows_at + round_up(self.num_max * row_bytes, 64)
+        rows_at = round_up(8 * self.num_max * self.num_topk, LINE)
+        scales_at = rows_at + round_up(self.num_max * row_bytes, LINE)
         terms = (
             self.num_max,
             self.hidden,
@@ -119,12 +130,12 @@ class SlotShape:
             "scale_bytes": scale_bytes,
             "rows_at": rows_at,
             "scales_at": scales_at,
-            "block_bytes": scales_at + round_up(self.num_max * scale_bytes, 64),
+            "block_bytes": scales_at + round_up(self.num_max * scale_bytes, LINE),
             "terms": terms,
             "signature": digest(repr(terms)) | 1,  # never 0
             "num_local": num_local,
             "num_slots": num_slots,
-            "table_bytes": round_up(8 * self.placement.most_experts, 64),
+            "table_bytes": round_up(8 * self.placement.most_experts, LINE),
             "x_shape": (num_local, num_slots, self.hidden),
             "local_table": self.placement.local_table(self.rank).data_ptr(),
         }.items():
@@ -132,7 +143,7 @@ class SlotShape:
 
     @property
     def most_back(self) -> int:
-        """Rows that a rank may have to give back to another, at most."""
+        """The most rows that a rank may have to give back to another."""
         return self.num_max * min(self.num_topk, self.placement.most_experts)
 
     @property

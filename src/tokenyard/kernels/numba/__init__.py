@@ -19,14 +19,8 @@ apply to them, since they read raw addresses: to step through a kernel, take the
 
 from tokenyard.kernels.numba.align import align
 from tokenyard.kernels.numba.layout import layout, route
-from tokenyard.kernels.numba.low_latency.calls import (
-    await_slots,
-    combine_calls,
-    dispatch_calls,
-    find_ahead,
-    find_failure,
-    signal,
-)
+from tokenyard.kernels.numba.low_latency.calls import combine_calls, dispatch_calls
+from tokenyard.kernels.numba.low_latency.posts import await_slots, find_ahead, find_failure, signal
 from tokenyard.kernels.numba.low_latency.steps import (
     fill_slots,
     pick_slots,
@@ -44,6 +38,9 @@ from tokenyard.kernels.numba.ring.dispatch import plan_ring_dispatch, ring_dispa
 from tokenyard.kernels.numba.ring.protocol import make_rings, ring_bytes, ring_slots
 from tokenyard.kernels.numba.rows import localise, pack, scatter
 from tokenyard.kernels.numba.signals import await_signals, meet, post
+
+shares_memory = True
+puts_rows = False
 
 __all__ = [
     "align",
@@ -66,6 +63,7 @@ __all__ = [
     "plan_ring_dispatch",
     "plan_to_fp8",
     "post",
+    "puts_rows",
     "rearrange",
     "reduce",
     "reduce_at",
@@ -75,6 +73,7 @@ __all__ = [
     "ring_slots",
     "route",
     "scatter",
+    "shares_memory",
     "signal",
     "spread",
     "stage_back",

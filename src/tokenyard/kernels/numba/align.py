@@ -1,12 +1,13 @@
 """Grouping (token, k) pairs by expert, in whole blocks.
 
-Counting also ranks: a pair's rank is how many of its expert came before it. Putting pairs in their
-places then only reads its tables, which is quicker than moving every expert's next place along.
+The kernel that counts also numbers: a pair's number says how many pairs of its expert came before
+it. The kernel that puts pairs in their places then only reads tables, which is quicker than to move
+every expert's next place along.
 
-Few pairs are put straight into their blocks. Many are stacked first, and the stacks copied into
-blocks one after the other: places in blocks are a multiple of the block apart, so that they share
-few of the cache's sets and throw each other out. Where threads share the pairs, each counts its
-own, and the stacks are divided among them in order: no place depends on who puts a pair there.
+Few pairs go straight into their blocks. Many go to stacks first, which are then copied into blocks
+one after the other: places in blocks are a multiple of the block apart, so that they share few of
+the cache's sets and evict each other. Where threads share the pairs, each counts its own, and the
+stacks are divided among the threads in order: no place depends on which thread writes it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, from_numpy
 
 from tokenyard.kernels.numba.caching import njit
-from tokenyard.kernels.numba.llvm.pointers import pointer
+from tokenyard.kernels.numba.llvm.pointers import INT32, INT64, pointer
 from tokenyard.runtime import memory
 from tokenyard.runtime.threads import in_threads, num_threads
 from tokenyard.types import Aligned, split_range
@@ -25,8 +26,6 @@ from tokenyard.wire.columns import LINE
 _ENTRY = np.dtype(np.int32)
 _SIZE = 4  # bytes of an entry
 _GAP = LINE // _SIZE  # entries between stacks, or stacks of equal heights would share sets too
-_INT32 = np.empty(0, np.int32)
-_INT64 = np.empty(0, np.int64)
 
 _MANY = 1 << 14  # pairs
 _BYTES_A_PAIR = 8  # a pair's worth to in_threads; threads start twice, and must pay for both
@@ -73,7 +72,7 @@ def _fill(entries, begin, end, value):
 
 @njit(nogil=True, cache=True)
 def _align_ids(ids, numel, block_size, num_experts, capacity, sorted_ids, expert_ids, total):
-    entries, owners = pointer(sorted_ids, _INT32), pointer(expert_ids, _INT32)
+    entries, owners = pointer(sorted_ids, INT32), pointer(expert_ids, INT32)
     table, ranks = np.empty(num_experts + 1, np.int32), np.empty(numel, np.int32)
     first_bad = count_ids(ids, table, ranks, 0, numel, num_experts)
     if first_bad >= 0:
@@ -91,7 +90,7 @@ def _align_ids(ids, numel, block_size, num_experts, capacity, sorted_ids, expert
             end += block_size
     _fill(owners, block, capacity // block_size, -1)
     _put_pairs(ids, table, ranks, 0, numel, entries)
-    pointer(total, _INT32)[0] = end
+    pointer(total, INT32)[0] = end
     return -1
 
 
@@ -102,24 +101,24 @@ def _align_few_kernel(
     """All by one thread in one call, since a call costs more than a token. Wide ids are int64."""
     outputs = sorted_ids, expert_ids, total
     if is_wide:
-        ids = pointer(topk_ids, _INT64)
+        ids = pointer(topk_ids, INT64)
         return _align_ids(ids, numel, block_size, num_experts, capacity, *outputs)
-    ids_32 = pointer(topk_ids, _INT32)
+    ids_32 = pointer(topk_ids, INT32)
     return _align_ids(ids_32, numel, block_size, num_experts, capacity, *outputs)
 
 
 @njit(nogil=True, cache=True)
 def _count_kernel(topk_ids, is_wide, begin, end, num_experts, table, ranks):
-    counts, ranked = pointer(table, _INT32), pointer(ranks, _INT32)
+    counts, ranked = pointer(table, INT32), pointer(ranks, INT32)
     if is_wide:
-        return count_ids(pointer(topk_ids, _INT64), counts, ranked, begin, end, num_experts)
-    return count_ids(pointer(topk_ids, _INT32), counts, ranked, begin, end, num_experts)
+        return count_ids(pointer(topk_ids, INT64), counts, ranked, begin, end, num_experts)
+    return count_ids(pointer(topk_ids, INT32), counts, ranked, begin, end, num_experts)
 
 
 @njit(nogil=True, cache=True)
 def _divide_kernel(tables, num_parts, num_experts):
     """Turn counts [parts, E + 2] into where each part's share of each stack begins."""
-    table, at = pointer(tables, _INT32), np.int64(0)
+    table, at = pointer(tables, INT32), np.int64(0)
     for e in range(num_experts):
         slot = e + 1
         for _ in range(num_parts):
@@ -133,11 +132,11 @@ def _divide_kernel(tables, num_parts, num_experts):
 
 @njit(nogil=True, cache=True)
 def _stack_kernel(topk_ids, is_wide, begin, end, table, ranks, stacks):
-    starts, ranked, out = pointer(table, _INT32), pointer(ranks, _INT32), pointer(stacks, _INT32)
+    starts, ranked, out = pointer(table, INT32), pointer(ranks, INT32), pointer(stacks, INT32)
     if is_wide:
-        _put_pairs(pointer(topk_ids, _INT64), starts, ranked, begin, end, out)
+        _put_pairs(pointer(topk_ids, INT64), starts, ranked, begin, end, out)
     else:
-        _put_pairs(pointer(topk_ids, _INT32), starts, ranked, begin, end, out)
+        _put_pairs(pointer(topk_ids, INT32), starts, ranked, begin, end, out)
 
 
 @njit(nogil=True, cache=True)
@@ -145,8 +144,8 @@ def _lay_kernel(
     table, stacks, numel, block_size, num_experts, capacity, sorted_ids, expert_ids, total
 ):
     """Copy the stacks into blocks, with the padding between them."""
-    starts, stacked = pointer(table, _INT32), pointer(stacks, _INT32)
-    entries, owners = pointer(sorted_ids, _INT32), pointer(expert_ids, _INT32)
+    starts, stacked = pointer(table, INT32), pointer(stacks, INT32)
+    entries, owners = pointer(sorted_ids, INT32), pointer(expert_ids, INT32)
     end, block = np.int64(0), np.int64(0)
     for e in range(num_experts):
         stack = np.int64(starts[e + 1])
@@ -161,7 +160,7 @@ def _lay_kernel(
         _fill(entries, at, end, numel)
     _fill(entries, end, capacity, numel)
     _fill(owners, block, capacity // block_size, -1)
-    pointer(total, _INT32)[0] = end
+    pointer(total, INT32)[0] = end
 
 
 def _align_many(

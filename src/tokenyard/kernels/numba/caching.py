@@ -1,8 +1,8 @@
 """`njit` whose cache on disk sees every file that a kernel is made of.
 
-Numba's own cache looks at the file that holds the function, though the compiled code has in it what
-other files say. Here an entry is named by the content of all files that kernels may use, so that it
-is never stale, whatever is upgraded in place. Entries of other contents go when a new one is saved.
+Numba's own cache looks only at the file that holds the function, though compiled code follows from
+other files too. Here the name of an entry follows from the content of all files that kernels may
+use, so that no entry is ever stale. Entries of other contents are deleted when one is saved.
 
 Where Numba finds no folder that it can write, kernels are kept in a folder of the user's own among
 the temporary files, or else nowhere. A line in the log says so, once.
@@ -34,12 +34,15 @@ _ELSEWHERE = (
     "kernels/rearrange_plan.py",
     "runtime/limits.py",
     "runtime/memory.py",
-    "wire/columns.py",
-    "wire/fp8.py",
-    "wire/slots.py",
+    "runtime/pool.py",
     "runtime/threads.py",
     "topology.py",
     "types.py",
+    "wire/call_table.py",
+    "wire/columns.py",
+    "wire/fp8.py",
+    "wire/rings.py",
+    "wire/slots.py",
 )
 _ADVICE = "set NUMBA_CACHE_DIR to a folder that can be written"
 

@@ -1,21 +1,21 @@
-"""Who gets each token, and the lists of rows that follow from it."""
+"""Who gets each token, and the lists of rows that follow from it.
+
+`layout` counts tokens by rank, node and expert; where a token's ranks fit the bits of one word, a
+quicker kernel does so. `route` lists the rows, by rank and by token.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 from torch import Tensor, from_numpy
 
+from tokenyard.kernels.base import NodeOfRank
 from tokenyard.kernels.numba.caching import njit
-from tokenyard.kernels.numba.llvm.pointers import pointer, trailing_zeros
+from tokenyard.kernels.numba.llvm.pointers import INT32, UINT8, UINT64, pointer, trailing_zeros
 from tokenyard.runtime import memory
 from tokenyard.types import Layout, Route
 
 _COUNT, _MARK = np.dtype(np.int32), np.dtype(np.bool_)
-_UINT8 = np.empty(0, np.uint8)
-_INT32 = np.empty(0, np.int32)
-_UINT64 = np.empty(0, np.uint64)
 
 _UNROUTED = np.uint64(0xFFFFFFFFFFFFFFFF)  # -1
 _ONES = np.uint64(0x0101010101010101)
@@ -34,10 +34,10 @@ def _layout_words_kernel(
     in byte i, and adding CARRY moves that bit to the top of its byte. The same eight bytes, added
     up over at most 255 tokens, are the counts of eight ranks.
     """
-    ids = pointer(topk_idx, _UINT64)
-    ranks = pointer(table, _INT32)
-    rank_counts, expert_counts = pointer(per_rank, _INT32), pointer(per_expert, _INT32)
-    marks = pointer(in_rank, _UINT64)
+    ids = pointer(topk_idx, UINT64)
+    ranks = pointer(table, INT32)
+    rank_counts, expert_counts = pointer(per_rank, INT32), pointer(per_expert, INT32)
+    marks = pointer(in_rank, UINT64)
     for r in range(num_ranks):
         rank_counts[r] = 0
     for e in range(num_experts):
@@ -90,11 +90,11 @@ def _layout_kernel(
     num_nodes,
 ):
     """For any R, and for nodes: per_node is 0 where there is one."""
-    ids = pointer(topk_idx, _UINT64)
-    ranks, node_of = pointer(table, _INT32), pointer(nodes, _INT32)
-    rank_counts, expert_counts = pointer(per_rank, _INT32), pointer(per_expert, _INT32)
-    node_counts = pointer(per_node, _INT32)
-    marks = pointer(in_rank, _UINT8)
+    ids = pointer(topk_idx, UINT64)
+    ranks, node_of = pointer(table, INT32), pointer(nodes, INT32)
+    rank_counts, expert_counts = pointer(per_rank, INT32), pointer(per_expert, INT32)
+    node_counts = pointer(per_node, INT32)
+    marks = pointer(in_rank, UINT8)
     for r in range(num_ranks):
         rank_counts[r] = 0
     for e in range(num_experts):
@@ -127,10 +127,7 @@ def _layout_kernel(
 
 
 def layout(
-    topk_idx_TK: Tensor,
-    rank_of_expert_E: Tensor,
-    num_ranks: int,
-    node_of_rank: Sequence[int] | None,
+    topk_idx_TK: Tensor, rank_of_expert_E: Tensor, num_ranks: int, node_of_rank: NodeOfRank | None
 ) -> tuple[Layout, int]:
     num_tokens, num_topk = topk_idx_TK.shape
     num_experts = rank_of_expert_E.numel()  # quicker than len() and shape
@@ -138,17 +135,11 @@ def layout(
     per_expert = from_numpy(memory.empty_array(num_experts, _COUNT))
     in_rank = from_numpy(memory.empty_array((num_tokens, num_ranks), _MARK))
     per_node = None
+    idx, owners = topk_idx_TK.data_ptr(), rank_of_expert_E.data_ptr()
+    ranks, experts, marks = per_rank.data_ptr(), per_expert.data_ptr(), in_rank.data_ptr()
     if node_of_rank is None and num_ranks <= 64 and num_ranks % 8 == 0:
         first_bad = _layout_words_kernel(
-            topk_idx_TK.data_ptr(),
-            rank_of_expert_E.data_ptr(),
-            per_rank.data_ptr(),
-            per_expert.data_ptr(),
-            in_rank.data_ptr(),
-            num_tokens,
-            num_topk,
-            num_experts,
-            num_ranks,
+            idx, owners, ranks, experts, marks, num_tokens, num_topk, num_experts, num_ranks
         )
     else:
         nodes = np.asarray(node_of_rank or [0], np.int32)
@@ -156,13 +147,13 @@ def layout(
         if num_nodes:
             per_node = from_numpy(memory.empty_array(num_nodes, _COUNT))
         first_bad = _layout_kernel(
-            topk_idx_TK.data_ptr(),
-            rank_of_expert_E.data_ptr(),
+            idx,
+            owners,
             nodes.ctypes.data,
-            per_rank.data_ptr(),
+            ranks,
             0 if per_node is None else per_node.data_ptr(),
-            per_expert.data_ptr(),
-            in_rank.data_ptr(),
+            experts,
+            marks,
             num_tokens,
             num_topk,
             num_experts,
@@ -176,7 +167,7 @@ def layout(
 def _count_kernel(in_rank, num_tokens, counts):
     """counts[r] = the tokens marked for rank r; returns their sum."""
     num_ranks = counts.shape[0]
-    marks = pointer(in_rank, _UINT8)
+    marks = pointer(in_rank, UINT8)
     for t in range(num_tokens):
         row = np.int64(t) * num_ranks
         for r in range(num_ranks):
@@ -187,9 +178,9 @@ def _count_kernel(in_rank, num_tokens, counts):
 @njit(nogil=True, cache=True)
 def _route_kernel(in_rank, num_tokens, counts, send_token, copy_start, copy_rank, copy_slot):
     num_ranks = counts.shape[0]
-    marks = pointer(in_rank, _UINT8)
-    sent, starts = pointer(send_token, _INT32), pointer(copy_start, _INT32)
-    ranks, slots = pointer(copy_rank, _INT32), pointer(copy_slot, _INT32)
+    marks = pointer(in_rank, UINT8)
+    sent, starts = pointer(send_token, INT32), pointer(copy_start, INT32)
+    ranks, slots = pointer(copy_rank, INT32), pointer(copy_slot, INT32)
     first = np.zeros(num_ranks, np.int64)  # where each rank's rows begin
     for r in range(1, num_ranks):
         first[r] = first[r - 1] + counts[r - 1]
@@ -199,7 +190,7 @@ def _route_kernel(in_rank, num_tokens, counts, send_token, copy_start, copy_rank
     for t in range(num_tokens):
         starts[t] = copy
         row = np.int64(t) * num_ranks
-        words = pointer(in_rank + row, _UINT64)
+        words = pointer(in_rank + row, UINT64)
         for w in range(num_words + 1):
             # Eight marks at a time; then the ranks after the last whole word, one by one.
             bits = np.uint64(0)

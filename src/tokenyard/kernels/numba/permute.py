@@ -1,4 +1,8 @@
-"""Rows to their local experts and back: find each row's places, copy it there, sum what returns."""
+"""Rows to their local experts and back.
+
+`place` finds each row's places, `spread` copies it there, `unpermute` sums what the experts made of
+its copies.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +13,13 @@ from torch import Tensor, from_numpy
 from tokenyard.kernels.numba.align import count_ids, slot_of
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.llvm.atomics import fence_stores
-from tokenyard.kernels.numba.llvm.pointers import LIKE, pointer
+from tokenyard.kernels.numba.llvm.pointers import INT32, INT64, LIKE, UINT8, pointer
 from tokenyard.kernels.numba.llvm.sums import sum_scaled
 from tokenyard.kernels.numba.rows import copy_row, may_stream
 from tokenyard.runtime import memory
 from tokenyard.runtime.threads import in_threads
 from tokenyard.types import Places
 from tokenyard.wire.columns import LINE
-
-_UINT8 = np.empty(0, np.uint8)
-_INT32 = np.empty(0, np.int32)
-_INT64 = np.empty(0, np.int64)
 
 
 @njit(nogil=True, cache=True)
@@ -37,11 +37,11 @@ def _place_kernel(topk_idx, is_wide, numel, num_experts, alignment, row_of, offs
     Wide ids are int64, others int32. A pair's rank is kept where its row will be.
     """
     starts = np.empty(num_experts + 1, np.int64)
-    places, ends = pointer(row_of, _INT64), pointer(offsets, _INT32)
+    places, ends = pointer(row_of, INT64), pointer(offsets, INT32)
     if is_wide:
-        first_bad = count_ids(pointer(topk_idx, _INT64), starts, places, 0, numel, num_experts)
+        first_bad = count_ids(pointer(topk_idx, INT64), starts, places, 0, numel, num_experts)
     else:
-        first_bad = count_ids(pointer(topk_idx, _INT32), starts, places, 0, numel, num_experts)
+        first_bad = count_ids(pointer(topk_idx, INT32), starts, places, 0, numel, num_experts)
     if first_bad >= 0:
         return -1 - first_bad
     end = np.int64(0)
@@ -51,9 +51,9 @@ def _place_kernel(topk_idx, is_wide, numel, num_experts, alignment, row_of, offs
         end += (count + alignment - 1) // alignment * alignment
         ends[e] = end
     if is_wide:
-        _place_pairs(pointer(topk_idx, _INT64), starts, places, numel)
+        _place_pairs(pointer(topk_idx, INT64), starts, places, numel)
     else:
-        _place_pairs(pointer(topk_idx, _INT32), starts, places, numel)
+        _place_pairs(pointer(topk_idx, INT32), starts, places, numel)
     return end
 
 
@@ -78,7 +78,7 @@ def place(topk_idx_NK: Tensor, num_experts: int, expert_alignment: int) -> tuple
 def _spread_kernel(
     x, x_stride, row_of, num_topk, out, out_stride, num_bytes, begin, end, streaming
 ):
-    places = pointer(row_of, _INT64)
+    places = pointer(row_of, INT64)
     for n in range(begin, end):
         source = x + n * x_stride
         for i in range(n * num_topk, (n + 1) * num_topk):
@@ -92,7 +92,7 @@ def _spread_kernel(
 @njit(nogil=True, cache=True)
 def _mark_kernel(row_of, numel, marks):
     """marks[m] = 1 for every row that a pair went to; how many pairs did."""
-    places, marked = pointer(row_of, _INT64), np.int64(0)
+    places, marked = pointer(row_of, INT64), np.int64(0)
     for i in range(numel):
         if places[i] >= 0:
             marks[places[i]] = 1
@@ -104,7 +104,7 @@ def _mark_kernel(row_of, numel, marks):
 def _zero_kernel(out, out_stride, num_bytes, marks, begin, end):
     for m in range(begin, end):
         if marks[m] == 0:
-            row = pointer(out + m * out_stride, _UINT8)
+            row = pointer(out + m * out_stride, UINT8)
             for i in range(num_bytes):
                 row[i] = 0
 
@@ -135,7 +135,7 @@ def spread(x_NB: Tensor, row_of_NK: Tensor, out_MB: Tensor) -> Tensor:
 
 @njit(nogil=True, cache=True)
 def _find_outside(row_of, numel, num_rows):
-    places = pointer(row_of, _INT64)
+    places = pointer(row_of, INT64)
     for i in range(numel):
         if places[i] < -1 or places[i] >= num_rows:
             return i
@@ -144,22 +144,11 @@ def _find_outside(row_of, numel, num_rows):
 
 @njit(nogil=True, cache=True)
 def _unpermute_kernel(
-    y,
-    y_stride,
-    row_of,
-    weights,
-    num_topk,
-    out,
-    out_stride,
-    hidden,
-    begin,
-    end,
-    streaming,
-    like,
-    factors,
+    y, y_stride, row_of, weights, out, out_stride, hidden, begin, end, streaming, like, factors
 ):
-    """`factors` is scratch for a row's weights, wide; weights is 0 where all are 1."""
-    places, given = pointer(row_of, _INT64), pointer(weights, factors)
+    """`factors` is scratch for a row's K weights, wide; `weights` is 0 where all are 1."""
+    places, given = pointer(row_of, INT64), pointer(weights, factors)
+    num_topk = factors.shape[0]
     sources = np.empty(num_topk, np.int64)
     for n in range(begin, end):
         count = 0
@@ -168,15 +157,8 @@ def _unpermute_kernel(
                 sources[count] = y + places[i] * y_stride
                 factors[count] = given[i] if weights != 0 else 1
                 count += 1
-        sum_scaled(
-            out + n * out_stride,
-            sources.ctypes.data,
-            factors.ctypes.data,
-            count,
-            hidden,
-            streaming,
-            like,
-        )
+        target, terms = out + n * out_stride, sources.ctypes.data
+        sum_scaled(target, terms, factors.ctypes.data, count, hidden, streaming, like)
     fence_stores()
 
 
@@ -197,21 +179,8 @@ def unpermute(y_MD: Tensor, row_of_NK: Tensor, weights_NK: Tensor | None, out_ND
     )
 
     def part(begin: int, end: int) -> None:
-        _unpermute_kernel(
-            y,
-            y_stride,
-            row_of,
-            weights,
-            num_topk,
-            out,
-            out_stride,
-            hidden,
-            begin,
-            end,
-            streaming,
-            like,
-            np.empty(num_topk, wide),
-        )
+        rows = y, y_stride, row_of, weights, out, out_stride, hidden
+        _unpermute_kernel(*rows, begin, end, streaming, like, np.empty(num_topk, wide))
 
     if num_rows:
         in_threads(part, num_rows, (num_rows + y_MD.shape[0]) * hidden * size)

@@ -1,6 +1,12 @@
-"""The gradients of unpermute: each row of grad is read once for all its experts."""
+"""The gradients of unpermute: each row of grad is read once for all its experts.
+
+A weight's gradient is a dot product, whose terms are added in the order of `spec`: 16 sums, of
+which element d goes to sum d % 16, and then these by halves.
+"""
 
 from __future__ import annotations
+
+from array import array
 
 import numpy as np
 from numba.core import cgutils, types
@@ -10,15 +16,20 @@ from torch import Tensor
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.llvm import vectors
 from tokenyard.kernels.numba.llvm.atomics import fence_stores
-from tokenyard.kernels.numba.llvm.pointers import LIKE, pointer
+from tokenyard.kernels.numba.llvm.pointers import INT64, LIKE, pointer
 from tokenyard.kernels.numba.llvm.sums import _broadcast, _put
 from tokenyard.kernels.numba.llvm.vectors import LANES
 from tokenyard.kernels.numba.permute import _find_outside, _mark_kernel, _zero_kernel
 from tokenyard.kernels.numba.rows import may_stream
 from tokenyard.runtime.threads import in_threads
+from tokenyard.types import UnpermuteGrads
 from tokenyard.wire.columns import LINE
 
-_INT64 = np.empty(0, np.int64)
+# The words of a call's table. Strides are in bytes; what has one, or is in rows, is an address.
+_GRAD, _GRAD_STRIDE, _Y, _Y_STRIDE, _GRAD_Y, _GRAD_Y_STRIDE = range(6)
+_ROW_OF, _WEIGHTS, _GRAD_WEIGHTS = range(6, 9)  # addresses of [N, K]
+_NUM_TOPK, _HIDDEN, _STREAMING = range(9, 12)
+_WORDS = 12
 
 
 def _make(lanes, streaming=False):
@@ -92,26 +103,14 @@ def _scale_and_dot(out, grad, y, weight, sums, hidden, streaming, like):
 
 
 @njit(nogil=True, cache=True)
-def _unpermute_backward_kernel(
-    grad,
-    grad_stride,
-    y,
-    y_stride,
-    row_of,
-    weights,
-    num_topk,
-    grad_y,
-    grad_y_stride,
-    grad_weights,
-    hidden,
-    begin,
-    end,
-    streaming,
-    like,
-    sums,
-):
-    places = pointer(row_of, _INT64)
-    given, out = pointer(weights, sums), pointer(grad_weights, sums)
+def _unpermute_backward_kernel(table, begin, end, like, sums):
+    words = pointer(table, INT64)
+    grad, grad_stride = words[_GRAD], words[_GRAD_STRIDE]
+    y, y_stride = words[_Y], words[_Y_STRIDE]
+    grad_y, grad_y_stride = words[_GRAD_Y], words[_GRAD_Y_STRIDE]
+    num_topk, hidden, streaming = words[_NUM_TOPK], words[_HIDDEN], words[_STREAMING] != 0
+    places = pointer(words[_ROW_OF], INT64)
+    given, out = pointer(words[_WEIGHTS], sums), pointer(words[_GRAD_WEIGHTS], sums)
     for n in range(begin, end):
         source = grad + n * grad_stride
         for i in range(n * num_topk, (n + 1) * num_topk):
@@ -125,12 +124,7 @@ def _unpermute_backward_kernel(
 
 
 def unpermute_backward(
-    grad_ND: Tensor,
-    y_MD: Tensor,
-    row_of_NK: Tensor,
-    weights_NK: Tensor,
-    grad_y_MD: Tensor,
-    grad_weights_NK: Tensor,
+    grad_ND: Tensor, y_MD: Tensor, row_of_NK: Tensor, weights_NK: Tensor, out: UnpermuteGrads
 ) -> int:
     (num_rows, num_topk), (num_places, hidden) = row_of_NK.shape, y_MD.shape
     row_of, numel = row_of_NK.data_ptr(), row_of_NK.numel()
@@ -140,34 +134,28 @@ def unpermute_backward(
     like = LIKE[y_MD.dtype]
     wide = np.float64 if like.dtype == np.float64 else np.float32
     size, row_bytes = like.itemsize, hidden * like.itemsize
-    grad, grad_stride = grad_ND.data_ptr(), grad_ND.stride(0) * size
-    y, y_stride = y_MD.data_ptr(), y_MD.stride(0) * size
-    grad_y, grad_y_stride = grad_y_MD.data_ptr(), grad_y_MD.stride(0) * size
-    weights, grad_weights = weights_NK.data_ptr(), grad_weights_NK.data_ptr()
+    grad_y, grad_y_stride = out.y.data_ptr(), out.y.stride(0) * size
     marks = np.zeros(num_places, np.uint8)
     num_copies = _mark_kernel(row_of, numel, marks)
     streaming = may_stream(row_bytes, num_copies * row_bytes) and grad_y % LINE == 0
     streaming = streaming and grad_y_stride % LINE == 0
+    table = array("q", bytes(8 * _WORDS))
+    table[_GRAD] = grad_ND.data_ptr()
+    table[_GRAD_STRIDE] = grad_ND.stride(0) * size
+    table[_Y] = y_MD.data_ptr()
+    table[_Y_STRIDE] = y_MD.stride(0) * size
+    table[_ROW_OF] = row_of
+    table[_WEIGHTS] = weights_NK.data_ptr()
+    table[_NUM_TOPK] = num_topk
+    table[_GRAD_Y] = grad_y
+    table[_GRAD_Y_STRIDE] = grad_y_stride
+    table[_GRAD_WEIGHTS] = out.weights.data_ptr()
+    table[_HIDDEN] = hidden
+    table[_STREAMING] = streaming
+    call = table.buffer_info()[0]
 
     def part(begin: int, end: int) -> None:
-        _unpermute_backward_kernel(
-            grad,
-            grad_stride,
-            y,
-            y_stride,
-            row_of,
-            weights,
-            num_topk,
-            grad_y,
-            grad_y_stride,
-            grad_weights,
-            hidden,
-            begin,
-            end,
-            streaming,
-            like,
-            np.empty(LANES, wide),
-        )
+        _unpermute_backward_kernel(call, begin, end, like, np.empty(LANES, wide))
 
     def zero(begin: int, end: int) -> None:
         _zero_kernel(grad_y, grad_y_stride, row_bytes, marks, begin, end)

@@ -1,4 +1,8 @@
-"""Rows to FP8 and back: groups of 128 elements, each in registers from load to store."""
+"""Rows to FP8 and back: groups of 128 elements, each in registers from load to store.
+
+A plan holds what follows from a shape; the function that it returns only allocates and casts. Many
+rows are shared among threads, and go past the cache.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,6 @@ from torch import Tensor, bfloat16, float8_e4m3fn, from_numpy
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.llvm.atomics import fence_stores
 from tokenyard.kernels.numba.llvm.fp8 import (
-    GROUP,
     bits_float,
     float_bits,
     group_amax,
@@ -21,28 +24,25 @@ from tokenyard.kernels.numba.llvm.fp8 import (
     group_to_fp8,
     group_to_fp8_streaming,
 )
-from tokenyard.kernels.numba.llvm.pointers import LIKE, pointer
+from tokenyard.kernels.numba.llvm.pointers import FLOAT32, LIKE, UINT8, pointer
 from tokenyard.runtime import memory
 from tokenyard.runtime.threads import in_threads
+from tokenyard.wire.fp8 import FP8_MAX, GROUP, PACKED, PLAIN, ROUNDED
 
-_UINT8 = np.empty(0, np.uint8)
-_FLOAT32 = np.empty(0, np.float32)
 _MUCH = 1 << 21  # bytes from which a result is unlikely to be read again from the cache
 
 # Groups whose scales are found before any of them is converted. One by one, the conversion of each
 # would wait for its own scale, and fill the core's queues so that nothing else can run meanwhile.
 _CHUNK = 8
 
-_PLAIN, _ROUNDED, _PACKED = 0, 1, 2  # scales: amax / 448, a power of two, its exponent alone
-
 _LEAST = np.float32(1e-4)
-_ONE, _FP8_MAX = np.float32(1), np.float32(448)
+_ONE, _FP8_MAX = np.float32(1), np.float32(FP8_MAX)
 _FRACTION, _INF = 0x7FFFFF, 0x7F800000  # of a float32's bits
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def to_fp8_groups(x, values, scales, num_groups, kind, streaming, like):
-    floats, exponents = pointer(scales, _FLOAT32), pointer(scales, _UINT8)
+    floats, exponents = pointer(scales, FLOAT32), pointer(scales, UINT8)
     group_bytes = GROUP * np.int64(like.itemsize)
     factors = np.empty(_CHUNK, np.float32)
     for begin in range(0, num_groups, _CHUNK):
@@ -54,14 +54,14 @@ def to_fp8_groups(x, values, scales, num_groups, kind, streaming, like):
             if amax < _LEAST:  # and not max(), since NaN must stay
                 amax = _LEAST
             scale = amax / _FP8_MAX
-            if kind == _PLAIN:
+            if kind == PLAIN:
                 factors[g - begin] = _ONE / amax * _FP8_MAX
             else:
                 bits = float_bits(scale)
                 if bits <= _INF:  # and not NaN
                     scale = bits_float((bits + _FRACTION) & _INF)
                 factors[g - begin] = _ONE / scale
-            if kind == _PACKED:
+            if kind == PACKED:
                 exponents[g] = float_bits(scale) >> 23
             else:
                 floats[g] = scale
@@ -76,9 +76,9 @@ def to_fp8_groups(x, values, scales, num_groups, kind, streaming, like):
 
 @njit(nogil=True, cache=True)
 def _from_fp8_kernel(x, scales, out, num_groups, kind, streaming):
-    floats, exponents = pointer(scales, _FLOAT32), pointer(scales, _UINT8)
+    floats, exponents = pointer(scales, FLOAT32), pointer(scales, UINT8)
     for group in range(num_groups):
-        if kind == _PACKED:
+        if kind == PACKED:
             scale = bits_float(np.int64(exponents[group]) << 23)
         else:
             scale = floats[group]
@@ -100,7 +100,7 @@ def plan_to_fp8(
 ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     num_scales = hidden // GROUP
     num_groups, like = num_rows * num_scales, LIKE[dtype]
-    kind = _PACKED if use_ue8m0 else _ROUNDED if round_scale else _PLAIN
+    kind = PACKED if use_ue8m0 else ROUNDED if round_scale else PLAIN
     scales_shape = (num_rows, num_scales // 4 if use_ue8m0 else num_scales)
     scale = np.dtype(np.int32 if use_ue8m0 else np.float32)
     model = _model(num_rows, hidden, float8_e4m3fn)
@@ -141,7 +141,7 @@ def plan_from_fp8(
     num_rows: int, hidden: int, use_ue8m0: bool
 ) -> Callable[[Tensor, Tensor], Tensor]:
     num_groups = num_rows * (hidden // GROUP)
-    kind, scale_bytes = (_PACKED, 1) if use_ue8m0 else (_PLAIN, 4)
+    kind, scale_bytes = (PACKED, 1) if use_ue8m0 else (PLAIN, 4)
     model = _model(num_rows, hidden, bfloat16)
     kernel = _from_fp8_kernel.compile((int64,) * 6)
 

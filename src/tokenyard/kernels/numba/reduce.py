@@ -1,20 +1,20 @@
 """The sum of combine: each token's rows, wherever they lie, added up in float32 or float64.
 
 On one node the sums of 128 elements stay in registers while all ranks' pieces are added, and leave
-by streaming stores. Across nodes, and for what is left of a row, they are kept in L1.
+by streaming stores. Across nodes, and for what is left of a row, the sums are kept in L1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
 from torch import Tensor
 
+from tokenyard.kernels.base import NodeOfRank, Tensors
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.llvm.atomics import fence_stores
-from tokenyard.kernels.numba.llvm.pointers import LIKE, pointer
+from tokenyard.kernels.numba.llvm.pointers import INT32, INT64, LIKE, pointer
 from tokenyard.kernels.numba.llvm.sums import (
     WIDE_LANES,
     add_lanes,
@@ -31,8 +31,6 @@ from tokenyard.runtime.threads import in_threads
 from tokenyard.types import Route
 from tokenyard.wire.columns import LINE
 
-_INT32 = np.empty(0, np.int32)
-_INT64 = np.empty(0, np.int64)
 _STREAMING = 1 << 20  # bytes from which a result is unlikely to be read again from the cache
 NO_NODE = -1  # the home of a bias
 _PIECE = 512  # elements of a row whose sum is kept in L1 while all ranks' pieces are added
@@ -75,7 +73,7 @@ def _sum_one_node(out, sources, count, hidden, streaming, like, total):
         for d in range(0, whole, WIDE_LANES):
             sum_rows(out, sources, count, d, like)
     if whole < hidden:
-        rows = pointer(sources, _INT64)
+        rows = pointer(sources, INT64)
         for i in range(hidden - whole):
             total[i] = 0
         for c in range(count):
@@ -85,7 +83,7 @@ def _sum_one_node(out, sources, count, hidden, streaming, like, total):
 
 @njit(nogil=True, cache=True)
 def _sum_nodes(out, sources, homes, count, num_nodes, hidden, like, total, partial):
-    rows, home = pointer(sources, _INT64), pointer(homes, _INT32)
+    rows, home = pointer(sources, INT64), pointer(homes, INT32)
     for d in range(0, hidden, _PIECE):
         width = min(_PIECE, hidden - d)
         for i in range(width):
@@ -120,9 +118,9 @@ def sum_token(out, sources, homes, count, num_nodes, hidden, streaming, like, su
 
 
 @cache
-def node_table(node_of_rank: tuple[int, ...]) -> tuple[np.ndarray, int]:
-    """The node of each rank, as an array, and how many there are."""
-    return np.array(node_of_rank, np.int32), max(node_of_rank) + 1
+def node_table(node_of_rank: tuple[int, ...]) -> np.ndarray:
+    """The node of each rank, as an array."""
+    return np.array(node_of_rank, np.int32)
 
 
 def scratch(like: np.ndarray) -> np.ndarray:
@@ -137,34 +135,20 @@ def may_stream(out: int, row_bytes: int, moved: int) -> bool:
 
 @njit(nogil=True, cache=True)
 def _reduce_kernel(
-    bases,
-    copy_start,
-    copy_rank,
-    copy_slot,
-    nodes,
-    num_nodes,
-    biases,
-    out,
-    hidden,
-    begin,
-    end,
-    streaming,
-    like,
-    sums,
+    bases, nodes, copy_start, copy_rank, copy_slot, out, hidden, begin, end, streaming, like, sums
 ):
-    """`bases[r]` is the address of rank r's rows."""
-    starts, ranks, slots = (
-        pointer(copy_start, _INT32),
-        pointer(copy_rank, _INT32),
-        pointer(copy_slot, _INT32),
-    )
-    row_bytes = hidden * np.int64(like.itemsize)
-    num_biases = biases.shape[0]
-    sources = np.empty(num_biases + bases.shape[0], np.int64)
-    homes = np.full(num_biases + bases.shape[0], NO_NODE, np.int32)
+    """`bases` are addresses: of each rank's rows, and after them of the biases."""
+    starts, ranks = pointer(copy_start, INT32), pointer(copy_rank, INT32)
+    slots, row_bytes = pointer(copy_slot, INT32), hidden * np.int64(like.itemsize)
+    num_ranks, num_nodes = nodes.shape[0], np.int64(1)
+    for r in range(num_ranks):
+        num_nodes = max(num_nodes, np.int64(nodes[r]) + 1)
+    num_biases = bases.shape[0] - num_ranks
+    sources = np.empty(bases.shape[0], np.int64)
+    homes = np.full(bases.shape[0], NO_NODE, np.int32)
     for t in range(begin, end):
         for b in range(num_biases):
-            sources[b] = biases[b] + t * row_bytes
+            sources[b] = bases[num_ranks + b] + t * row_bytes
         count = num_biases
         for c in range(starts[t], starts[t + 1]):
             sources[count] = bases[ranks[c]] + np.int64(slots[c]) * row_bytes
@@ -185,50 +169,33 @@ def _reduce_kernel(
 
 
 def reduce(
-    rows_by_rank: Sequence[Tensor],
-    route: Route,
-    node_of_rank: Sequence[int],
-    biases_TD: Sequence[Tensor],
-    out_TD: Tensor,
+    rows_R: Tensors, route: Route, node_of_rank: NodeOfRank, biases_TD: Tensors, out_TD: Tensor
 ) -> Tensor:
-    addresses = np.array([rows.data_ptr() for rows in rows_by_rank], np.int64)
+    addresses = np.array([rows.data_ptr() for rows in rows_R], np.int64)
     reduce_at(addresses, route, node_of_rank, biases_TD, out_TD)
     return out_TD
 
 
 def reduce_at(
-    addresses_R: np.ndarray,
-    route: Route,
-    node_of_rank: Sequence[int],
-    biases_TD: Sequence[Tensor],
-    out_TD: Tensor,
+    bases_R: np.ndarray, route: Route, node_of_rank: NodeOfRank, biases_TD: Tensors, out_TD: Tensor
 ) -> None:
-    """As reduce, given where each rank's first row lies."""
+    """As `reduce`, given the address of each rank's first row."""
     num_tokens, hidden = out_TD.shape
     if num_tokens == 0:
         return
     like = LIKE[out_TD.dtype]
-    biases = np.array([bias.data_ptr() for bias in biases_TD], np.int64)
+    bases = bases_R
+    if biases_TD:
+        biases = [bias.data_ptr() for bias in biases_TD]
+        bases = np.concatenate((bases_R, np.array(biases, np.int64)))
     lists = (route.copy_start.data_ptr(), route.copy_rank.data_ptr(), route.copy_slot.data_ptr())
-    nodes, num_nodes = node_table(tuple(node_of_rank))
+    nodes = node_table(tuple(node_of_rank))
     out, row_bytes = out_TD.data_ptr(), hidden * like.itemsize
     moved = (route.copy_rank.shape[0] + num_tokens) * row_bytes
     streaming = may_stream(out, row_bytes, moved)
 
     def part(begin: int, end: int) -> None:
-        _reduce_kernel(
-            addresses_R,
-            *lists,
-            nodes,
-            num_nodes,
-            biases,
-            out,
-            hidden,
-            begin,
-            end,
-            streaming,
-            like,
-            scratch(like),
-        )
+        sums = scratch(like)
+        _reduce_kernel(bases, nodes, *lists, out, hidden, begin, end, streaming, like, sums)
 
     in_threads(part, num_tokens, moved)

@@ -1,4 +1,8 @@
-"""Moving rows of bytes by index, and renaming the experts in them."""
+"""Moving rows of bytes by index, and renaming the experts in them.
+
+`copy_row` is how kernels copy a row. Where much is moved, long rows are streamed past the cache:
+whoever calls it fences (`fence_stores`) before it returns.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +13,13 @@ from torch import Tensor
 
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.llvm.atomics import fence_stores, stream_line
-from tokenyard.kernels.numba.llvm.pointers import copy_bytes, pointer
+from tokenyard.kernels.numba.llvm.pointers import FLOAT32, INT32, INT64, copy_bytes, pointer
 from tokenyard.runtime.threads import in_threads
 from tokenyard.types import Route
 from tokenyard.wire.columns import LINE
 
 _LONG_ROW = 1024
 _MUCH = 1 << 20
-
-_INT32 = np.empty(0, np.int32)
-_INT64 = np.empty(0, np.int64)
-_FLOAT32 = np.empty(0, np.float32)
 
 
 @njit(nogil=True, cache=True)
@@ -59,7 +59,7 @@ def may_stream(num_bytes: int, moved: int) -> bool:
 
 @njit(nogil=True, cache=True)
 def _pack_kernel(x, x_stride, index, out, out_stride, num_bytes, begin, end, streaming):
-    tokens = pointer(index, _INT32)
+    tokens = pointer(index, INT32)
     for n in range(begin, end):
         token = np.int64(tokens[n]) if index != 0 else np.int64(n)
         copy_row(out + np.int64(n) * out_stride, x + token * x_stride, num_bytes, streaming)
@@ -97,7 +97,7 @@ def _targets(columns, blocks, firsts, rows):
 
 @njit(nogil=True, cache=True)
 def _scatter_kernel(columns, starts, ranks, slots, blocks, firsts, rows, begin, end, much):
-    first, to, at = pointer(starts, _INT32), pointer(ranks, _INT32), pointer(slots, _INT32)
+    first, to, at = pointer(starts, INT32), pointer(ranks, INT32), pointer(slots, INT32)
     targets = _targets(columns, blocks, firsts, rows)
     for t in range(begin, end):
         for j in range(columns.shape[0]):
@@ -143,9 +143,9 @@ def scatter(
 
 @njit(nogil=True, cache=True)
 def _localise_kernel(topk_idx, topk_weights, table, num_pairs, num_experts):
-    ids = pointer(topk_idx, _INT64)
-    weights = pointer(topk_weights, _FLOAT32)
-    local = pointer(table, _INT64)
+    ids = pointer(topk_idx, INT64)
+    weights = pointer(topk_weights, FLOAT32)
+    local = pointer(table, INT64)
     for i in range(num_pairs):
         expert = ids[i]
         here = local[expert] if 0 <= expert < num_experts else -1

@@ -1,7 +1,11 @@
-"""Raising signals in other ranks' memory, and waiting for theirs: never for ever.
+"""Raising signals in other ranks' memory, and waiting for theirs, never for ever.
 
-All take the addresses of two tables of R addresses: where this rank's signals go, and where the
-others' come in. They return the place of the first signal that has not come, or R: whoever called
+A signal is an int64 that only grows. `raise_signal` and `raise_signals` are the only ways to raise
+one: they fence, so that all that this thread wrote before, streaming stores included, is there for
+whoever sees the signal. (The counters of a ring are no signals: see `ring.protocol`.)
+
+The launchers take the addresses of tables of R addresses: where this rank's signals go, and where
+the others' come in. They return the place of the first signal that has not come, or R; the caller
 decides whether to go on waiting.
 """
 
@@ -11,22 +15,27 @@ import numpy as np
 
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.llvm.atomics import fence_stores, load_acquire, pause, store_release
-from tokenyard.kernels.numba.llvm.pointers import copy_bytes, pointer
-
-_INT64 = np.empty(0, np.int64)
+from tokenyard.kernels.numba.llvm.pointers import INT64, copy_bytes, pointer
 
 
 @njit(nogil=True, cache=True)
-def _raise_kernel(outgoing, size, epoch):
+def raise_signal(address, value):
     fence_stores()
-    signals = pointer(outgoing, _INT64)
+    store_release(address, value)
+
+
+@njit(nogil=True, cache=True)
+def raise_signals(outgoing, size, epoch):
+    """Raise all signals of a table, after a single fence."""
+    fence_stores()
+    signals = pointer(outgoing, INT64)
     for i in range(size):
         store_release(signals[i], epoch)
 
 
 @njit(nogil=True, cache=True)
 def reaches(signal, epoch, patience):
-    """Does the word at this address get so far within `patience` pauses?"""
+    """Whether the word at this address reaches the epoch within `patience` pauses."""
     for _ in range(patience):
         if load_acquire(signal) >= epoch:
             return True
@@ -36,7 +45,7 @@ def reaches(signal, epoch, patience):
 
 @njit(nogil=True, cache=True)
 def _await_kernel(incoming, size, epoch, first, patience):
-    signals = pointer(incoming, _INT64)
+    signals = pointer(incoming, INT64)
     for i in range(first, size):
         if not reaches(signals[i], epoch, patience):
             return i
@@ -45,13 +54,13 @@ def _await_kernel(incoming, size, epoch, first, patience):
 
 @njit(nogil=True, cache=True)
 def _meet_kernel(outgoing, incoming, size, epoch, patience):
-    _raise_kernel(outgoing, size, epoch)
+    raise_signals(outgoing, size, epoch)
     return _await_kernel(incoming, size, epoch, 0, patience)
 
 
 @njit(nogil=True, cache=True)
 def _post_kernel(message, outboxes, outgoing, incoming, size, epoch, patience):
-    boxes = pointer(outboxes, _INT64)
+    boxes = pointer(outboxes, INT64)
     num_bytes = message.shape[1] * np.int64(8)
     for r in range(size):
         copy_bytes(boxes[r], message.ctypes.data + r * message.strides[0], num_bytes)
@@ -61,7 +70,7 @@ def _post_kernel(message, outboxes, outgoing, incoming, size, epoch, patience):
 def meet(outgoing: int, incoming: int, size: int, epoch: int, patience: int) -> int:
     """Signal, and wait for all others' signals, each for at most `patience` pauses.
 
-    Everything that this thread wrote comes before its signals, streaming stores included.
+    All that this thread wrote comes before its signals, streaming stores included.
     """
     return _meet_kernel(outgoing, incoming, size, epoch, patience)
 
@@ -75,7 +84,7 @@ def post(
     epoch: int,
     patience: int,
 ) -> int:
-    """As `meet`, after row r of an int64 message was put into the r-th of a table of boxes."""
+    """As `meet`, after row r of an int64 message was copied to the r-th of a table of boxes."""
     return _post_kernel(message_RM, outboxes, outgoing, incoming, size, epoch, patience)
 
 

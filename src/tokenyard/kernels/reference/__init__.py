@@ -19,6 +19,9 @@ from tokenyard.kernels.reference.rearrange import rearrange
 from tokenyard.kernels.reference.reduce import reduce
 from tokenyard.kernels.reference.rows import localise, pack
 
+shares_memory = False
+puts_rows = False
+
 __all__ = [
     "align",
     "fill_slots",
@@ -29,9 +32,11 @@ __all__ = [
     "place",
     "plan_from_fp8",
     "plan_to_fp8",
+    "puts_rows",
     "rearrange",
     "reduce",
     "route",
+    "shares_memory",
     "spread",
     "stage_back",
     "stage_slots",

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
+from tokenyard.kernels.base import NodeOfRank
 from tokenyard.types import Layout, Route
 
 
 def layout(
-    topk_idx_TK: Tensor,
-    rank_of_expert_E: Tensor,
-    num_ranks: int,
-    node_of_rank: Sequence[int] | None,
+    topk_idx_TK: Tensor, rank_of_expert_E: Tensor, num_ranks: int, node_of_rank: NodeOfRank | None
 ) -> tuple[Layout, int]:
     """
     >>> topk_idx = torch.tensor([[0, 1], [1, 3], [-1, 2]])

@@ -28,7 +28,8 @@ Two ranks with an expert each; rank 0 has three tokens:
 >>> pick_slots(idx, sent, picked)
 -1
 >>> rows, tables = [torch.tensor([[7.0]]), back[0].view(torch.float32)], torch.zeros(2, 1).long()
->>> sum_slots(rows, tables, idx, picked, torch.ones(3, 2), shape(0), torch.empty(3, 1))
+>>> pairs = SlotPairs(idx, picked, torch.ones(3, 2))
+>>> sum_slots(rows, tables, pairs, shape(0), torch.empty(3, 1))
 tensor([[18.],
         [12.],
         [13.]])
@@ -44,7 +45,7 @@ from torch import Tensor
 from tokenyard.kernels.base import wide_dtype
 from tokenyard.kernels.reference.quantize import plan_to_fp8
 from tokenyard.wire.fp8 import NO_CAST, PACKED, PLAIN
-from tokenyard.wire.slots import SlotResults, SlotShape, Stray
+from tokenyard.wire.slots import SlotPairs, SlotResults, SlotShape, Stray
 
 
 def stage_slots(
@@ -129,17 +130,11 @@ def pick_slots(topk_idx_TK: Tensor, sent_2TK: Tensor, picked_TK: Tensor) -> int:
 
 
 def sum_slots(
-    rows: Sequence[Tensor],
-    tables_RL: Tensor,
-    topk_idx_TK: Tensor,
-    picked_TK: Tensor,
-    topk_weights_TK: Tensor,
-    shape: SlotShape,
-    out_TD: Tensor,
+    rows: Sequence[Tensor], tables_RL: Tensor, pairs: SlotPairs, shape: SlotShape, out_TD: Tensor
 ) -> Tensor:
     wide = wide_dtype(out_TD.dtype)
     ranks, locals_ = shape.placement.rank_of_expert, shape.placement.local_of_expert
-    for token, (experts, picks) in enumerate(zip(topk_idx_TK.tolist(), picked_TK.tolist())):
+    for token, (experts, picks) in enumerate(zip(pairs.topk_idx.tolist(), pairs.picked.tolist())):
         total = torch.zeros(shape.hidden, dtype=wide)
         for k, (expert, pick) in enumerate(zip(experts, picks)):
             if expert < 0:
@@ -149,7 +144,7 @@ def sum_slots(
             if not 0 <= first < len(rows[owner]) - pick:
                 raise Stray(owner)
             row = first + pick
-            total = total + topk_weights_TK[token, k].to(wide) * rows[owner][row].to(wide)
+            total = total + pairs.weights[token, k].to(wide) * rows[owner][row].to(wide)
         out_TD[token] = total.to(out_TD.dtype)
     return out_TD
 

@@ -7,23 +7,19 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tokenyard.kernels.reference.permute import find_outside
+from tokenyard.types import UnpermuteGrads
 
 
 def unpermute_backward(
-    grad_ND: Tensor,
-    y_MD: Tensor,
-    row_of_NK: Tensor,
-    weights_NK: Tensor,
-    grad_y_MD: Tensor,
-    grad_weights_NK: Tensor,
+    grad_ND: Tensor, y_MD: Tensor, row_of_NK: Tensor, weights_NK: Tensor, out: UnpermuteGrads
 ) -> int:
     """
     >>> grad, y = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0], [0.5, 7.0]])
-    >>> grad_y, grad_weights = torch.empty(2, 2), torch.empty(1, 2)
+    >>> out = UnpermuteGrads(torch.empty(2, 2), torch.empty(1, 2))
     >>> row_of, weights = torch.tensor([[1, -1]]), torch.tensor([[10.0, 5.0]])
-    >>> unpermute_backward(grad, y, row_of, weights, grad_y, grad_weights)
+    >>> unpermute_backward(grad, y, row_of, weights, out)
     -1
-    >>> grad_y.tolist(), grad_weights.tolist()
+    >>> out.y.tolist(), out.weights.tolist()
     ([[0.0, 0.0], [10.0, 20.0]], [[14.5, 0.0]])
     """
     first_bad = find_outside(row_of_NK, y_MD.shape[0])
@@ -32,10 +28,10 @@ def unpermute_backward(
     row, k = (row_of_NK >= 0).nonzero(as_tuple=True)
     place = row_of_NK[row, k]
     grad = grad_ND[row].to(weights_NK.dtype)
-    grad_y_MD.zero_()
-    grad_y_MD[place] = (weights_NK[row, k, None] * grad).to(grad_y_MD.dtype)
-    grad_weights_NK.zero_()
-    grad_weights_NK[row, k] = _dots(grad, y_MD[place].to(grad.dtype))
+    out.y.zero_()
+    out.y[place] = (weights_NK[row, k, None] * grad).to(out.y.dtype)
+    out.weights.zero_()
+    out.weights[row, k] = _dots(grad, y_MD[place].to(grad.dtype))
     return -1
 
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-_GROUP = 128  # elements that share a scale
-_FP8_MAX = 448.0
+from tokenyard.wire.fp8 import FP8_MAX, GROUP, PER_WORD
 
 
 def plan_to_fp8(
@@ -22,16 +21,16 @@ def plan_to_fp8(
     """
 
     def cast(x_ND: Tensor) -> tuple[Tensor, Tensor]:
-        groups = x_ND.detach().float().view(num_rows, hidden // _GROUP, _GROUP)
+        groups = x_ND.detach().float().view(num_rows, hidden // GROUP, GROUP)
         amax = groups.abs().amax(2).clamp(1e-4)
-        scales, factors = amax / _FP8_MAX, amax.reciprocal() * _FP8_MAX
+        scales, factors = amax / FP8_MAX, amax.reciprocal() * FP8_MAX
         if round_scale:
             scales = _round_up(scales)
             factors = scales.reciprocal()
         values = (groups * factors[:, :, None]).to(torch.float8_e4m3fn).view(num_rows, hidden)
         if use_ue8m0:
             exponents = (scales.view(torch.int32) >> 23).to(torch.uint8).flatten()
-            scales = exponents.view(torch.int32).view(num_rows, hidden // (4 * _GROUP))
+            scales = exponents.view(torch.int32).view(num_rows, hidden // (PER_WORD * GROUP))
         return values, scales
 
     return cast
@@ -59,7 +58,7 @@ def plan_from_fp8(
     def cast_back(x_fp8: Tensor, scales_NS: Tensor) -> Tensor:
         if use_ue8m0:
             scales_NS = (scales_NS.view(torch.uint8).int() << 23).view(torch.float32)
-        groups = x_fp8.detach().float().view(num_rows, hidden // _GROUP, _GROUP)
+        groups = x_fp8.detach().float().view(num_rows, hidden // GROUP, GROUP)
         return (groups * scales_NS.detach()[:, :, None]).bfloat16().view(num_rows, hidden)
 
     return cast_back

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from tokenyard.kernels.base import wide_dtype
+from tokenyard.kernels.base import NodeOfRank, Tensors, wide_dtype
 from tokenyard.types import Route
 
 
 def reduce(
-    rows_by_rank: Sequence[Tensor],
-    route: Route,
-    node_of_rank: Sequence[int],
-    biases_TD: Sequence[Tensor],
-    out_TD: Tensor,
+    rows_R: Tensors, route: Route, node_of_rank: NodeOfRank, biases_TD: Tensors, out_TD: Tensor
 ) -> Tensor:
     """
     >>> from tokenyard.kernels.reference.layout import route
     >>> rows = [torch.tensor([[1.0]]), torch.tensor([[10.0], [20.0]])]
-    >>> both = globals()["route"](torch.tensor([[True, True], [False, True]]))
+    >>> both = route(torch.tensor([[True, True], [False, True]]))
     >>> reduce(rows, both, (0, 0), [torch.tensor([[0.5], [0.5]])], torch.empty(2, 1)).tolist()
     [[11.5], [20.5]]
     """
@@ -33,7 +27,7 @@ def reduce(
     num_nodes = max(node_of_rank) + 1
     for node in range(num_nodes):
         partial_TD = total_TD if num_nodes == 1 else torch.zeros_like(total_TD)
-        for rank, rows_ND in enumerate(rows_by_rank):
+        for rank, rows_ND in enumerate(rows_R):
             if node_of_rank[rank] == node:
                 # A token goes to a rank once, so the rows of one rank never meet in an element.
                 partial_TD[sent[rank].long()] += rows_ND.to(total_TD.dtype)

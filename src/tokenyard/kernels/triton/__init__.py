@@ -12,19 +12,14 @@ with `spec` in Triton's interpreter, and compiles for five targets (tools/triton
     permute      rows by local expert, and back; permute_backward its gradients
     rearrange    copies between any two strides
     quantize     to FP8 and back
-    low_latency  the steps of the low-latency mode
+    low_latency/ the steps of the low-latency mode
     symmetric    rows into other ranks' memory, and flags
 """
 
 from tokenyard.kernels.triton.align import align
 from tokenyard.kernels.triton.layout import layout, route
-from tokenyard.kernels.triton.low_latency import (
-    fill_slots,
-    pick_slots,
-    stage_back,
-    stage_slots,
-    sum_slots,
-)
+from tokenyard.kernels.triton.low_latency.combine import pick_slots, stage_back, sum_slots
+from tokenyard.kernels.triton.low_latency.dispatch import fill_slots, stage_slots
 from tokenyard.kernels.triton.permute import place, spread, unpermute
 from tokenyard.kernels.triton.permute_backward import unpermute_backward
 from tokenyard.kernels.triton.quantize import plan_from_fp8, plan_to_fp8
@@ -32,6 +27,9 @@ from tokenyard.kernels.triton.rearrange import rearrange
 from tokenyard.kernels.triton.reduce import reduce, reduce_at
 from tokenyard.kernels.triton.rows import localise, pack
 from tokenyard.kernels.triton.symmetric import await_flags, put, raise_flags
+
+shares_memory = False
+puts_rows = True
 
 __all__ = [
     "align",
@@ -45,11 +43,13 @@ __all__ = [
     "plan_from_fp8",
     "plan_to_fp8",
     "put",
+    "puts_rows",
     "raise_flags",
     "rearrange",
     "reduce",
     "reduce_at",
     "route",
+    "shares_memory",
     "spread",
     "stage_back",
     "stage_slots",

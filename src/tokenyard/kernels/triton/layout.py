@@ -7,13 +7,12 @@ where each begins, and a second pass puts things in their places. So every list 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokenyard.kernels.base import NodeOfRank
 from tokenyard.kernels.triton.launch import (
     blocks,
     first_bad,
@@ -72,10 +71,7 @@ def _layout_kernel(
 
 
 def layout(
-    topk_idx_TK: Tensor,
-    rank_of_expert_E: Tensor,
-    num_ranks: int,
-    node_of_rank: Sequence[int] | None,
+    topk_idx_TK: Tensor, rank_of_expert_E: Tensor, num_ranks: int, node_of_rank: NodeOfRank | None
 ) -> tuple[Layout, int]:
     (num_tokens, num_topk), device = topk_idx_TK.shape, topk_idx_TK.device
     num_experts = rank_of_expert_E.shape[0]

@@ -1,4 +1,8 @@
-"""Rows to their local experts and back: find each row's places, copy it there, sum what returns."""
+"""Rows to their local experts and back.
+
+`place` finds each row's places, `spread` copies it there, `unpermute` sums what the experts made of
+its copies.
+"""
 
 from __future__ import annotations
 

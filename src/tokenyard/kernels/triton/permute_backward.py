@@ -16,6 +16,7 @@ from tokenyard.kernels.triton.launch import blocks, launch, read_first_bad
 from tokenyard.kernels.triton.permute import find_outside, zero_unwritten
 from tokenyard.kernels.triton.reduce import column_block
 from tokenyard.runtime.memory import as_bytes
+from tokenyard.types import UnpermuteGrads
 
 _PAIRS = 32  # whose dot products a program makes
 LANES = tl.constexpr(16)  # sums of a dot product
@@ -87,12 +88,7 @@ def _dot_kernel(
 
 
 def unpermute_backward(
-    grad_ND: Tensor,
-    y_MD: Tensor,
-    row_of_NK: Tensor,
-    weights_NK: Tensor,
-    grad_y_MD: Tensor,
-    grad_weights_NK: Tensor,
+    grad_ND: Tensor, y_MD: Tensor, row_of_NK: Tensor, weights_NK: Tensor, out: UnpermuteGrads
 ) -> int:
     (num_rows, num_topk), hidden = row_of_NK.shape, y_MD.shape[1]
     found = read_first_bad(find_outside(row_of_NK, y_MD.shape[0]))
@@ -106,23 +102,23 @@ def unpermute_backward(
         as_passed(grad_ND),
         row_of_NK,
         weights_NK,
-        as_passed(grad_y_MD),
+        as_passed(out.y),
         written,
         num_topk,
         hidden,
         grad_ND.stride(0),
-        grad_y_MD.stride(0),
+        out.y.stride(0),
         KIND=kind,
         BLOCK=block,
     )
-    zero_unwritten(as_bytes(grad_y_MD), written)
+    zero_unwritten(as_bytes(out.y), written)
     launch(
         _dot_kernel,
         (blocks(row_of_NK.numel(), _PAIRS),),
         as_passed(grad_ND),
         as_passed(y_MD),
         row_of_NK,
-        grad_weights_NK,
+        out.weights,
         row_of_NK.numel(),
         num_topk,
         hidden,

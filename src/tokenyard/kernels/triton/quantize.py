@@ -16,13 +16,14 @@ from torch import Tensor
 from tokenyard.kernels.triton.floats import ABS, INF, as_passed, kind_of, to_bfloat16, widen
 from tokenyard.kernels.triton.launch import blocks, launch
 from tokenyard.runtime import memory
+from tokenyard.wire import fp8
 
-GROUP = tl.constexpr(128)
+GROUP = tl.constexpr(fp8.GROUP)
+_FP8_MAX = tl.constexpr(fp8.FP8_MAX)
 _GROUPS = 16  # of a program
 
-PLAIN = tl.constexpr(0)  # amax / 448
-ROUNDED = tl.constexpr(1)  # up to a power of two
-PACKED = tl.constexpr(2)  # the exponent of that, as a byte
+PLAIN = tl.constexpr(fp8.PLAIN)
+PACKED = tl.constexpr(fp8.PACKED)
 
 _LEAST = tl.constexpr(0x38D1B717)  # the bits of 1e-4
 _FRACTION = tl.constexpr(0x7FFFFF)
@@ -70,10 +71,10 @@ def _to_fp8_kernel(
     row = widen(tl.load(x + where, mask=inside[:, None], other=0), KIND)
     size = row.to(tl.int32, bitcast=True) & ABS
     amax = tl.maximum(tl.max(size, 1), _LEAST).to(tl.float32, bitcast=True)
-    scale = tl.div_rn(amax, tl.full([GROUPS], 448.0, tl.float32))
+    scale = tl.div_rn(amax, tl.full([GROUPS], _FP8_MAX, tl.float32))
     one = tl.full([GROUPS], 1.0, tl.float32)
     if SCALES == PLAIN:
-        factor = tl.div_rn(one, amax) * 448.0
+        factor = tl.div_rn(one, amax) * _FP8_MAX
         tl.store(scales + groups, scale, mask=inside)
     else:
         bits = scale.to(tl.int32, bitcast=True)
@@ -102,7 +103,7 @@ def _from_fp8_kernel(x, scales, out, num_groups, SCALES: tl.constexpr, GROUPS: t
 
 def cast_into(x_ND: Tensor, values: Tensor, scales: Tensor, kind: int, how: int) -> None:
     """Into memory that is there: values as int8, scales as float32, or as int8 if packed."""
-    num_groups = x_ND.numel() // GROUP.value
+    num_groups = x_ND.numel() // fp8.GROUP
     launch(
         _to_fp8_kernel,
         (blocks(num_groups, _GROUPS),),
@@ -119,9 +120,9 @@ def cast_into(x_ND: Tensor, values: Tensor, scales: Tensor, kind: int, how: int)
 def plan_to_fp8(
     num_rows: int, hidden: int, dtype: torch.dtype, round_scale: bool, use_ue8m0: bool
 ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    num_scales = hidden // GROUP.value
+    num_scales = hidden // fp8.GROUP
     kind = kind_of(dtype)
-    how = PACKED if use_ue8m0 else ROUNDED if round_scale else PLAIN
+    how = fp8.PACKED if use_ue8m0 else fp8.ROUNDED if round_scale else fp8.PLAIN
     packed = (num_rows, num_scales // 4)
 
     def cast(x_ND: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,7 +137,7 @@ def plan_to_fp8(
             values.view(torch.int8),
             scales.view(torch.int8) if use_ue8m0 else scales,
             kind,
-            how.value,
+            how,
         )
         return values, scales
 
@@ -146,8 +147,8 @@ def plan_to_fp8(
 def plan_from_fp8(
     num_rows: int, hidden: int, use_ue8m0: bool
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    num_groups = num_rows * (hidden // GROUP.value)
-    how = PACKED if use_ue8m0 else PLAIN
+    num_groups = num_rows * (hidden // fp8.GROUP)
+    how = fp8.PACKED if use_ue8m0 else fp8.PLAIN
 
     def cast_back(x_fp8: Tensor, scales_NS: Tensor) -> Tensor:
         out = memory.empty(num_rows, hidden, dtype=torch.bfloat16, device=x_fp8.device)
@@ -159,7 +160,7 @@ def plan_from_fp8(
             scales_NS.view(torch.int8) if use_ue8m0 else scales_NS,
             out.view(torch.int16),
             num_groups,
-            SCALES=how.value,
+            SCALES=how,
             GROUPS=_GROUPS,
         )
         return out

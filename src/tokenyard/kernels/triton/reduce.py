@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tokenyard.kernels.base import NodeOfRank, Tensors
 from tokenyard.kernels.triton.floats import FLOAT64, as_element, as_passed, kind_of, narrow, widen
 from tokenyard.kernels.triton.launch import blocks, launch, numbers, power_of_two
 from tokenyard.types import Route
@@ -77,13 +78,9 @@ def _reduce_kernel(
 
 
 def reduce(
-    rows_by_rank: Sequence[Tensor],
-    route: Route,
-    node_of_rank: Sequence[int],
-    biases_TD: Sequence[Tensor],
-    out_TD: Tensor,
+    rows_R: Tensors, route: Route, node_of_rank: NodeOfRank, biases_TD: Tensors, out_TD: Tensor
 ) -> Tensor:
-    addresses = [rows.data_ptr() for rows in rows_by_rank]
+    addresses = [rows.data_ptr() for rows in rows_R]
     reduce_at(addresses, route, node_of_rank, biases_TD, out_TD)
     return out_TD
 
@@ -91,8 +88,8 @@ def reduce(
 def reduce_at(
     addresses: Sequence[int],
     route: Route,
-    node_of_rank: Sequence[int],
-    biases_TD: Sequence[Tensor],
+    node_of_rank: NodeOfRank,
+    biases_TD: Tensors,
     out_TD: Tensor,
 ) -> None:
     """`reduce` of contiguous rows that begin at these addresses, in this rank's memory or not."""

@@ -1,10 +1,11 @@
 """What ranks that share memory need of the machine: signals that order, waits that pause, stores
 that pass the cache by.
 
-A signal is an int64 that only grows. `store_release` makes all earlier writes of this thread
-visible to whoever reads the signal with `load_acquire`. Streaming stores are not among those
-writes: whoever streams fences them (`fence_stores`) before it returns, since another thread may
-raise the signal. A fence with nothing to wait for costs a few nanoseconds.
+Whoever reads a word with `load_acquire` sees all that the thread which wrote it with
+`store_release` had written before, but for streaming stores. So a kernel that streams fences
+(`fence_stores`) before it returns, on every thread that streamed, since another thread may raise
+the signal. A fence with nothing to wait for costs a few nanoseconds. Signals are raised by
+`signals.raise_signal` alone; the rings have counters of their own.
 """
 
 from __future__ import annotations

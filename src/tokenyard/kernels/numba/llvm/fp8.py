@@ -15,8 +15,7 @@ from numba.extending import intrinsic
 from tokenyard.kernels.numba.llvm import vectors
 from tokenyard.kernels.numba.llvm.vectors import I32, LANES, splat, vector
 from tokenyard.wire.columns import LINE
-
-GROUP = 128  # elements that share a scale
+from tokenyard.wire.fp8 import GROUP
 
 _I8, _I16 = ir.IntType(8), ir.IntType(16)
 _FLOAT = ir.FloatType()

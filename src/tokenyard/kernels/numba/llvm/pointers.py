@@ -1,5 +1,4 @@
-"""What Numba has no word for: typed pointers from addresses, copies, and wide sums of narrow
-floats.
+"""What Numba has no word for: typed pointers from addresses, and copies of bytes.
 
 Kernels take addresses (`tensor.data_ptr()`) rather than arrays: an array costs a call three times
 what a number does, besides making it of a tensor, and torch has dtypes that numpy lacks. A `like`
@@ -17,12 +16,16 @@ from numba.extending import intrinsic
 
 from tokenyard.kernels.numba.llvm import vectors
 
-# One compiled kernel serves each of these.
+# How `pointer` is told to read memory.
+UINT8, INT32, INT64, UINT64 = (np.empty(0, t) for t in (np.uint8, np.int32, np.int64, np.uint64))
+FLOAT32, FLOAT64 = np.empty(0, np.float32), np.empty(0, np.float64)
+
+# The same by the dtype of rows. One compiled kernel serves each of these.
 LIKE: dict[torch.dtype, np.ndarray] = {
     torch.bfloat16: np.empty(0, np.uint16),
     torch.float16: np.empty(0, np.int16),
-    torch.float32: np.empty(0, np.float32),
-    torch.float64: np.empty(0, np.float64),
+    torch.float32: FLOAT32,
+    torch.float64: FLOAT64,
 }
 
 LANES = vectors.LANES

@@ -104,6 +104,12 @@ def sum_scaled(out, sources, factors, count, hidden, streaming, like):
         _sum_one(out, sources, factors, count, d, like)
 
 
+def _add_to(builder, total, index, term, wide, lanes):
+    """total[index:] += term"""
+    term = builder.fadd(vectors.load(builder, total, index, wide, lanes), term)
+    vectors.store(builder, term, total, index, wide, lanes)
+
+
 def _make_steps(lanes):
     """The three steps of a sum, for `lanes` neighbouring elements at once."""
 
@@ -122,8 +128,7 @@ def _make_steps(lanes):
                 dtype,
                 lanes,
             )
-            term = builder.fadd(vectors.load(builder, total, index, wide, lanes), term)
-            vectors.store(builder, term, total, index, wide, lanes)
+            _add_to(builder, total, index, term, wide, lanes)
             return context.get_dummy_value()
 
         return sig, codegen
@@ -142,8 +147,7 @@ def _make_steps(lanes):
                 builder, vectors.load(builder, partial, index, wide, lanes), dtype, lanes
             )
             term = vectors.widen(builder, term, dtype, lanes)
-            term = builder.fadd(vectors.load(builder, total, index, wide, lanes), term)
-            vectors.store(builder, term, total, index, wide, lanes)
+            _add_to(builder, total, index, term, wide, lanes)
             return context.get_dummy_value()
 
         return sig, codegen

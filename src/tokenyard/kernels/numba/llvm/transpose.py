@@ -10,8 +10,9 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic, register_jitable
 
+from tokenyard.wire.columns import LINE
+
 _LANE = 16  # bytes within which every machine interleaves two vectors in one instruction
-_VECTOR = 64
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 
@@ -88,7 +89,7 @@ def _transpose(builder, rows, unit):
 @register_jitable
 def large_side(unit):
     """Bytes on a side of a large square: a line, but 64 rows of bytes are too many registers."""
-    return 32 if unit == 1 else 64
+    return 32 if unit == 1 else LINE
 
 
 def _make_transpose(side, streaming=False):
@@ -146,9 +147,9 @@ def _make_weave(count):
     def codegen_of(unit, places_of, source_strided):
         def codegen(context, builder, signature, args):
             target, source, stride, _ = args
-            strides = (stride, _I64(_VECTOR)) if source_strided else (_I64(_VECTOR), stride)
+            strides = (stride, _I64(LINE)) if source_strided else (_I64(LINE), stride)
             if unit < _LANE:
-                kind = _vector(_VECTOR, unit)
+                kind = _vector(LINE, unit)
                 vectors = _load_rows(builder, source, strides[0], count, kind)
                 rows = [_collect(builder, vectors, places) for places in places_of(kind.count)]
                 _store_rows(builder, rows, target, strides[1])
@@ -195,7 +196,7 @@ def copy_line(typingctx, target, source):
     sig = types.void(types.int64, types.int64)
 
     def codegen(context, builder, signature, args):
-        pointer = _vector(_VECTOR, 8).as_pointer()
+        pointer = _vector(LINE, 8).as_pointer()
         target, source = (builder.inttoptr(arg, pointer) for arg in args)
         builder.store(builder.load(source, align=1), target, align=1)
         return context.get_dummy_value()

@@ -1,6 +1,6 @@
 """The LLVM that intrinsics are written in: several neighbouring elements at once.
 
-`lanes` is how many; 1 means a scalar. A dtype is Numba's, as in `intrinsics.LIKE`; a kind is LLVM's
+`lanes` is how many; 1 means a scalar. A dtype is Numba's, as in `pointers.LIKE`; a kind is LLVM's
 type of one element. LLVM splits vectors that are wider than the machine's.
 """
 

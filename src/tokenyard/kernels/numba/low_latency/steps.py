@@ -1,7 +1,8 @@
 """The low-latency mode's steps: lay tokens out in a block, fill slots, and the way back.
 
-Everything is an address and some sizes, and blocks may lie in other ranks' memory. `slot_calls`
-makes whole calls of these steps for ranks that share memory.
+A step takes the address of a table (`wire.call_table`); blocks may lie in other ranks' memory. For
+ranks that share memory `calls` makes whole calls of these steps. The launchers below are for
+whoever brings blocks from rank to rank by other means.
 """
 
 from __future__ import annotations
@@ -14,27 +15,35 @@ from torch import Tensor
 
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.llvm.atomics import fence_stores
-from tokenyard.kernels.numba.llvm.pointers import LIKE, copy_bytes, pointer
+from tokenyard.kernels.numba.llvm.pointers import (
+    FLOAT32,
+    FLOAT64,
+    INT32,
+    INT64,
+    LIKE,
+    copy_bytes,
+    pointer,
+)
 from tokenyard.kernels.numba.llvm.sums import sum_scaled
 from tokenyard.kernels.numba.quantize import to_fp8_groups
 from tokenyard.kernels.numba.rows import copy_row, streams
+from tokenyard.wire import call_table as at
+from tokenyard.wire.call_table import address_of, new_table
 from tokenyard.wire.fp8 import GROUP, NO_CAST
-from tokenyard.wire.slots import LOW, SlotResults, SlotShape, Stray
-
-_INT32 = np.empty(0, np.int32)
-_INT64 = np.empty(0, np.int64)
-_FLOAT32 = np.empty(0, np.float32)
+from tokenyard.wire.slots import LOW, SlotPairs, SlotResults, SlotShape, Stray
 
 
 @njit(nogil=True, cache=True)
-def number_pairs(topk_idx, num_tokens, num_topk, num_experts, sent):
-    """Copy topk_idx, and after it each pair's place among those of its expert.
+def number_pairs(table):
+    """Copy topk_idx to SENT, and after it each pair's place among those of its expert.
 
     -1, or p where pair p is no expert, or -2 - p where it names its token's expert again.
     """
+    words = pointer(table, INT64)
+    num_tokens, num_topk = words[at.NUM_TOKENS], words[at.NUM_TOPK]
+    num_experts, numel = words[at.NUM_EXPERTS], num_tokens * num_topk
+    experts, copy = pointer(words[at.TOPK_IDX], INT64), pointer(words[at.SENT], INT64)
     seen = np.zeros(num_experts, np.int64)
-    experts, copy = pointer(topk_idx, _INT64), pointer(sent, _INT64)
-    numel = num_tokens * num_topk
     for t in range(num_tokens):
         for i in range(t * num_topk, (t + 1) * num_topk):
             expert = experts[i]
@@ -51,46 +60,38 @@ def number_pairs(topk_idx, num_tokens, num_topk, num_experts, sent):
 
 
 @njit(nogil=True, cache=True)
-def stage_rows(x, num_tokens, num_topk, sent, block, rows_at, row_bytes, scales_at, cast, like):
-    """Into a block: topk_idx, and rows as they are or cast. In FP8 an element is a byte."""
-    copy_bytes(block, sent, 8 * num_tokens * num_topk)
+def stage_rows(table, like):
+    """Write this rank's block: topk_idx, and rows as they are or cast to FP8, a byte an element."""
+    words = pointer(table, INT64)
+    num_tokens, row_bytes = words[at.NUM_TOKENS], words[at.ROW_BYTES]
+    x, block, cast = words[at.X], words[at.BLOCK], words[at.CAST]
+    copy_bytes(block, words[at.SENT], 8 * num_tokens * words[at.NUM_TOPK])
+    rows = block + words[at.ROWS_AT]
     if cast == NO_CAST:
-        copy_bytes(block + rows_at, x, num_tokens * row_bytes)
+        copy_bytes(rows, x, num_tokens * row_bytes)
     else:
         num_groups = num_tokens * (row_bytes // GROUP)
-        to_fp8_groups(x, block + rows_at, block + scales_at, num_groups, cast, 0, like)
+        to_fp8_groups(x, rows, block + words[at.SCALES_AT], num_groups, cast, 0, like)
 
 
 @njit(nogil=True, cache=True)
-def fill_from(
-    source,
-    block,
-    num_tokens,
-    num_topk,
-    num_experts,
-    local_of_expert,
-    num_ranks,
-    num_slots,
-    rows_at,
-    row_bytes,
-    scales_at,
-    scale_bytes,
-    x,
-    scales,
-    counts,
-    src_info,
-    layout_range,
-):
-    """One source's rows after those of the sources before it. `counts` is where experts stand.
+def fill_from(table, source, block, num_tokens):
+    """Put one source's rows after those of the sources before it, and count them in COUNTS.
 
     Whether the block is one that a rank may have written: its experts' numbers become addresses.
     """
-    table, ends = pointer(local_of_expert, _INT64), pointer(counts, _INT32)
-    experts, tokens = pointer(block, _INT64), pointer(src_info, _INT32)
-    ranges = pointer(layout_range, _INT64)
+    words = pointer(table, INT64)
+    num_topk, num_experts = words[at.NUM_TOPK], words[at.NUM_EXPERTS]
+    num_ranks, num_slots = words[at.SIZE], words[at.NUM_SLOTS]
+    row_bytes, scale_bytes = words[at.ROW_BYTES], words[at.SCALE_BYTES]
+    x, scales = words[at.X], words[at.SCALES]
+    rows, rows_scales = block + words[at.ROWS_AT], block + words[at.SCALES_AT]
+    own, experts = pointer(words[at.OWN_EXPERTS], INT64), pointer(block, INT64)
+    ends, tokens = pointer(words[at.COUNTS], INT32), pointer(words[at.SRC_INFO], INT32)
+    ranges = pointer(words[at.LAYOUT_RANGE], INT64)
     streaming = streams(row_bytes, num_tokens * num_topk * row_bytes)
     for t in range(num_tokens):
-        row, scale = block + rows_at + t * row_bytes, block + scales_at + t * scale_bytes
+        row, scale = rows + t * row_bytes, rows_scales + t * scale_bytes
         for i in range(t * num_topk, (t + 1) * num_topk):
             expert = experts[i]
             if expert == -1:
@@ -98,7 +99,7 @@ def fill_from(
             if expert < 0 or expert >= num_experts:
                 fence_stores()
                 return False
-            local = table[expert]
+            local = own[expert]
             if local < 0:
                 continue
             if ends[local] >= num_slots:
@@ -116,31 +117,37 @@ def fill_from(
 
 
 @njit(nogil=True, cache=True)
-def begin_ranges(source, num_local, num_ranks, counts, layout_range):
-    """No rows of this source yet: they begin where each expert stands."""
-    ends, ranges = pointer(counts, _INT32), pointer(layout_range, _INT64)
+def begin_ranges(table, source):
+    """This source has no rows yet: its ranges begin where each expert's rows end."""
+    words = pointer(table, INT64)
+    num_local, num_ranks = words[at.NUM_LOCAL], words[at.SIZE]
+    ends, ranges = pointer(words[at.COUNTS], INT32), pointer(words[at.LAYOUT_RANGE], INT64)
     for local in range(num_local):
         ranges[local * num_ranks + source] = np.int64(ends[local]) << 32
 
 
 @njit(nogil=True, cache=True)
-def count_rows(layout_range, num_local, num_ranks, source):
+def count_rows(table, source):
     """The rows of one source, of all experts."""
-    ranges, total = pointer(layout_range, _INT64), np.int64(0)
-    for local in range(num_local):
-        total += ranges[local * num_ranks + source] & LOW
+    words = pointer(table, INT64)
+    ranges, total = pointer(words[at.LAYOUT_RANGE], INT64), np.int64(0)
+    for local in range(words[at.NUM_LOCAL]):
+        total += ranges[local * words[at.SIZE] + source] & LOW
     return total
 
 
 @njit(nogil=True, cache=True)
-def give_back(y, num_slots, row_bytes, layout_range, num_local, num_ranks, source, out, row, table):
-    """Copy the rows of one source to `out`, from `row` on, and note where each expert's begin.
+def give_back(table, source, out, row, firsts):
+    """Copy the rows of one source to `out`, from `row` on, and note in `firsts` where each expert's
+    begin.
 
-    The row after the last. Without `out` nothing is copied: the table says where rows are in y.
+    Returns the row after the last. Without `out` nothing is copied, and the notes are about y.
     """
-    ranges, first = pointer(layout_range, _INT64), pointer(table, _INT64)
-    total = count_rows(layout_range, num_local, num_ranks, source)
-    streaming = streams(row_bytes, total * row_bytes)
+    words = pointer(table, INT64)
+    num_local, num_ranks, num_slots = words[at.NUM_LOCAL], words[at.SIZE], words[at.NUM_SLOTS]
+    y, row_bytes = words[at.Y], words[at.ROW_BYTES]
+    ranges, first = pointer(words[at.LAYOUT_RANGE], INT64), pointer(firsts, INT64)
+    streaming = streams(row_bytes, count_rows(table, source) * row_bytes)
     for local in range(num_local):
         given = ranges[local * num_ranks + source]
         begin, count = given >> 32, given & LOW
@@ -157,10 +164,12 @@ def give_back(y, num_slots, row_bytes, layout_range, num_local, num_ranks, sourc
 
 
 @njit(nogil=True, cache=True)
-def pick_pairs(topk_idx, sent, picked, num_tokens, num_topk):
-    """The place of each pair's row; the first pair that dispatch did not send, or -1."""
-    experts, was, to = pointer(topk_idx, _INT64), pointer(sent, _INT64), pointer(picked, _INT64)
-    numel = num_tokens * num_topk
+def pick_pairs(table):
+    """Find the place of each pair's row; the first pair that dispatch did not send, or -1."""
+    words = pointer(table, INT64)
+    num_tokens, num_topk = words[at.NUM_TOKENS], words[at.NUM_TOPK]
+    experts, was = pointer(words[at.TOPK_IDX], INT64), pointer(words[at.SENT], INT64)
+    to, numel = pointer(words[at.PICKED], INT64), num_tokens * num_topk
     for t in range(num_tokens):
         for i in range(t * num_topk, (t + 1) * num_topk):
             expert = experts[i]
@@ -178,33 +187,20 @@ def pick_pairs(topk_idx, sent, picked, num_tokens, num_topk):
 
 
 @njit(nogil=True, cache=True)
-def sum_tokens(
-    rows,
-    limits,
-    tables,
-    masked,
-    rank_of_expert,
-    local_of_expert,
-    row_bytes,
-    topk_idx,
-    picked,
-    weights,
-    num_tokens,
-    num_topk,
-    hidden,
-    out,
-    like,
-    factors,
-):
-    """rows, limits, tables and masked are arrays, a word for each rank: where its rows begin, how
-    many may be read there, where it says which are whose, and whether it is left out. factors has
-    room for K weights.
+def sum_tokens(table, rows, limits, tables, masked, like, wide):
+    """Sum each token's rows into OUT. The arrays have a word for each rank: where its rows begin,
+    how many may be read there, where it says which are whose, and whether it is left out.
 
     A rank whose table leads past its rows, or -1.
     """
-    owner_of, local_of = pointer(rank_of_expert, _INT32), pointer(local_of_expert, _INT32)
-    experts, picks = pointer(topk_idx, _INT64), pointer(picked, _INT64)
-    given, sources = pointer(weights, _FLOAT32), np.empty(num_topk, np.int64)
+    words = pointer(table, INT64)
+    num_tokens, num_topk, hidden = words[at.NUM_TOKENS], words[at.NUM_TOPK], words[at.HIDDEN]
+    row_bytes, out = words[at.ROW_BYTES], words[at.OUT]
+    owner_of = pointer(words[at.RANK_OF_EXPERT], INT32)
+    local_of = pointer(words[at.LOCAL_OF_EXPERT], INT32)
+    given = pointer(words[at.WEIGHTS], FLOAT32)
+    experts, picks = pointer(words[at.TOPK_IDX], INT64), pointer(words[at.PICKED], INT64)
+    sources, factors = np.empty(num_topk, np.int64), np.empty(num_topk, wide.dtype)
     for t in range(num_tokens):
         count = 0
         for i in range(t * num_topk, (t + 1) * num_topk):
@@ -213,7 +209,7 @@ def sum_tokens(
             owner = owner_of[experts[i]]
             if masked[owner] != 0:
                 continue
-            first = pointer(tables[owner], _INT64)[local_of[experts[i]]]
+            first = pointer(tables[owner], INT64)[local_of[experts[i]]]
             if first < 0 or first >= limits[owner] - picks[i]:
                 return owner
             sources[count] = rows[owner] + (first + picks[i]) * row_bytes
@@ -224,127 +220,87 @@ def sum_tokens(
     return -1
 
 
-def wide_scratch(num_topk: int, size: int) -> np.ndarray:
-    """Room for a token's weights, as wide as the sums of elements of this size."""
-    return np.empty(num_topk, np.float64 if size == 8 else np.float32)
-
-
-def stage_slots(
-    x_TD: Tensor, topk_idx_TK: Tensor, shape: SlotShape, block_B: Tensor, sent_2TK: Tensor
-) -> int:
-    num_tokens, num_topk = topk_idx_TK.shape
-    num_experts, sent = shape.placement.num_experts, sent_2TK.data_ptr()
-    bad = number_pairs(topk_idx_TK.data_ptr(), num_tokens, num_topk, num_experts, sent)
-    if bad == -1:
-        stage_rows(
-            x_TD.data_ptr(),
-            num_tokens,
-            num_topk,
-            sent,
-            block_B.data_ptr(),
-            shape.rows_at,
-            shape.row_bytes,
-            shape.scales_at,
-            shape.cast,
-            cast_like(shape),
-        )
-    return bad
-
-
 def cast_like(shape: SlotShape) -> np.ndarray:
     """What the cast reads; where there is none any will do."""
     return LIKE[torch.bfloat16 if shape.cast == NO_CAST else shape.dtype]
 
 
+def wide_like(dtype: torch.dtype) -> np.ndarray:
+    """An element as wide as the sums of rows of this dtype."""
+    return FLOAT64 if dtype == torch.float64 else FLOAT32
+
+
+def stage_slots(
+    x_TD: Tensor, topk_idx_TK: Tensor, shape: SlotShape, block_B: Tensor, sent_2TK: Tensor
+) -> int:
+    table = new_table(shape)
+    table[at.X] = x_TD.data_ptr()
+    table[at.TOPK_IDX] = topk_idx_TK.data_ptr()
+    table[at.NUM_TOKENS], table[at.NUM_TOPK] = topk_idx_TK.shape
+    table[at.SENT] = sent_2TK.data_ptr()
+    table[at.BLOCK] = block_B.data_ptr()
+    bad = number_pairs(address_of(table))
+    if bad == -1:
+        stage_rows(address_of(table), cast_like(shape))
+    return bad
+
+
 def fill_slots(
     blocks: Sequence[Tensor], tokens: Sequence[int], shape: SlotShape, out: SlotResults
 ) -> None:
+    table = new_table(shape)
+    table[at.X] = out.x.data_ptr()
+    table[at.SCALES] = 0 if out.scales is None else out.scales.data_ptr()
+    table[at.COUNTS] = out.counts.data_ptr()
+    table[at.SRC_INFO] = out.src_info.data_ptr()
+    table[at.LAYOUT_RANGE] = out.layout_range.data_ptr()
+    address = address_of(table)
     out.counts.zero_()
-    counts, ranges = out.counts.data_ptr(), out.layout_range.data_ptr()
-    table = shape.placement.local_table(shape.rank).data_ptr()
-    for source, block in enumerate(blocks):
-        begin_ranges(source, shape.num_local, shape.num_ranks, counts, ranges)
-        may_be = 0 <= tokens[source] <= shape.num_max and fill_from(
-            source,
-            block.data_ptr(),
-            tokens[source],
-            shape.num_topk,
-            shape.placement.num_experts,
-            table,
-            shape.num_ranks,
-            shape.num_slots,
-            shape.rows_at,
-            shape.row_bytes,
-            shape.scales_at,
-            shape.scale_bytes,
-            out.x.data_ptr(),
-            0 if out.scales is None else out.scales.data_ptr(),
-            counts,
-            out.src_info.data_ptr(),
-            ranges,
-        )
-        if not may_be:
+    for source, (block, count) in enumerate(zip(blocks, tokens)):
+        begin_ranges(address, source)
+        may_be = 0 <= count <= shape.num_max
+        if not (may_be and fill_from(address, source, block.data_ptr(), count)):
             raise Stray(source)
 
 
 def stage_back(
     y_LSD: Tensor, layout_range_LR: Tensor, outs: Sequence[Tensor], tables_RL: Tensor
 ) -> None:
-    num_local, num_slots, hidden = y_LSD.shape
+    table = new_table()
+    table[at.NUM_LOCAL], table[at.NUM_SLOTS], hidden = y_LSD.shape
+    table[at.SIZE] = len(outs)
+    table[at.ROW_BYTES] = hidden * y_LSD.element_size()
+    table[at.Y] = y_LSD.data_ptr()
+    table[at.LAYOUT_RANGE] = layout_range_LR.data_ptr()
     for source, out_NB in enumerate(outs):
-        give_back(
-            y_LSD.data_ptr(),
-            num_slots,
-            hidden * y_LSD.element_size(),
-            layout_range_LR.data_ptr(),
-            num_local,
-            len(outs),
-            source,
-            out_NB.data_ptr(),
-            0,
-            tables_RL[source].data_ptr(),
-        )
+        give_back(address_of(table), source, out_NB.data_ptr(), 0, tables_RL[source].data_ptr())
 
 
 def pick_slots(topk_idx_TK: Tensor, sent_2TK: Tensor, picked_TK: Tensor) -> int:
-    return pick_pairs(
-        topk_idx_TK.data_ptr(), sent_2TK.data_ptr(), picked_TK.data_ptr(), *topk_idx_TK.shape
-    )
+    table = new_table()
+    table[at.TOPK_IDX] = topk_idx_TK.data_ptr()
+    table[at.NUM_TOKENS], table[at.NUM_TOPK] = topk_idx_TK.shape
+    table[at.SENT] = sent_2TK.data_ptr()
+    table[at.PICKED] = picked_TK.data_ptr()
+    return pick_pairs(address_of(table))
 
 
 def sum_slots(
-    rows: Sequence[Tensor],
-    tables_RL: Tensor,
-    topk_idx_TK: Tensor,
-    picked_TK: Tensor,
-    topk_weights_TK: Tensor,
-    shape: SlotShape,
-    out_TD: Tensor,
+    rows: Sequence[Tensor], tables_RL: Tensor, pairs: SlotPairs, shape: SlotShape, out_TD: Tensor
 ) -> Tensor:
     bases = np.array([one.data_ptr() for one in rows], np.int64)
     limits = np.array([len(one) for one in rows], np.int64)
-    tables = np.array([table.data_ptr() for table in tables_RL], np.int64)
+    tables = np.array([one.data_ptr() for one in tables_RL], np.int64)
     nobody = np.zeros(len(rows), np.int64)
-    num_tokens, num_topk = topk_idx_TK.shape
-    size = out_TD.element_size()
-    stray = sum_tokens(
-        bases,
-        limits,
-        tables,
-        nobody,
-        shape.placement.rank_of_expert.data_ptr(),
-        shape.placement.local_of_expert.data_ptr(),
-        shape.hidden * size,
-        topk_idx_TK.data_ptr(),
-        picked_TK.data_ptr(),
-        topk_weights_TK.data_ptr(),
-        num_tokens,
-        num_topk,
-        shape.hidden,
-        out_TD.data_ptr(),
-        LIKE[out_TD.dtype],
-        wide_scratch(num_topk, size),
-    )
+    table = new_table(shape)
+    table[at.ROW_BYTES] = shape.hidden * out_TD.element_size()
+    table[at.NUM_TOKENS], table[at.NUM_TOPK] = pairs.topk_idx.shape
+    table[at.TOPK_IDX] = pairs.topk_idx.data_ptr()
+    table[at.PICKED] = pairs.picked.data_ptr()
+    table[at.WEIGHTS] = pairs.weights.data_ptr()
+    table[at.OUT] = out_TD.data_ptr()
+    like, wide = LIKE[out_TD.dtype], wide_like(out_TD.dtype)
+    stray = sum_tokens(address_of(table), bases, limits, tables, nobody, like, wide)
     if stray >= 0:
         raise Stray(int(stray))
     return out_TD

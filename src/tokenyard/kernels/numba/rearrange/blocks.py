@@ -1,8 +1,9 @@
-"""target[i, j] = source[i, j] for two axes, in the ways that `kernels.plan` names.
+"""target[i, j] = source[i, j] for two axes, in the ways that `kernels.rearrange_plan` names.
 
 I is the last axis of the plan, which runs along dst; J the one across, which runs along src. n_I is
-the length of I, t_I and s_I are its strides in bytes at the target and at the source. A `like`
-argument is an empty array; its items are as wide as what moves at a time.
+the length of I, t_I and s_I are its strides in bytes at the target and at the source; n_IJ, t_IJ
+and s_IJ are those of both axes. A `like` argument is an empty array; its items are as wide as what
+moves at a time.
 """
 
 from __future__ import annotations
@@ -42,10 +43,9 @@ RUNS, TILES, INTERLEAVE, DEINTERLEAVE, _ = range(len(KERNELS))
 
 
 @njit(nogil=True, inline="always")
-def fill_block(
-    kernel, target, t_I, t_J, source, s_I, s_J, n_I, n_J, next_source, streaming, unit, like
-):
+def fill_block(kernel, target, t_IJ, source, s_IJ, n_IJ, next_source, streaming, unit, like):
     """`next_source` is where the source will be after this block. Streaming only helps tiles."""
+    (t_I, t_J), (s_I, s_J), (n_I, n_J) = t_IJ, s_IJ, n_IJ
     least = LEAST_TILE // unit
     if kernel == RUNS:
         for j in range(n_J):

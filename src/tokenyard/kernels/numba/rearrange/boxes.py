@@ -1,4 +1,4 @@
-"""Copies between any two strides, box by box as `kernels.plan` says.
+"""Copies between any two strides, box by box as `kernels.rearrange_plan` says.
 
 A box is filled in place, or in a *stage* that stays in the cache. A staged box is then drained: its
 runs are written to dst as whole lines, by streaming stores. If the next box goes on where this one
@@ -17,15 +17,13 @@ from torch import Tensor
 from tokenyard.kernels.base import Array
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.llvm.atomics import fence_stores, stream_line
-from tokenyard.kernels.numba.llvm.pointers import copy_bytes, pointer
+from tokenyard.kernels.numba.llvm.pointers import INT64, copy_bytes, pointer
 from tokenyard.kernels.numba.llvm.transpose import copy_line, stack
 from tokenyard.kernels.numba.rearrange.blocks import KERNELS, LIKE, RUNS, fill_block
 from tokenyard.kernels.rearrange_plan import MOST_AXES, Plan, plan
 from tokenyard.runtime import memory
 from tokenyard.runtime.threads import in_threads
 from tokenyard.wire.columns import LINE
-
-_INT64 = np.empty(0, np.int64)
 
 # A plan as a table of int64: seven for the whole, then six for each axis.
 _HEAD, _FIELDS = 7, 6
@@ -75,14 +73,13 @@ def _fill(
         at = across * _FIELDS
         t_J, s_J, n_J = axes[at + _INTO], axes[at + _SRC], size[across]
     at = (num_axes - 1) * _FIELDS
-    t_I, s_I, n_I = axes[at + _INTO], axes[at + _SRC], size[num_axes - 1]
+    t_IJ, s_IJ = (axes[at + _INTO], t_J), (axes[at + _SRC], s_J)
+    n_IJ = (size[num_axes - 1], n_J)
     for n in range(num_blocks):
         to, of = target, source
         target, source = _turn(wheels, num_wheels, target, source)
         ahead = source if n + 1 < num_blocks else next_source
-        fill_block(
-            kernel, to, t_I, t_J, of, s_I, s_J, n_I, n_J, ahead, streaming, unit, like
-        )  # fmt: skip
+        fill_block(kernel, to, t_IJ, of, s_IJ, n_IJ, ahead, streaming, unit, like)
 
 
 @njit(nogil=True, cache=True)
@@ -155,13 +152,13 @@ def _has_same_runs(grid, run, num_axes):
 @njit(nogil=True, cache=True)
 def _rearrange_kernel(dst, src, stage, table, begin, end, like):
     """Boxes begin..end."""
-    head, axes = pointer(table, _INT64), pointer(table + 8 * _HEAD, _INT64)
+    head, axes = pointer(table, INT64), pointer(table + 8 * _HEAD, INT64)
     kernel, unit, num_axes, across, run = head[0], head[1], head[2], head[3], head[4]
     staged, streaming = head[5] != 0, head[6] != 0
     scratch = stack(_SCRATCH)
-    size = pointer(scratch, _INT64)
-    grid = pointer(scratch + 8 * num_axes, _INT64)
-    wheels = pointer(scratch + 40 * num_axes, _INT64)
+    size = pointer(scratch, INT64)
+    grid = pointer(scratch + 8 * num_axes, INT64)
+    wheels = pointer(scratch + 40 * num_axes, INT64)
     target, source = _set_grid(grid, axes, num_axes, dst, src, begin)
     first = stage + LINE  # room for the end of the run before
     goes_on_from = False

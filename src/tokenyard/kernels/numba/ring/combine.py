@@ -1,8 +1,11 @@
-"""Combine through rings: a token is summed from the slots, once all its rows have come."""
+"""Combine through rings: a rank sums a token from the slots, once all its rows have come.
+
+`plan_ring_combine` says what moves; `ring_combine` drives some channels, and is called again until
+nothing is left. `protocol` has the rules.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -10,10 +13,11 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from tokenyard.kernels.base import Tensors
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.llvm.atomics import fence_stores, pause
-from tokenyard.kernels.numba.llvm.pointers import LIKE, pointer
-from tokenyard.kernels.numba.reduce import NO_NODE, may_stream, node_table, scratch, sum_token
+from tokenyard.kernels.numba.llvm.pointers import INT32, INT64, LIKE, pointer
+from tokenyard.kernels.numba.reduce import NO_NODE, may_stream, scratch, sum_token
 from tokenyard.kernels.numba.ring.protocol import (
     ROWS,
     SLOT,
@@ -28,10 +32,9 @@ from tokenyard.kernels.numba.ring.protocol import (
     unsent,
     waiting,
 )
-from tokenyard.types import Route, split_range
+from tokenyard.types import Flow, split_range
+from tokenyard.wire.rings import RingUse
 
-_INT32 = np.empty(0, np.int32)
-_INT64 = np.empty(0, np.int64)
 _WEIGHT = np.empty(0, np.float32)
 
 
@@ -81,70 +84,52 @@ class RingCombine:
 
 def plan_ring_combine(
     rings: Rings,
-    *,
-    x_ND: Tensor,
-    weights_NK: Tensor | None,
+    columns: Tensors,
+    outs: Tensors,
+    flow: Flow,
     recv_src_idx_N: Tensor,
-    recv_counts: Sequence[int],
-    num_tokens_R: Sequence[int],
-    route: Route,
-    biases_TD: Sequence[Tensor],
-    node_of_rank: Sequence[int],
-    out_TD: Tensor,
-    weights_out_TK: Tensor | None,
-    slots: int,
-    chunk: int,
-    num_channels: int,
+    biases_TD: Tensors,
+    use: RingUse,
 ) -> RingCombine:
-    """Rows of x, and of weights if there are, go back to the ranks they came from; those that this
-    rank had sent along `route` come back, and are summed into `out`.
+    """Rows of x [N, D], and of weights [N, K] if there are, go back to the ranks they came from;
+    those that this rank had sent along the flow come back, and are summed into outs of T rows.
 
-    x lies by source rank: recv_counts[r] rows of rank r, which has num_tokens_R[r] tokens, of those
-    tokens that recv_src_idx_N says.
+    The columns lie by source rank, of those tokens that recv_src_idx_N says. Biases are added to
+    the first.
     """
-    columns = [x_ND] if weights_NK is None else [x_ND, weights_NK]
+    out_TD, weights_out = outs[0], outs[1] if len(outs) > 1 else None
     num_tokens, hidden = out_TD.shape
-    call, table = begin_call(
-        rings,
-        columns,
-        [],
-        None,
-        recv_src_idx_N,
-        recv_counts,
-        np.array(num_tokens_R, np.int64),
-        slots,
-        chunk,
-        num_channels,
-    )
+    route, counts = flow.route, flow.recv_counts
+    num_tokens_R = np.array(flow.tokens_R, np.int64)  # contiguous, as in a dispatch
+    call, table = begin_call(rings, columns, [], None, recv_src_idx_N, counts, num_tokens_R, use)
     biases = np.array([bias.data_ptr() for bias in biases_TD], np.int64)
-    nodes, num_nodes = node_table(tuple(node_of_rank))
     row_bytes = hidden * out_TD.itemsize
     moved = (route.copy_rank.shape[0] + num_tokens) * row_bytes
     sums = _Sum(
         copy_start=route.copy_start.data_ptr(),
         copy_rank=route.copy_rank.data_ptr(),
         copy_slot=route.copy_slot.data_ptr(),
-        own=list(accumulate(recv_counts, initial=0))[rings.rank],
+        own=list(accumulate(counts, initial=0))[rings.rank],
         biases=biases.ctypes.data,
         num_biases=len(biases),
-        nodes=nodes.ctypes.data,
-        num_nodes=num_nodes,
+        nodes=rings.nodes_R.ctypes.data,
+        num_nodes=int(rings.nodes_R.max()) + 1,
         out=out_TD.data_ptr(),
         hidden=hidden,
         streaming=may_stream(out_TD.data_ptr(), row_bytes, moved),
-        weights_out=0 if weights_out_TK is None else weights_out_TK.data_ptr(),
-        num_topk=0 if weights_out_TK is None else weights_out_TK.shape[1],
+        weights_out=0 if weights_out is None else weights_out.data_ptr(),
+        num_topk=0 if weights_out is None else weights_out.shape[1],
     )
-    kept = (table, *columns, biases, *biases_TD, nodes, route, out_TD, weights_out_TK)
-    unused = [(num_tokens, num_tokens)] * (call.num_channels - num_channels)
-    tokens_C = np.array([*split_range(num_tokens, num_channels), *unused], np.int64)
+    kept = (table, *columns, biases, *biases_TD, route, *outs)
+    unused = [(num_tokens, num_tokens)] * (call.num_channels - use.num_channels)
+    tokens_C = np.array([*split_range(num_tokens, use.num_channels), *unused], np.int64)
     return RingCombine(rings, call, sums, LIKE[out_TD.dtype], tokens_C, kept)
 
 
 @njit(nogil=True, cache=True)
 def _has_come(call, sums, token, channel):
     """Whether the token's row has come from all ranks that owe one."""
-    starts, ranks = pointer(sums.copy_start, _INT32), pointer(sums.copy_rank, _INT32)
+    starts, ranks = pointer(sums.copy_start, INT32), pointer(sums.copy_rank, INT32)
     for copy in range(starts[token], starts[token + 1]):
         if ranks[copy] != call.rank and waiting(call, ranks[copy], channel) <= 0:
             return False
@@ -154,16 +139,9 @@ def _has_come(call, sums, token, channel):
 @njit(nogil=True, cache=True)
 def _list_rows(call, sums, token, channel, column, sources, homes):
     """Write down where the token's rows of this column lie, and on which node. How many?"""
-    starts, ranks, slots = (
-        pointer(sums.copy_start, _INT32),
-        pointer(sums.copy_rank, _INT32),
-        pointer(sums.copy_slot, _INT32),
-    )
-    address, home, node = (
-        pointer(sources, _INT64),
-        pointer(homes, _INT32),
-        pointer(sums.nodes, _INT32),
-    )
+    starts, ranks = pointer(sums.copy_start, INT32), pointer(sums.copy_rank, INT32)
+    slots, node = pointer(sums.copy_slot, INT32), pointer(sums.nodes, INT32)
+    address, home = pointer(sources, INT64), pointer(homes, INT32)
     count = np.int64(0)
     for copy in range(starts[token], starts[token + 1]):
         rank = np.int64(ranks[copy])
@@ -180,7 +158,7 @@ def _list_rows(call, sums, token, channel, column, sources, homes):
 def _sum_next(call, sums, token, channel, sources, homes, like, scratch, weight_scratch):
     """Sum one token's rows, and let their sources write over them."""
     row_bytes = sums.hidden * np.int64(like.itemsize)
-    biases, address = pointer(sums.biases, _INT64), pointer(sources, _INT64)
+    biases, address = pointer(sums.biases, INT64), pointer(sources, INT64)
     for b in range(sums.num_biases):
         address[b] = biases[b] + token * row_bytes
     rows, rows_homes = sources + 8 * sums.num_biases, homes + 4 * sums.num_biases
@@ -209,7 +187,7 @@ def _sum_next(call, sums, token, channel, sources, homes, like, scratch, weight_
             _WEIGHT,
             weight_scratch,
         )
-    starts, ranks = pointer(sums.copy_start, _INT32), pointer(sums.copy_rank, _INT32)
+    starts, ranks = pointer(sums.copy_start, INT32), pointer(sums.copy_rank, INT32)
     for copy in range(starts[token], starts[token + 1]):
         if ranks[copy] != call.rank:
             take(call, ranks[copy], channel, 1)
@@ -283,7 +261,7 @@ def ring_combine(plan: RingCombine, begin: int, end: int, patience: int) -> int:
 
 @njit(nogil=True, cache=True)
 def _awaited_kernel(call, sums, tokens, rows, rooms):
-    starts, ranks = pointer(sums.copy_start, _INT32), pointer(sums.copy_rank, _INT32)
+    starts, ranks = pointer(sums.copy_start, INT32), pointer(sums.copy_rank, INT32)
     for c in range(call.num_channels):
         for peer in range(call.num_ranks):
             if peer != call.rank:

@@ -1,17 +1,20 @@
-"""Dispatch through rings: whatever has come is taken at once, and put in its final place."""
+"""Dispatch through rings: a rank takes whatever has come, and puts it in its final place at once.
+
+`plan_ring_dispatch` says what moves. `ring_dispatch` drives some channels, and is called again and
+again until nothing is left. `protocol` has the rules.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
-from torch import Tensor
 
+from tokenyard.kernels.base import Tensors
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.llvm.atomics import fence_stores, pause
-from tokenyard.kernels.numba.llvm.pointers import pointer
+from tokenyard.kernels.numba.llvm.pointers import INT64, pointer
 from tokenyard.kernels.numba.ring.protocol import (
     OUT,
     ROWS,
@@ -30,9 +33,8 @@ from tokenyard.kernels.numba.ring.protocol import (
     unsent,
     waiting,
 )
-from tokenyard.types import Route
-
-_INT64 = np.empty(0, np.int64)
+from tokenyard.types import Flow
+from tokenyard.wire.rings import RingUse
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,21 +63,13 @@ class RingDispatch:
 
 
 def plan_ring_dispatch(
-    rings: Rings,
-    columns: Sequence[Tensor],
-    route: Route,
-    recv_counts: Sequence[int],
-    outs: Sequence[Tensor],
-    slots: int,
-    chunk: int,
-    num_channels: int,
+    rings: Rings, columns: Tensors, outs: Tensors, flow: Flow, use: RingUse
 ) -> RingDispatch:
     """Each column [T, B] is to arrive in a contiguous out [N, B] of the ranks it goes to."""
+    route, recv_counts = flow.route, flow.recv_counts
     num_tokens = np.full(len(recv_counts), route.copy_start.shape[0] - 1)
     sent = route.send_token
-    call, table = begin_call(
-        rings, columns, outs, sent, sent, route.send_counts, num_tokens, slots, chunk, num_channels
-    )
+    call, table = begin_call(rings, columns, outs, sent, sent, route.send_counts, num_tokens, use)
     return RingDispatch(
         rings,
         call,
@@ -107,7 +101,7 @@ def _receive(call, starts, counts, source, channel):
         return np.int64(0)
     for i in range(count):
         slot = next_slot(call, source, channel, i)
-        number = pointer(slot, _INT64)[0]
+        number = pointer(slot, INT64)[0]
         if number < 0 or number >= counts[source]:  # never an address from broken memory
             return np.int64(-1)
         copy_columns(call, OUT, starts[source] + number, SLOT, slot)

@@ -1,7 +1,6 @@
 """Rings in memory that ranks of one machine share: rows pass through a fixed amount of it.
 
-This file has the protocol; what is done with rows that arrive is in `ring_dispatch` and
-`ring_combine`.
+This file has the protocol. What a rank does with rows that arrive is in `dispatch` and `combine`.
 
 **Memory.** Each rank owns a ring for every channel c and source rank s. That of rank r begins at
 `bases[r] + (c * R + s) * ring_bytes`:
@@ -19,30 +18,32 @@ record i of a call is the one that makes `before + i + 1`, and lies in slot i % 
     1  head >= before on *all* its rings of that rank: all records of earlier calls were taken;
     2  i < slots + head - before: what the slot held was taken.
 
-It stores the record, then the tail (release).
+It stores the record, which is never streamed, then the tail (release).
 
 **Taking.** The owner may read record i of a call when tail (acquire) > before + i. It reads the
 record, counts it, and stores the head (release), which the source loads (acquire). So a record is
 whole when it is read, and was read when it is overwritten, though another call's slots lie
 elsewhere.
 
-**Which call a record is of** is not written down. In combine the owner knows how many records come
-on each ring. In dispatch it knows how many come from each rank, not on which channels, so it takes
-records from a rank as long as fewer came. None of them is of a later call: whoever writes such a
-record has seen, by rule 1, the heads of all records of this call. The owner counts a record before
-it stores the head, and looks at the tail before it looks at the counts, of all its threads; so it
-finds that all have come, and takes nothing.
+**Which call a record belongs to** is not written down. In combine the owner knows how many records
+come on each ring. In dispatch it knows how many come from each rank, but not on which channels; so
+it takes records from a rank until that many have come. None of them belongs to a later call: by
+rule 1 the source of such a record has seen the heads of all records of this call. The owner counts
+a record before it stores the head, and reads the tail before it reads the counts of all its
+threads; so it finds that all have come, and takes nothing.
 
-**Nobody waits for ever.** A thread drives both sides of its channels and never waits inside: it
-goes round, writes what there is room for, takes what has come, and returns after some rounds in
-which nothing moved. A rank that is behind, in an earlier call, needs nothing of those ahead: they
-have sent all and taken all of that call. So look at the ranks in the earliest call. Dispatch takes
-whatever has come; so heads reach tails, there is room, and tails grow until all is sent. Combine
-takes the rows of a channel's lowest unfinished token once they have come from all ranks that owe
-one. Rows come in the order of tokens, and those of lower tokens were taken; so on each of these
-rings the next record is this token's, or the ring is empty, there is room, and the source, which
-waits for no other ring, writes it. So that token gets finished, and then the next.
-If threads did wait for room, two ranks with full rings would wait for each other.
+**Nobody waits for ever.** A thread drives both sides of its channels and never waits inside a
+kernel: it goes round, writes what there is room for, takes what has come, and returns after some
+rounds in which nothing moved. (If threads waited for room, two ranks with full rings would wait for
+each other.) A rank in an earlier call needs nothing of the ranks in a later one: these have sent
+and taken all of the earlier call. So look at the ranks in the earliest call:
+
+- Dispatch takes whatever has come. So heads reach tails, there is room, and tails grow until all is
+  sent.
+- Combine takes the rows of a channel's lowest unfinished token once they have come from all ranks
+  that owe one. Rows come in the order of tokens, and those of lower tokens were taken. So on each
+  of these rings the next record is this token's, or the ring is empty: then there is room, and the
+  source, which waits for no other ring, writes it. So this token is finished, and then the next.
 
 tests/models/ring.pml is a model of this, with what goes wrong if a rule is broken.
 
@@ -62,15 +63,14 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from tokenyard.kernels.base import Tensors
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.llvm.atomics import load_acquire, store_release
-from tokenyard.kernels.numba.llvm.pointers import pointer
+from tokenyard.kernels.numba.llvm.pointers import INT32, INT64, pointer
 from tokenyard.kernels.numba.rows import copy_row, may_stream
 from tokenyard.types import round_up
-from tokenyard.wire.columns import LINE
-
-_INT32 = np.empty(0, np.int32)
-_INT64 = np.empty(0, np.int64)
+from tokenyard.wire.columns import LINE, row_widths
+from tokenyard.wire.rings import RingUse
 
 _TAIL, _HEAD, _SLOTS = 0, LINE, 2 * LINE  # places in a ring
 
@@ -92,6 +92,7 @@ class Rings:
 
     rank: int
     bases_R: np.ndarray  # int64: the address of each rank's rings
+    nodes_R: np.ndarray  # int32: the node of each rank
     ring_bytes: int
     lanes_RC: np.ndarray  # [R, C, 8] int64
 
@@ -101,10 +102,12 @@ class Rings:
         return int(self.lanes_RC[:, :, [_SENT, _TAKEN]].sum())
 
 
-def make_rings(rank: int, bases_R: np.ndarray, ring_bytes: int, num_channels: int) -> Rings:
+def make_rings(
+    rank: int, bases_R: np.ndarray, node_of_rank: Sequence[int], ring_bytes: int, num_channels: int
+) -> Rings:
     """Rank r's rings, C * R * ring_bytes of zeros, begin at bases_R[r]; 64 divides both."""
     lanes_RC = np.zeros((len(bases_R), num_channels, LINE // 8), np.int64)
-    return Rings(rank, bases_R, ring_bytes, lanes_RC)
+    return Rings(rank, bases_R, np.array(node_of_rank, np.int32), ring_bytes, lanes_RC)
 
 
 def ring_slots(ring_bytes: int, widths: Sequence[int]) -> int:
@@ -152,24 +155,22 @@ class RingCall(NamedTuple):
 
 def begin_call(
     rings: Rings,
-    columns: Sequence[Tensor],
-    outs: Sequence[Tensor],
+    columns: Tensors,
+    outs: Tensors,
     order_N: Tensor | None,
     tokens_N: Tensor,
     counts_R: Sequence[int],
     num_tokens_R: np.ndarray,
-    slots: int,
-    chunk: int,
-    num_used: int,
+    use: RingUse,
 ) -> tuple[RingCall, np.ndarray]:
     """A call in which counts_R[r] rows of the columns go to rank r.
 
-    `tokens_N` has the token of each row, ascending for each rank, `num_tokens_R` how many tokens
-    they are among: the first `num_used` channels share these, on all ranks as many. The array is to
-    be kept while kernels use the call.
+    `tokens_N` has the token of each row, ascending for each rank, and `num_tokens_R` how many
+    tokens they are among: the channels in use share these. The caller keeps the array while kernels
+    use the call.
     """
     num_ranks, num_channels, _ = rings.lanes_RC.shape
-    widths = tuple(column.shape[1] * column.itemsize for column in columns)
+    widths = row_widths(columns)
     offsets, slot_bytes = _record(widths)
     table = np.array(
         [
@@ -182,16 +183,16 @@ def begin_call(
         words[_STREAMS] = may_stream(width, out.numel() * out.itemsize)
         words[OUT + _BASE] = out.data_ptr()
     starts = np.array(list(accumulate(counts_R, initial=0)), np.int64)
-    _cut_kernel(rings.lanes_RC, tokens_N.data_ptr(), starts, num_tokens_R, num_used)
+    _cut_kernel(rings.lanes_RC, tokens_N.data_ptr(), starts, num_tokens_R, use.num_channels)
     call = RingCall(
         rank=rings.rank,
         num_ranks=num_ranks,
         num_channels=num_channels,
         num_columns=len(columns),
         ring_bytes=rings.ring_bytes,
-        slots=slots,
+        slots=use.slots,
         slot_bytes=slot_bytes,
-        chunk=chunk,
+        chunk=use.chunk,
         bases=rings.bases_R.ctypes.data,
         lanes=rings.lanes_RC.ctypes.data,
         columns=table.ctypes.data,
@@ -205,7 +206,7 @@ def _cut_kernel(lanes, tokens, starts, num_tokens, num_used):
     """Begin all lanes' call: cut the rows for each rank where a channel's tokens end. Nothing is
     left for channels that are not used.
     """
-    token = pointer(tokens, _INT32)
+    token = pointer(tokens, INT32)
     num_ranks, num_channels, _ = lanes.shape
     for r in range(num_ranks):
         each = (num_tokens[r] + num_used - 1) // num_used
@@ -228,7 +229,7 @@ def _cut_kernel(lanes, tokens, starts, num_tokens, num_used):
 @njit(nogil=True, cache=True)
 def column_at(call, column, place, at):
     """The address of a column's bytes: in ROWS or OUT of row `at`, in the SLOT at that address."""
-    words = pointer(call.columns + column * _COLUMN_WORDS * 8, _INT64)
+    words = pointer(call.columns + column * _COLUMN_WORDS * 8, INT64)
     return words[place + _BASE] + at * words[place + _STEP]
 
 
@@ -236,7 +237,7 @@ def column_at(call, column, place, at):
 def copy_columns(call, target, target_at, source, source_at):
     """Copy one row of all columns. Slots are read again at once: only OUT is streamed to."""
     for column in range(call.num_columns):
-        words = pointer(call.columns + column * _COLUMN_WORDS * 8, _INT64)
+        words = pointer(call.columns + column * _COLUMN_WORDS * 8, INT64)
         copy_row(
             column_at(call, column, target, target_at),
             column_at(call, column, source, source_at),
@@ -248,7 +249,7 @@ def copy_columns(call, target, target_at, source, source_at):
 @njit(nogil=True, cache=True)
 def _ring_at(call, owner, channel, source):
     ring = np.int64(channel) * call.num_ranks + source
-    return pointer(call.bases, _INT64)[owner] + ring * call.ring_bytes
+    return pointer(call.bases, INT64)[owner] + ring * call.ring_bytes
 
 
 @njit(nogil=True, cache=True)
@@ -264,29 +265,29 @@ def _slot_at(call, ring, record):
 @njit(nogil=True, cache=True)
 def unsent(call, peer, channel):
     """How many rows this rank has yet to send."""
-    lane = pointer(_lane_at(call, peer, channel), _INT64)
+    lane = pointer(_lane_at(call, peer, channel), INT64)
     return lane[_COUNT] - (lane[_SENT] - lane[_SENT_BEFORE])
 
 
 @njit(nogil=True, cache=True)
 def next_row(call, peer, channel):
     """Of the next row to be sent: its number among all for that peer, and where in x it lies."""
-    lane = pointer(_lane_at(call, peer, channel), _INT64)
+    lane = pointer(_lane_at(call, peer, channel), INT64)
     place = lane[_FIRST] + lane[_SENT] - lane[_SENT_BEFORE]
-    number = place - pointer(_lane_at(call, peer, 0), _INT64)[_FIRST]
-    return number, np.int64(pointer(call.order, _INT32)[place]) if call.order != 0 else place
+    number = place - pointer(_lane_at(call, peer, 0), INT64)[_FIRST]
+    return number, np.int64(pointer(call.order, INT32)[place]) if call.order != 0 else place
 
 
 @njit(nogil=True, cache=True)
 def count_sent(call, peer, channel):
-    pointer(_lane_at(call, peer, channel), _INT64)[_SENT] += 1
+    pointer(_lane_at(call, peer, channel), INT64)[_SENT] += 1
 
 
 @njit(nogil=True, cache=True)
 def _is_drained(call, peer):
     """Rule 1: whether the peer took all records of earlier calls."""
     for c in range(call.num_channels):
-        before = pointer(_lane_at(call, peer, c), _INT64)[_SENT_BEFORE]
+        before = pointer(_lane_at(call, peer, c), INT64)[_SENT_BEFORE]
         if load_acquire(_ring_at(call, peer, c, call.rank) + _HEAD) < before:
             return False
     return True
@@ -295,7 +296,7 @@ def _is_drained(call, peer):
 @njit(nogil=True, cache=True)
 def room(call, peer, channel):
     """How many records this rank may write to the peer's ring."""
-    lane = pointer(_lane_at(call, peer, channel), _INT64)
+    lane = pointer(_lane_at(call, peer, channel), INT64)
     if lane[_SENT] == lane[_SENT_BEFORE] and not _is_drained(call, peer):
         return np.int64(0)
     if lane[_HEAD_SEEN] < max(lane[_SENT_BEFORE], lane[_SENT] + 1 - call.slots):
@@ -312,11 +313,11 @@ def send(call, peer, channel):
     if count <= 0:
         return np.int64(0)
     ring = _ring_at(call, peer, channel, call.rank)
-    lane = pointer(_lane_at(call, peer, channel), _INT64)
+    lane = pointer(_lane_at(call, peer, channel), INT64)
     for _ in range(count):
         number, row = next_row(call, peer, channel)
         slot = _slot_at(call, ring, lane[_SENT] - lane[_SENT_BEFORE])
-        pointer(slot, _INT64)[0] = number
+        pointer(slot, INT64)[0] = number
         copy_columns(call, SLOT, slot, ROWS, row)
         count_sent(call, peer, channel)
     store_release(ring + _TAIL, lane[_SENT])
@@ -326,7 +327,7 @@ def send(call, peer, channel):
 @njit(nogil=True, cache=True)
 def waiting(call, source, channel):
     """How many records are there to be taken from this rank's ring for the source."""
-    lane = pointer(_lane_at(call, source, channel), _INT64)
+    lane = pointer(_lane_at(call, source, channel), INT64)
     if lane[_TAIL_SEEN] <= lane[_TAKEN]:
         ring = _ring_at(call, call.rank, channel, source)
         lane[_TAIL_SEEN] = load_acquire(ring + _TAIL)
@@ -336,7 +337,7 @@ def waiting(call, source, channel):
 @njit(nogil=True, cache=True)
 def next_slot(call, source, channel, ahead):
     """The address of the next record to be taken, or of one that comes so many after it."""
-    lane = pointer(_lane_at(call, source, channel), _INT64)
+    lane = pointer(_lane_at(call, source, channel), INT64)
     record = lane[_TAKEN] - lane[_TAKEN_BEFORE] + ahead
     return _slot_at(call, _ring_at(call, call.rank, channel, source), record)
 
@@ -345,7 +346,7 @@ def next_slot(call, source, channel, ahead):
 def take(call, source, channel, count):
     """The next records were read: count them, then let the source write over them."""
     lane = _lane_at(call, source, channel)
-    taken = pointer(lane, _INT64)[_TAKEN] + count
+    taken = pointer(lane, INT64)[_TAKEN] + count
     store_release(lane + 8 * _TAKEN, taken)
     store_release(_ring_at(call, call.rank, channel, source) + _HEAD, taken)
 
@@ -356,5 +357,5 @@ def taken(call, source):
     total = np.int64(0)
     for c in range(call.num_channels):
         lane = _lane_at(call, source, c)
-        total += load_acquire(lane + 8 * _TAKEN) - pointer(lane, _INT64)[_TAKEN_BEFORE]
+        total += load_acquire(lane + 8 * _TAKEN) - pointer(lane, INT64)[_TAKEN_BEFORE]
     return total

@@ -1,0 +1,107 @@
+"""What a compiled low-latency call is told: a table of int64, with a name for every word.
+
+A call takes the address of its table instead of two dozen numbers, since two numbers that change
+places would be silent corruption. `new_table` fills the words that follow from a shape. Whoever
+makes calls adds those of its ranks and posts, once, and before each call the few that differ from
+call to call. A call reads the words that it needs; the others stay 0.
+
+Addresses are of memory that the caller keeps until the call has returned. Letters are as in
+`wire.slots`: T tokens, K top-k, L local experts, R ranks, S slots of an expert, D hidden.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from tokenyard.wire.slots import SlotShape
+
+# The ranks, and the words that they share.
+RANK = 0  # this rank
+SIZE = 1  # R
+PATIENCE = 2  # pauses that a call waits for one rank before it returns LATE
+MASKED = 3  # address of [R]: not 0 for the ranks that this rank leaves out
+FLAGS = 4  # address of [R] addresses: of each rank's word that says whether it leaves this one out
+READS = 5  # address of [R] addresses: of each rank's word that says which call it has read
+READ = 6  # address of this rank's word among those
+PEERS = 7  # address of [R, PEER_WORDS]: what this rank knows of each rank's post and memory
+POST = 8  # address of this rank's post
+HEAD = 9  # address of what this rank's next post says: all words before TEXT
+
+# Sizes, which follow from a call's shape.
+SIGNATURE = 10  # what all ranks' posts must have alike
+NUM_MAX = 11  # tokens of a rank, at most
+NUM_TOPK = 12  # K
+NUM_EXPERTS = 13
+NUM_LOCAL = 14  # L
+NUM_SLOTS = 15  # S
+HIDDEN = 16  # D
+CAST = 17  # how rows are cast to FP8: a code of `wire.fp8`
+ROW_BYTES = 18  # of a row that travels
+SCALE_BYTES = 19  # of a row's scales, 0 without FP8
+ROWS_AT = 20  # where rows begin in a block
+SCALES_AT = 21  # where scales begin in a block
+BLOCK_BYTES = 22
+TABLE_BYTES = 23  # of what a combine tells one rank: where the rows of each expert begin
+RANK_OF_EXPERT = 24  # address of [E] int32
+LOCAL_OF_EXPERT = 25  # address of [E] int32: an expert's number on its own rank
+OWN_EXPERTS = 26  # address of [E] int64: an expert's number on this rank, or -1
+
+# What differs from call to call.
+NUMBER = 27  # of this call
+HANDLE = 28  # the number of the dispatch that a combine answers
+NUM_TOKENS = 29  # T
+TOPK_IDX = 30  # address of [T, K] int64
+SENT = 31  # address of [2, T, K] int64: topk_idx, and each pair's place among those of its expert
+BLOCK = 32  # address of the block that this rank sends
+X = 33  # address of the rows: [T, D] that a dispatch sends, [L, S, D] where it puts them
+SCALES = 34  # address of [L, S, scales], 0 without FP8
+COUNTS = 35  # address of [L] int32: rows of each local expert
+SRC_INFO = 36  # address of [L, S] int32: each row's token on its source
+LAYOUT_RANGE = 37  # address of [L, R] int64: begin << 32 | count of each source's rows
+TOTALS = 38  # address of [L] int32 that counts are added to, or 0
+Y = 39  # address of [L, S, D]: the rows that go back; 0 where they cannot be read any more
+ROWS = 40  # address of the room to which rows that go back are copied; 0 if others read y itself
+ROOM = 41  # rows that fit there
+COPIES_OWN = 42  # 1 if this rank's rows for itself are copied, too
+PICKED = 43  # address of [T, K] int64: each pair's place among those of its expert, or -1
+WEIGHTS = 44  # address of [T, K] float32
+OUT = 45  # address of [T, D]: the sums
+TABLE_WORDS = 46
+
+# What a rank knows of another: words of PEERS. A segment is known by identity, address and size.
+PEER_POST = 0  # address of the rank's post
+PEER_BLOCK = 1  # the segment of its block: three words
+PEER_ROWS = 4  # the segment of the rows of its combine: three words
+PEER_WORDS = 7
+SEGMENT_IDENTITY, SEGMENT_ADDRESS, SEGMENT_SIZE = 0, 1, 2  # the three words of a segment
+
+
+def new_table(shape: SlotShape | None = None) -> array[int]:
+    """A table of zeros but for the words that follow from a shape, if one is given."""
+    table = array("q", bytes(8 * TABLE_WORDS))
+    if shape is not None:
+        placement = shape.placement
+        table[RANK] = shape.rank
+        table[SIZE] = shape.num_ranks
+        table[SIGNATURE] = shape.signature
+        table[NUM_MAX] = shape.num_max
+        table[NUM_TOPK] = shape.num_topk
+        table[NUM_EXPERTS] = placement.num_experts
+        table[NUM_LOCAL] = shape.num_local
+        table[NUM_SLOTS] = shape.num_slots
+        table[HIDDEN] = shape.hidden
+        table[CAST] = shape.cast
+        table[ROW_BYTES] = shape.row_bytes
+        table[SCALE_BYTES] = shape.scale_bytes
+        table[ROWS_AT] = shape.rows_at
+        table[SCALES_AT] = shape.scales_at
+        table[BLOCK_BYTES] = shape.block_bytes
+        table[TABLE_BYTES] = shape.table_bytes
+        table[RANK_OF_EXPERT] = placement.rank_of_expert.data_ptr()
+        table[LOCAL_OF_EXPERT] = placement.local_of_expert.data_ptr()
+        table[OWN_EXPERTS] = shape.local_table
+    return table
+
+
+def address_of(table: array[int]) -> int:
+    return table.buffer_info()[0]
