@@ -9,6 +9,7 @@ and a line in `choose.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +27,8 @@ from tokenyard.shm.shared_rows import SharedRows
 from tokenyard.types import Config, Flow, Handle
 
 
-class Offer(NamedTuple):
+@dataclass(slots=True)
+class Offer:
     """What a rank offers before rows move: words for the other ranks, and the memory they name.
 
     The words travel with those of the agreement between ranks. An offer never fails: words say what
@@ -35,6 +37,11 @@ class Offer(NamedTuple):
 
     words: Sequence[int] | np.ndarray = ()  # [W] for all ranks, or [R, W]: row r for rank r
     blocks: tuple[SharedRows, ...] = ()
+
+    def take_blocks(self) -> tuple[SharedRows, ...]:
+        """The memory, which the offer lets go: what does not fit can be taken again at once."""
+        blocks, self.blocks = self.blocks, ()
+        return blocks
 
 
 class Sum(NamedTuple):

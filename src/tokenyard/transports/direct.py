@@ -77,12 +77,15 @@ class DirectTransport(SharedMemoryTransport):
         widths = row_widths(columns)
         offsets = column_offsets(flow.num_rows, widths)
         self._last_bytes = offsets[-1]
-        (block,) = offer.blocks
+        (block,) = offer.take_blocks()
         sent_RR, rows_R = flow.sent_RR, flow.rows_R
         if sent_RR is not None and rows_R is not None and _all_fit(rows_R, widths, told_RW[:, 1]):
             starts_R = sent_RR[: self.rank].sum(0)
         else:
-            block, told_RW = self._offer_again(block, flow, offsets[-1], stage)
+            if block.error is not None or not _fits(offsets[-1], block.told[1]):
+                del block  # so that its memory can be taken again
+                block = shared_rows.take(self._node.pool, offsets[-1])
+            told_RW = self._offer_again(block, flow, stage)
             starts_R, rows_R = told_RW[:, 3].copy(), told_RW[:, 4].copy()
             self._check_places(flow, widths, told_RW, stage)
         counts, memory = flow.route.send_counts, self._node.attached.memory
@@ -101,20 +104,16 @@ class DirectTransport(SharedMemoryTransport):
 
         return shared_rows.views(block, offsets, flow.num_rows, columns), move
 
-    def _offer_again(
-        self, block: SharedRows, flow: Flow, num_bytes: int, stage: str
-    ) -> tuple[SharedRows, np.ndarray]:
-        """This rank's block once counts are known, and what all ranks tell: [R, 5], the segment,
-        where the rows of rank r begin in each column, and how many rows there are.
+    def _offer_again(self, block: SharedRows, flow: Flow, stage: str) -> np.ndarray:
+        """Offer a block once counts are known. What all ranks tell this one is [R, 5]: the segment,
+        where this rank's rows begin in each column, and how many rows there are.
         """
-        if block.error is not None or not _fits(num_bytes, block.told[1]):
-            block = shared_rows.take(self._node.pool, num_bytes)
         message = np.empty((self.size, 5), np.int64)
         message[:] = *block.told, 0, flow.num_rows
         message[:, 3] = list(accumulate(flow.recv_counts, initial=0))[:-1]
         told_R5 = self._node.mailbox.exchange(message, stage)
         shared_rows.check(told_R5[:, :1], [block.error], stage, self.rank)
-        return block, told_R5
+        return told_R5
 
     def _check_places(
         self, flow: Flow, widths: tuple[int, ...], told_R5: np.ndarray, stage: str
