@@ -24,8 +24,9 @@ from tests.cases.bad_input import (
     new_buffer,
 )
 from tests.cases.clock import scaled
+from tests.cases.processes import Pools
 from tokenyard import Buffer, BufferClosed, CallMismatch, PeerInputError, PeerTimeout, spec
-from tokenyard.testing import Processes, assert_same, fake_experts, run_virtual
+from tokenyard.testing import assert_same, fake_experts, run_virtual
 
 LIMIT = scaled(10)  # seconds: no wait for a time limit, which is 60
 
@@ -131,8 +132,8 @@ def open_on_destroyed(group: Any) -> list[str]:
 
 
 @pytest.mark.processes
-def test_a_destroyed_group_is_called_so(processes: Processes) -> None:
-    for texts in processes.run(open_on_destroyed):
+def test_a_destroyed_group_is_called_so(processes: Pools) -> None:
+    for texts in processes(NUM_RANKS).run(open_on_destroyed):
         assert texts == [
             "group was destroyed (destroy_process_group), or is unknown to torch.distributed, "
             "want group=, a torch.distributed process group"

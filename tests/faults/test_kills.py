@@ -19,7 +19,7 @@ from tests.cases.clock import scaled
 from tests.cases.peers import kill_once_stopped
 from tokenyard.testing import Exited, Processes, routing
 
-pytestmark = [pytest.mark.faults, pytest.mark.processes]
+pytestmark = [pytest.mark.faults, pytest.mark.processes, pytest.mark.alone]
 
 SOON = scaled(5.0)  # seconds within which survivors must be told
 

@@ -417,6 +417,7 @@ def one_stops(group: Any, is_killed: bool) -> tuple[str, tuple[int, ...], float]
     return type(caught.value).__name__, caught.value.ranks, seconds
 
 
+@pytest.mark.alone
 @pytest.mark.processes
 @pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "stopped"])
 def test_without_shrinking_all_are_told(is_killed: bool) -> None:
@@ -457,6 +458,7 @@ def masks(buffer: tokenyard.Buffer) -> list[int]:
     return status.nonzero().flatten().tolist()
 
 
+@pytest.mark.alone
 @pytest.mark.processes
 def test_others_go_on_without_a_rank_that_is_late(ranks: Processes) -> None:
     for rank, seen in enumerate(ranks.run(one_oversleeps)):

@@ -17,7 +17,7 @@ from tests.cases.clock import scaled
 from tests.cases.peers import exchange, kill_once_stopped
 from tokenyard.testing import Exited, Processes, RankFailed, run_virtual
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.alone]
 
 TIMEOUT = scaled(1.0)
 
@@ -206,7 +206,7 @@ def never_ends(group: Any) -> None:
 def test_kit_shows_where_a_late_rank_stands() -> None:
     with Processes(2) as ranks:
         ranks.run(os_rank)  # started, and this module imported
-        with pytest.raises(TimeoutError, match=r"(?s)rank 0 did not end within 0.5 s.*never_ends"):
+        with pytest.raises(TimeoutError, match=r"(?s)rank 0 did not end within .*never_ends"):
             ranks.run(never_ends, timeout=scaled(0.5))
         assert not any(process.is_alive() for process in ranks.processes)
 
@@ -218,7 +218,7 @@ def test_kit_names_late_virtual_ranks() -> None:
         if group.rank() == 1:
             over.wait(scaled(60))
 
-    with pytest.raises(TimeoutError, match=r"virtual rank 1 did not end within 0.2 s"):
+    with pytest.raises(TimeoutError, match=r"virtual rank 1 did not end within"):
         run_virtual(wait, 2, timeout=scaled(0.2))
     over.set()
 

@@ -63,6 +63,7 @@ def wake_up_late(group: Any) -> Any:
     return said
 
 
+@pytest.mark.alone
 def test_a_late_rank_does_not_write_into_another_buffer() -> None:
     with Processes(3, timeout=scaled(120)) as ranks:
         gave_up, late, other = ranks.run(wake_up_late)

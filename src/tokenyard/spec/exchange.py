@@ -234,6 +234,7 @@ def combine(
     place = [
         {row: n for n, row in enumerate(_rows_to(rank, layouts))} for rank in range(world.num_ranks)
     ]
+    nodes = [world.ranks_of(node) for node in range(world.num_nodes)]
     combined = []
     for source, lay in enumerate(layouts):
         num_tokens = lay.is_token_in_rank.shape[0]
@@ -242,12 +243,12 @@ def combine(
             total = torch.zeros(ys[0].shape[1], dtype=wide)
             for bias in biases[source] if biases is not None else ():
                 total = total + bias[token].to(wide)
-            for node in range(world.num_nodes):
-                partial = total if world.num_nodes == 1 else torch.zeros_like(total)
-                for rank in world.ranks_of(node):
+            for ranks in nodes:
+                partial = total if len(nodes) == 1 else torch.zeros_like(total)
+                for rank in ranks:
                     if (source, token) in place[rank]:
                         partial = partial + ys[rank][place[rank][source, token]].to(wide)
-                total = partial if world.num_nodes == 1 else total + partial.to(dtype).to(wide)
+                total = partial if len(nodes) == 1 else total + partial.to(dtype).to(wide)
             out[token] = total.to(dtype)
         combined.append(out)
     return combined
@@ -289,7 +290,8 @@ def _rows_to(rank: int, layouts: Sequence[Layout]) -> list[tuple[int, int]]:
     return [
         (source, token)
         for source, lay in enumerate(layouts)
-        for token in lay.is_token_in_rank[:, rank].nonzero()[:, 0].tolist()
+        for token, is_sent in enumerate(lay.is_token_in_rank[:, rank].tolist())
+        if is_sent
     ]
 
 
