@@ -31,7 +31,7 @@ POINTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "Team.meet": ("tokenyard.shm.node", "Team.meet", ("direct", "hierarchical")),
     "Team.memory": ("tokenyard.shm.node", "Team.memory", (*_SHARED, "low")),
     "attach": ("tokenyard.shm.node", "attach", (*_SHARED, "low")),
-    "Pool.take": ("tokenyard.shm.pool", "Pool.take", ("direct", "hierarchical")),
+    "Pool.take": ("tokenyard.shm.pool", "SegmentPool.take", ("direct", "hierarchical")),
     "Worker._do": ("tokenyard.runtime.events", "Worker._do", _ALL),
     "scatter": ("tokenyard.kernels.numba", "scatter", ("direct",)),
     "reduce_at": ("tokenyard.kernels.numba", "reduce_at", ("direct",)),

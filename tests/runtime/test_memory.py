@@ -12,13 +12,18 @@ import torch
 from torch import Tensor
 
 from tokenyard.runtime import memory
+from tokenyard.runtime.pool import Pool
+from tokenyard.testing import poisoned
 
 ROWS = memory.LARGE // 1024  # of 512 bfloat16 elements
 
 
 @pytest.fixture(autouse=True)
-def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_kept", {})
+def pool(monkeypatch: pytest.MonkeyPatch) -> Pool[memory.LocalRegion]:
+    """A pool of the test's own, which has lent nothing yet."""
+    fresh = Pool(memory.LocalRegion, spare=64 * memory.LARGE)
+    monkeypatch.setattr(memory, "_local", fresh)
+    return fresh
 
 
 def large(rows: int = ROWS) -> Tensor:
@@ -36,7 +41,7 @@ def test_is_what_was_asked_for(shape: tuple[int, ...], dtype: torch.dtype) -> No
 
 
 def test_the_dead_leave_their_memory() -> None:
-    first = large()
+    first = large(ROWS + 1)
     place = first.data_ptr()
     del first
     assert large(ROWS + 7).data_ptr() == place
@@ -57,34 +62,50 @@ def test_what_is_held_is_never_given_out(hold: Callable[[Tensor], Any]) -> None:
     assert large().data_ptr() == place
 
 
-def test_small_results_do_not_take_large_blocks() -> None:
+def test_small_results_do_not_take_large_regions(pool: Pool[memory.LocalRegion]) -> None:
     large(4 * ROWS)
-    (kept,) = memory._kept.values()
+    (idle,) = pool
     got = large()
-    assert list(memory._kept.values()) == [kept]
-    assert not kept.ctypes.data <= got.data_ptr() < kept.ctypes.data + kept.size
+    assert pool.idle == idle.size
+    assert not idle.address <= got.data_ptr() < idle.address + idle.size
 
 
 def test_the_smallest_that_fits_is_taken() -> None:
-    sizes = [ROWS * 7 // 4, ROWS * 5 // 4, ROWS * 6 // 4]
+    sizes = [ROWS * 11 // 8, ROWS * 9 // 8, ROWS * 10 // 8]
     results = [large(rows) for rows in sizes]
     middle = results[1].data_ptr()
     results.clear()
     assert large().data_ptr() == middle
 
 
-def test_kept_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "MOST_KEPT", 3 * memory.LARGE)
+def test_idle_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool(memory.LocalRegion, most_idle=3 * memory.LARGE)
+    monkeypatch.setattr(memory, "_local", pool)
     results = [large() for _ in range(4)]
     places = [result.data_ptr() for result in results]
     while results:
         del results[0]
-    assert len(memory._kept) == 2  # a block is a little more than LARGE
-    large(5 * ROWS)
-    assert [large().data_ptr(), large().data_ptr()] == places[2:]  # the oldest went
+    assert pool.idle == 3 * memory.LARGE
+    got = [large(), large(), large()]
+    assert [one.data_ptr() for one in got] == places[1:]  # the oldest went
 
 
-def test_results_may_die_in_cycles_and_on_any_thread() -> None:
+def test_trim_gives_idle_memory_back(pool: Pool[memory.LocalRegion]) -> None:
+    held, _ = large(), large()
+    del _
+    assert (pool.in_use, pool.idle) == (memory.LARGE, memory.LARGE)
+    memory.trim()
+    assert (pool.in_use, pool.idle) == (memory.LARGE, 0)
+    assert [region.address for region in pool] == [held.data_ptr()]
+
+
+def test_memory_that_is_used_again_is_poisoned_too() -> None:
+    memory.take_bytes(1000)[:] = 7
+    with poisoned():
+        assert (memory.take_bytes(1000) == 0xFF).all()
+
+
+def test_results_may_die_in_cycles_and_on_any_thread(pool: Pool[memory.LocalRegion]) -> None:
     """Each thread fills its own results and finds them as it left them."""
     wrong: list[int] = []
 
@@ -106,4 +127,5 @@ def test_results_may_die_in_cycles_and_on_any_thread() -> None:
         thread.join()
     gc.collect()
     assert not wrong
-    assert memory._kept
+    assert pool.in_use == 0
+    assert pool.idle == sum(region.size for region in pool) > 0

@@ -8,14 +8,12 @@ import resource
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import tokenyard
 from tokenyard import SharedMemoryError
 from tokenyard.shm import segment
-from tokenyard.shm.pool import Pool
 from tokenyard.shm.segment import Segment
 from tokenyard.testing import Processes, assert_same, numbered_tokens, routing, run_virtual
 
@@ -249,31 +247,3 @@ def test_segments_are_sealed_and_live_as_long_as_their_tensors() -> None:
     segment.close()
     tensor.fill_(7)
     assert tensor.sum() == 7 * 64
-
-
-@pytest.mark.timeout(10)
-def test_a_tensor_may_die_while_its_own_thread_holds_the_pool() -> None:
-    """As when the collector of cycles runs inside take: it must not wait for itself."""
-    pool = Pool()
-    segment, array = pool.take(1000)
-    with pool._lock:
-        del array
-    assert pool.take(1000)[0] is segment
-    pool.close()
-
-
-def test_pool_gives_a_segment_again_only_when_all_its_tensors_are_dead() -> None:
-    pool = Pool()
-    first, array = pool.take(100_000)
-    column = torch.from_numpy(array[:1000].view(np.int64))
-    view = column[3:5].view(torch.float64)
-    del array, column
-    second, kept = pool.take(100_000)
-    assert second is not first
-    del view
-    assert pool.take(90_000)[0] is first  # a little less fits too
-    assert len(list(pool)) == 2
-    assert kept.size == second.size
-    assert pool.find(first.address + 5, 10) is first
-    assert pool.find(first.address - 5, 10) is None
-    pool.close()

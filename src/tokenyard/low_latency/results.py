@@ -16,12 +16,18 @@ from tokenyard.types import round_up
 from tokenyard.wire.fp8 import NO_CAST
 from tokenyard.wire.slots import SlotResults, SlotShape
 
+_SMALL = 1 << 20  # bytes that may lie idle in the memory of a result
+
 
 class Results:
-    """Memory for two results, each used again once its tensors have died."""
+    """Memory for two results, each used again once its tensors have died.
+
+    It is kept from call to call, and goes back to the pool of the process (`runtime.memory`) when a
+    call needs more, or far less.
+    """
 
     def __init__(self) -> None:
-        self._blocks = [np.empty(0, np.uint8)] * 2
+        self._memory: list[np.ndarray | None] = [None] * 2
         self._lent: list[tuple[int, weakref.ref[np.ndarray]] | None] = [None] * 2
 
     def take(self, shape: SlotShape, number: int) -> SlotResults:
@@ -50,9 +56,11 @@ class Results:
     def _lend(self, num_bytes: int, number: int) -> np.ndarray:
         for place, lent in enumerate(self._lent):
             if lent is None or lent[1]() is None:
-                if len(self._blocks[place]) < num_bytes:
-                    self._blocks[place] = memory.empty_array(num_bytes, np.uint8)
-                array = self._blocks[place][:num_bytes]
+                room = self._memory[place]
+                if room is None or not num_bytes <= room.size <= 2 * num_bytes + _SMALL:
+                    room = self._memory[place] = None  # so that the pool may lend it again
+                    room = self._memory[place] = memory.take_bytes(num_bytes)
+                array = room[:num_bytes]
                 self._lent[place] = number, weakref.ref(array)
                 return array
         raise ValueError(

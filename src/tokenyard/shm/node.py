@@ -35,7 +35,7 @@ from tokenyard.errors import (
     words_to_text,
 )
 from tokenyard.shm import shared_rows
-from tokenyard.shm.pool import Pool
+from tokenyard.shm.pool import SegmentPool
 from tokenyard.shm.segment import Gone, Segment, attach
 from tokenyard.shm.shared_rows import NOTHING
 from tokenyard.types import round_up
@@ -100,7 +100,7 @@ class Team:
         self._me = self._members[self.rank]
         self._box = box
         self._communicator = communicator
-        self.pool = Pool(self._say_dropped)
+        self.pool = SegmentPool(self._say_dropped)
         self.shrinks = False  # whether the others go on without a rank that fails
         # Given the stage, raises if a rank whose message is awaited has gone on to something else.
         self.look: Callable[[str], None] | None = None

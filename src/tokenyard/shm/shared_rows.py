@@ -16,7 +16,7 @@ from torch import Tensor
 from tokenyard.errors import SharedMemoryError, name_ranks
 from tokenyard.kernels.base import RowKernels
 from tokenyard.runtime.memory import as_bytes
-from tokenyard.shm.pool import Pool, rows
+from tokenyard.shm.pool import SegmentPool, rows
 from tokenyard.types import Flow
 
 NO_MEMORY = -1  # told instead of a file descriptor
@@ -35,7 +35,7 @@ class SharedRows(NamedTuple):
     error: SharedMemoryError | None = None
 
 
-def take(pool: Pool, num_bytes: int) -> SharedRows:
+def take(pool: SegmentPool, num_bytes: int) -> SharedRows:
     try:
         segment, array = pool.take(num_bytes)
     except SharedMemoryError as error:
@@ -43,7 +43,7 @@ def take(pool: Pool, num_bytes: int) -> SharedRows:
     return SharedRows(array, segment.told, segment.address)
 
 
-def find_or_take(pool: Pool, column: Tensor, num_rows: int) -> tuple[SharedRows, int]:
+def find_or_take(pool: SegmentPool, column: Tensor, num_rows: int) -> tuple[SharedRows, int]:
     """The block that a column's rows lie in already, with where they begin in it, or one that they
     must be copied to (see `share`), from its beginning on.
     """

@@ -62,8 +62,8 @@ def poisoned() -> Iterator[None]:
     Memory that nobody wrote then shows, instead of passing for zeros. For all threads of the
     process.
     """
-    honest = memory.empty, memory.empty_like, memory.empty_array
-    empty, empty_like, empty_array = honest
+    honest = memory.empty, memory.empty_like, memory.empty_array, memory.take_bytes
+    empty, empty_like, empty_array, take_bytes = honest
 
     def poisoned_empty(*shape: int, **options: Any) -> Tensor:
         return _fill(empty(*shape, **options))
@@ -74,13 +74,19 @@ def poisoned() -> Iterator[None]:
     def poisoned_array(*args: Any) -> np.ndarray:
         return _fill(torch.from_numpy(empty_array(*args))).numpy()
 
+    def poisoned_bytes(num_bytes: int) -> np.ndarray:
+        out = take_bytes(num_bytes)
+        _fill(torch.from_numpy(out))
+        return out
+
     memory.empty = poisoned_empty
     memory.empty_like = poisoned_like
     memory.empty_array = poisoned_array  # type: ignore[assignment]
+    memory.take_bytes = poisoned_bytes
     try:
         yield
     finally:
-        memory.empty, memory.empty_like, memory.empty_array = honest
+        memory.empty, memory.empty_like, memory.empty_array, memory.take_bytes = honest
 
 
 def _fill(out: Tensor) -> Tensor:

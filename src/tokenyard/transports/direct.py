@@ -23,9 +23,9 @@ from torch import Tensor
 from tokenyard.comm.base import Move
 from tokenyard.errors import PeerError
 from tokenyard.kernels.base import RowKernels
+from tokenyard.runtime.pool import size_class
 from tokenyard.shm import shared_rows
 from tokenyard.shm.node import READ, ROWS, SignalKernels, Team
-from tokenyard.shm.pool import size_class
 from tokenyard.shm.shared_rows import SharedRows
 from tokenyard.transports.base import Sum
 from tokenyard.types import Config, Flow, Handle, Route

@@ -24,7 +24,7 @@ from tokenyard.errors import PeerError
 from tokenyard.kernels.base import RowKernels
 from tokenyard.runtime import memory
 from tokenyard.runtime.memory import as_bytes
-from tokenyard.shm.pool import size_class
+from tokenyard.runtime.pool import size_class
 from tokenyard.transports.base import Sum
 from tokenyard.transports.collective import exchange_words
 from tokenyard.transports.symmetric_memory import PeerMemory, SymmetricBlock

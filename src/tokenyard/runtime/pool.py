@@ -1,0 +1,246 @@
+"""Memory that is used again when its tensors have died: the one allocator of the library.
+
+A `Pool` lends regions and sees when they come back. What a region is made of is up to whoever makes
+the pool: `runtime.memory` lends memory of this process, `shm.pool` segments that other ranks map.
+Choose it for memory that is large, or that others must hear of: for small local tensors malloc is
+quicker. Regions that lie idle go back to the system
+
+- when a pool holds far more than was in use at once of late (see `Pool`),
+- when the system has no memory for a new region: then those of all pools of the process,
+- when `trim` is called.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from tokenyard.errors import SharedMemoryError
+from tokenyard.runtime.limits import NoMemory
+
+_WINDOW = 128  # calls of Pool.take
+
+
+class Region(Protocol):
+    """Memory of one piece, from a new cache line on."""
+
+    size: int  # bytes
+    address: int
+
+    def array(self) -> np.ndarray:
+        """All of it as bytes: a new array each time, which every slice and tensor of it keeps."""
+        ...
+
+    def close(self) -> None:
+        """Give it back to the system, as soon as its last array has died."""
+        ...
+
+
+R = TypeVar("R", bound=Region)
+
+
+class Pool(Generic[R]):
+    """Regions of one kind: lent, given back when the array that was lent has died, lent again.
+
+    All regions together take at most three quarters more than was in use at once during the last
+    `_WINDOW` to `2 * _WINDOW` calls of `take`, or `spare` bytes if that is more. So a request like
+    other recent ones finds memory here, and a large one that was the only one of its kind does not
+    stay. At most `most_idle` bytes are idle at any time.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int], R],
+        *,
+        on_drop: Callable[[R], None] | None = None,
+        spare: int = 1 << 20,
+        most_idle: int = 1 << 62,
+    ) -> None:
+        """`make` gives a region of so many bytes, or raises MemoryError or SharedMemoryError.
+        `on_drop` hears of each region that goes back to the system before the pool is closed.
+        """
+        self._make, self._on_drop = make, on_drop
+        self._spare, self._most_idle = spare, most_idle
+        self._regions: dict[int, R] = {}  # by id
+        self._total = 0  # bytes of them all
+        self._free: list[R] = []  # the longest idle first
+        self._idle = 0  # bytes of these
+        self._lent: dict[int, tuple[weakref.ref[np.ndarray], R, int]] = {}
+        self._in_use = 0  # bytes that were asked for and are not given back
+        self._peaks = [0, 0]  # the most of those at once, in the last window of calls and in this
+        self._takes = 0
+        # An array may die on any thread, and on this one while it holds the lock: the collector of
+        # cycles runs wherever memory is allocated. So what it leaves is put here without a lock,
+        # and no step below counts on `_free` to stay as it was.
+        self._dead: deque[tuple[Any, R, int]] = deque()
+        self._lock = threading.RLock()
+        key = id(self)
+        _pools[key] = weakref.ref(self, lambda _: _pools.pop(key, None))
+
+    def take(self, num_bytes: int) -> tuple[R, np.ndarray]:
+        """A region with room for so many bytes, and its array: when that has died, the region is
+        free again.
+        """
+        wanted = size_class(num_bytes)
+        with self._lock:
+            if self._dead:
+                self._settle()
+            region = self._reuse(wanted)
+            self._takes += 1
+            if self._takes % _WINDOW == 0:
+                self._peaks = [self._peaks[1], 0]
+            self._in_use += wanted
+            if self._in_use > self._peaks[1]:
+                self._peaks[1] = self._in_use
+            if self._free:
+                self._trim_to_peak(0 if region else wanted)
+        if region is None:
+            region = self._fresh(wanted)
+        array = region.array()
+        reference = weakref.ref(array, self._give_back)
+        self._lent[id(reference)] = reference, region, wanted
+        return region, array
+
+    def trim(self, most: int = 0) -> None:
+        """Give idle regions back to the system, the longest idle first, until at most so many
+        bytes are idle.
+        """
+        with self._lock:
+            if self._dead:
+                self._settle()
+            while self._idle > most and self._free:
+                region = self._free.pop(0)
+                self._idle -= region.size
+                self._total -= region.size
+                del self._regions[id(region)]
+                if self._on_drop is not None:
+                    self._on_drop(region)
+                region.close()
+
+    @property
+    def in_use(self) -> int:
+        """Bytes that were asked for, rounded up (`size_class`), and are not given back."""
+        with self._lock:
+            self._settle()
+            return self._in_use
+
+    @property
+    def idle(self) -> int:
+        """Bytes of regions that are ready to be lent."""
+        with self._lock:
+            self._settle()
+            return self._idle
+
+    def find(self, address: int, num_bytes: int) -> R | None:
+        """The region that these bytes lie in, if they lie in one."""
+        for region in list(self._regions.values()):
+            if region.address <= address and address + num_bytes <= region.address + region.size:
+                return region
+        return None
+
+    def close(self) -> None:
+        """Give all regions back. One that is lent lives until its array has died, and no longer."""
+        with self._lock:
+            self._on_drop = None
+            for region in self:
+                region.close()
+            self._regions.clear()
+            self._free.clear()
+            self._dead.clear()
+            self._idle = self._total = 0
+
+    def __iter__(self) -> Iterator[R]:
+        return iter(list(self._regions.values()))
+
+    def _reuse(self, wanted: int) -> R | None:
+        """The smallest idle region with room, unless a third of it would not be used."""
+        found: R | None = None
+        for one in self._free:
+            if wanted <= one.size <= wanted + wanted // 2 and (not found or one.size < found.size):
+                found = one
+        if found is not None:
+            try:
+                self._free.remove(found)
+            except ValueError:  # trimmed by an array that died just now
+                return None
+            self._idle -= found.size
+        return found
+
+    def _trim_to_peak(self, more: int) -> None:
+        """Down to three quarters more than was in use at once, with `more` bytes yet to come."""
+        allowed = max(max(self._peaks) * 7 // 4, self._spare)
+        excess = self._total + more - allowed
+        if excess > 0:
+            self.trim(max(0, self._idle - excess))
+
+    def _fresh(self, size: int) -> R:
+        """Made without the lock: the system may take long to find so much memory."""
+        try:
+            try:
+                region = self._make(size)
+            except (MemoryError, SharedMemoryError):
+                trim()
+                region = self._make(size)
+        except BaseException as error:
+            with self._lock:
+                self._in_use -= size
+                self._peaks = [self._in_use, self._in_use]  # so much was never in use
+            held = sum(pool.in_use for pool in _all())
+            if held and isinstance(error, (NoMemory, SharedMemoryError)):
+                error.args = (f"{error}; results that are still held take {held} bytes",)
+            raise
+        with self._lock:
+            self._regions[id(region)] = region
+            self._total += region.size
+        return region
+
+    def _give_back(self, reference: weakref.ref[np.ndarray]) -> None:
+        """A dying array waits for nobody: whoever holds the lock, or takes it next, settles."""
+        self._dead.append(self._lent.pop(id(reference)))
+        if self._lock.acquire(blocking=False):
+            try:
+                self._settle()
+            finally:
+                self._lock.release()
+
+    def _settle(self) -> None:
+        """Add what the dead have left to what is free."""
+        while self._dead:
+            _, region, wanted = self._dead.popleft()
+            self._in_use -= wanted
+            if id(region) in self._regions:  # the pool may be closed by now
+                self._free.append(region)
+                self._idle += region.size
+        if self._idle > self._most_idle:
+            self.trim(self._most_idle)
+
+
+_pools: dict[int, weakref.ref[Pool[Any]]] = {}  # all of this process, by id
+
+
+def trim() -> None:
+    """Give all memory of this process that lies idle in pools back to the system."""
+    for pool in _all():
+        pool.trim()
+
+
+def _all() -> list[Pool[Any]]:
+    found = [reference() for reference in list(_pools.values())]
+    return [pool for pool in found if pool is not None]
+
+
+def size_class(num_bytes: int) -> int:
+    """Rounded up by an eighth at most, so that results of nearly one size use one region.
+
+    >>> size_class(1), size_class(65_537), size_class(1_000_000)
+    (65536, 73728, 1048576)
+    """
+    if num_bytes <= 1 << 16:
+        return 1 << 16
+    step = 1 << max(12, num_bytes.bit_length() - 4)  # whole pages
+    return (num_bytes + step - 1) // step * step

@@ -1,0 +1,197 @@
+"""The allocator: what is lent, what comes back, what lies idle, and what goes to the system."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tokenyard.errors import SharedMemoryError
+from tokenyard.runtime import limits, memory
+from tokenyard.runtime import pool as pools
+from tokenyard.runtime.memory import LocalRegion
+from tokenyard.runtime.pool import Pool, size_class
+from tokenyard.shm import segment
+from tokenyard.shm.pool import SegmentPool
+
+MIB = 1 << 20
+
+
+@pytest.fixture(params=["local", "shared"])
+def pool(request: pytest.FixtureRequest) -> Any:
+    made: Pool[Any]
+    if request.param == "local":
+        made = Pool(LocalRegion)
+    elif why := segment.why_not():
+        pytest.skip(why)
+    else:
+        made = SegmentPool()
+    yield made
+    made.close()
+
+
+@pytest.mark.timeout(10)
+def test_a_tensor_may_die_while_its_own_thread_holds_the_pool(pool: Pool[Any]) -> None:
+    """As when the collector of cycles runs inside take: it must not wait for itself."""
+    region, array = pool.take(1000)
+    with pool._lock:
+        del array
+    assert pool.take(1000)[0] is region
+
+
+@pytest.mark.timeout(10)
+def test_a_tensor_may_die_while_another_thread_holds_the_pool(pool: Pool[Any]) -> None:
+    """Its death waits for nobody. What it leaves is found by whoever comes next."""
+    region, array = pool.take(1000)
+    held = [array]
+    del array
+    with pool._lock:
+        dying = threading.Thread(target=held.clear)
+        dying.start()
+        dying.join()
+    assert (pool.in_use, pool.idle) == (0, region.size)
+    assert pool.take(1000)[0] is region
+
+
+def test_a_region_is_lent_again_only_when_all_its_tensors_are_dead(pool: Pool[Any]) -> None:
+    first, array = pool.take(100_000)
+    column = torch.from_numpy(array[:1000].view(np.int64))
+    view = column[3:5].view(torch.float64)
+    del array, column
+    second, kept = pool.take(100_000)
+    assert second is not first
+    del view
+    assert pool.take(90_000)[0] is first  # a little less fits too
+    assert len(list(pool)) == 2
+    assert kept.size == second.size
+    assert pool.find(first.address + 5, 10) is first
+    assert pool.find(first.address - 5, 10) is None
+
+
+def test_regions_begin_on_a_cache_line(pool: Pool[Any]) -> None:
+    held = [pool.take(number)[0] for number in (1, 70_001, 5 * MIB + 3)]
+    assert [region.address % 64 for region in held] == [0, 0, 0]
+
+
+def test_what_lies_idle_follows_what_was_in_use_of_late(pool: Pool[Any]) -> None:
+    """Results of 4 MiB, eight at once, and then one after the other for two windows."""
+    held = [pool.take(4 * MIB)[1] for _ in range(8)]
+    held.clear()
+    for _ in range(8):
+        assert pool.find(pool.take(4 * MIB)[0].address, 4 * MIB)
+    assert pool.idle == 32 * MIB
+    for _ in range(2 * pools._WINDOW):
+        pool.take(MIB)
+    assert pool.in_use == 0
+    assert pool.idle <= MIB * 7 // 4
+
+
+def test_trim_drops_the_longest_idle_first(pool: Pool[Any]) -> None:
+    dropped: list[Any] = []
+    pool._on_drop = dropped.append
+    taken = [pool.take(MIB) for _ in range(4)]
+    regions = [region for region, _ in taken]
+    order = [2, 0, 3]
+    for number in order:
+        taken[number] = (regions[number], None)  # type: ignore[assignment]
+    pool.trim(MIB)
+    assert dropped == [regions[2], regions[0]]
+    pool.trim()
+    assert dropped == [regions[2], regions[0], regions[3]]
+    assert list(pool) == [regions[1]]
+    assert (pool.in_use, pool.idle) == (MIB, 0)
+
+
+def test_a_closed_pool_keeps_nothing(pool: Pool[Any]) -> None:
+    """Without the collector: what is lent goes with its array, all else at once."""
+    gc.disable()
+    try:
+        region, array = pool.take(1000)
+        idle, _ = pool.take(1000)
+        del _
+        lives, idles = weakref.ref(region), weakref.ref(idle)
+        pool.close()
+        del region, idle
+        assert idles() is None
+        array[:] = 1
+        del array
+        assert lives() is None
+        assert (pool.in_use, pool.idle, list(pool)) == (0, 0, [])
+    finally:
+        gc.enable()
+
+
+class Scarce:
+    """A system with so many bytes for regions of all pools."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.left = num_bytes
+
+    def make(self, num_bytes: int) -> LocalRegion:
+        if num_bytes > self.left:
+            raise limits.NoMemory(f"{num_bytes} bytes of memory are needed, {self.left} are left")
+        self.left -= num_bytes
+        region = LocalRegion(num_bytes)
+        weakref.finalize(region, self.back, num_bytes)
+        return region
+
+    def back(self, num_bytes: int) -> None:
+        self.left += num_bytes
+
+
+def test_idle_memory_of_all_pools_is_given_back_before_one_fails() -> None:
+    system = Scarce(4 * MIB)
+    first, second = (Pool(system.make, spare=64 * MIB) for _ in range(2))
+    first.take(3 * MIB)
+    assert first.idle == 3 * MIB
+    held = second.take(3 * MIB)[1]
+    assert first.idle == 0
+    with pytest.raises(limits.NoMemory, match=r"still held take \d+ bytes"):
+        first.take(2 * MIB)
+    assert (first.in_use, second.in_use) == (0, 3 * MIB)
+    del held
+    first.take(2 * MIB)
+
+
+def test_a_request_that_failed_leaves_the_bound_as_it_was() -> None:
+    pool = Pool(Scarce(4 * MIB).make)
+    with pytest.raises(MemoryError):
+        pool.take(1 << 40)
+    pool.take(2 * MIB)
+    pool.take(100_000)
+    assert pool.idle <= 2 * MIB * 7 // 4
+
+
+def test_shared_memory_that_cannot_be_had_says_what_is_held() -> None:
+    if why := segment.why_not():
+        pytest.skip(why)
+    pool = SegmentPool()
+    _, held = pool.take(MIB)
+    with pytest.raises(SharedMemoryError, match=r"bytes of shared memory.*still held take \d+"):
+        pool.take(1 << 45)
+    assert held.size == MIB
+    pool.close()
+
+
+def test_sizes_fall_into_classes() -> None:
+    for num_bytes in (1, 65_536, 65_537, 1_000_000, 12_345_678, 1 << 33):
+        wanted = size_class(num_bytes)
+        assert num_bytes <= wanted <= max(1 << 16, num_bytes * 9 // 8)
+        assert size_class(wanted) == wanted
+        assert wanted % 4096 == 0
+
+
+def test_pools_that_are_gone_are_not_trimmed() -> None:
+    made = Pool(LocalRegion)
+    key = id(made)
+    made.take(1000)
+    assert key in pools._pools
+    del made
+    gc.collect()
+    assert key not in pools._pools
+    memory.trim()
