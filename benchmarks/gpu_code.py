@@ -1,4 +1,4 @@
-"""What the compiler made of the Triton kernels, as the tables of docs/gpu.md. Needs no GPU.
+"""What the compiler made of the Triton kernels, as the tables of docs/guide/gpu.md. Needs no GPU.
 
     python -m benchmarks.gpu_code
 

@@ -3,7 +3,7 @@
 #
 #     examples/vllm_cpu_ep.sh MODEL [RANKS] [more options of vLLM]
 #
-# Needs vLLM's CPU backend and tokenyard in one environment (docs/vllm.md). Then, for example:
+# Needs vLLM's CPU backend and tokenyard in one environment (docs/guide/vllm.md). Then, for example:
 #
 #     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \
 #         -d '{"model": "MODEL", "prompt": "Experts are", "max_tokens": 16}'

@@ -1,4 +1,4 @@
-"""Every optimiser that we know: its checkpoint on other ranks, as docs/optimisers.md has it."""
+"""Every optimiser that we know: its checkpoint on other ranks, as docs/guide/optimisers.md says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports point down: the floors of docs/design.md, read from the code."""
+"""Imports point down: the floors of docs/internals/design.md, read from the code."""
 
 from __future__ import annotations
 

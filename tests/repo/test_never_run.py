@@ -16,7 +16,7 @@ def test_marked_lines_are_counted_in_the_docs() -> None:
         if count:
             marked[path.relative_to(ROOT / "src" / "tokenyard").as_posix()] = count
     told = re.findall(
-        r"^\| `([\w/]+\.py)` \| (\d+) \|", (ROOT / "docs" / "gpu.md").read_text(), re.M
+        r"^\| `([\w/]+\.py)` \| (\d+) \|", (ROOT / "docs" / "guide" / "gpu.md").read_text(), re.M
     )
     assert {name: int(count) for name, count in told} == marked
     assert sum(marked.values()) < 25

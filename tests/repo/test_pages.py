@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-PAGES = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
+PAGES = sorted((Path(__file__).parents[2] / "docs").rglob("*.md"))
 
 pytestmark = pytest.mark.docs
 
@@ -38,8 +38,7 @@ def test_examples_run(page: Path, tmp_path: Path) -> None:
 def test_every_operation_has_a_page() -> None:
     assert {"align", "fp8", "low_latency", "permute", "rearrange"} <= {page.stem for page in PAGES}
     # The table of the last is what its own test writes, and nothing else.
-    without = ("design", "gpu", "transformers_models")
+    without = ("index", "gpu", "transformers_models")
     for page in PAGES:
-        assert page.stem in without or "assert" in "".join(blocks(page)), (
-            f"{page.name} asserts nothing"
-        )
+        is_told = page.parent.name == "internals" or page.stem in without
+        assert is_told or "assert" in "".join(blocks(page)), f"{page.name} asserts nothing"

@@ -1,4 +1,4 @@
-"""docs/training.md says of every wrapper what the tests say."""
+"""docs/guide/training.md says of every wrapper what the tests say."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.cases.wrappers.table import table
 
-PAGE = Path(__file__).parents[2] / "docs" / "training.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "training.md"
 
 
 def test_the_table() -> None:

@@ -1,4 +1,4 @@
-"""The table of docs/optimisers.md: `python -m tests.cases.nn.optimiser_table` writes it anew."""
+"""Write the table of docs/guide/optimisers.md: `python -m tests.cases.nn.optimiser_table`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.cases.nn import optimisers as jobs
 from tokenyard.testing import Processes, assert_same
 
-PAGE = Path(__file__).parents[3] / "docs" / "optimisers.md"
+PAGE = Path(__file__).parents[3] / "docs" / "guide" / "optimisers.md"
 BEGIN, END = "| optimiser | checkpoint |\n|---|---|\n", "\n\nOutcomes"
 SAVED_ON, LOADED_ON = 4, (4, 3, 2, 1, 5)
 

@@ -1,4 +1,7 @@
-"""The table of docs/transformers_models.md: python -m tests.cases.transformers.family_table"""
+"""Write the table of docs/guide/transformers_models.md.
+
+`python -m tests.cases.transformers.family_table` does it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from pathlib import Path
 from tests.cases.transformers.families import classes_of, walk
 from tests.cases.transformers.family_checks import WORKS, classify
 
-PAGE = Path(__file__).parents[3] / "docs" / "transformers_models.md"
+PAGE = Path(__file__).parents[3] / "docs" / "guide" / "transformers_models.md"
 HEADER = "| family | experts | model | |\n|---|---|---|---|\n"
 
 

@@ -1,4 +1,4 @@
-"""Every wrapper that is tested, which is the table of docs/training.md.
+"""Every wrapper that is tested, which is the table of docs/guide/training.md.
 
 python -m tests.cases.wrappers.table  # prints the table
 """
@@ -210,7 +210,7 @@ REFUSED = {
 
 
 def table() -> str:
-    """In Markdown, as docs/training.md has it."""
+    """In Markdown, as docs/guide/training.md has it."""
     parts = {"with `nn.MoE`": [*LAYER.values(), *COMPILED.values(), *PIPELINE.values()]}
     parts["with a model of transformers"] = list(MODEL.values())
     lines = []

@@ -1,7 +1,7 @@
 """The kernels in Triton: for tensors on NVIDIA and AMD devices.
 
-Nobody has run them on a device yet. What was shown without one, and how, is in docs/gpu.md: each
-agrees with `spec` in Triton's interpreter, and compiles for five targets (tools/triton_aot).
+Nobody has run them on a device yet. docs/guide/gpu.md has what was shown without one: each agrees
+with `spec` in Triton's interpreter, and compiles for five targets (tools/triton_aot).
 
     launch       how kernels are started
     floats       floats that have the same bits everywhere
