@@ -44,12 +44,12 @@ SCALE_DTYPES = (torch.float32, torch.int32)  # int32 holds four UE8M0 exponents
 
 @dataclass(frozen=True)
 class Config:
-    """DeepEP's tuning knobs. A call has C = num_sms // 2 channels.
+    """DeepEP's tuning knobs. A channel is two SMs there and one thread here: C = num_sms // 2.
 
-    Only the ring transport uses these numbers: the channels and chunk sizes of the call that they
-    are given to. A call cannot have more channels than Buffer.num_sms allowed when the Buffer was
-    made, since each channel has its share of the Buffer's memory. All ranks must give the same
-    num_sms and num_max_nvl_chunked_recv_tokens; otherwise all raise CallMismatch.
+    The ring transport takes these channels and chunk sizes for the call that they are given to: of
+    channels as many at most as Buffer.num_sms was for when the Buffer was made, since each has its
+    share of the Buffer's memory. Other transports ignore them. All ranks give the same num_sms and
+    num_max_nvl_chunked_recv_tokens, or a CallMismatch is raised.
     """
 
     num_sms: int = 20

@@ -13,10 +13,10 @@ from tokenyard.types import Handle
 
 
 class Everyone:
-    """Sums over ranks that all have the same rows: combine, then dispatch, along one route.
+    """Sums over ranks of what all of them have: combine, then dispatch, along one route.
 
-    The route sends an equal share of the rows from each rank to all. Combine gives every rank the
-    sums of its share, and a dispatch along the same route gives all sums to all ranks.
+    Each rank looks after an equal share of the rows, and sends it to all. Back along that route
+    every rank gets the sum of its share, and there again everybody the whole.
     """
 
     KEPT = 16  # routes; generation asks for the same again with every token
