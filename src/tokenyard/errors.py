@@ -1,8 +1,8 @@
 """The errors that users see, and how their messages are built.
 
 Every message says what, got, wanted and where: `topk_idx[3, 1] is 64, want -1..63 (num_experts=64),
-on rank 2`. Bad input is a plain ValueError on the rank that gave it and a PeerInputError, which is
-a ValueError too, on all others: whoever catches ValueError catches it on every rank.
+on rank 2`. Bad input raises a plain ValueError on the rank that gave it and a PeerInputError on all
+others. That is a ValueError too, so `except ValueError` catches bad input on every rank.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ TEXT_WORDS = 64  # int64s that a message crosses ranks in: 504 bytes of UTF-8 an
 
 
 class TokenyardError(RuntimeError):
-    """What is not the caller's input: peers that die or stall, a Buffer past its use."""
+    """Base of all errors that are not about the caller's input."""
 
 
 class _Named(Exception):
-    """An exception with keyword arguments, which crosses processes all the same."""
+    """An exception with keyword arguments that can be pickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(type(self), **self.__dict__), self.args
@@ -37,32 +37,34 @@ class PeerError(_Named, TokenyardError):
 
     @property
     def rank(self) -> int:
-        """The lowest rank at fault, -1 where it could not be told."""
+        """The lowest rank at fault; -1 if nobody knows which."""
         return self.ranks[0] if self.ranks else -1
 
 
 class PeerDied(PeerError):
-    """A rank's process is gone."""
+    """A rank's process has ended."""
 
 
 class PeerTimeout(PeerError):
-    """A rank lives, or may live, and has not come forward within the time limit."""
+    """A rank, which may still live, did not arrive within the time limit."""
 
 
 class PeerLeft(PeerError):
-    """A rank's process lives, but its Buffer was closed, or gave up a call that others are in."""
+    """A rank has closed its Buffer, or has given up a call that others are in."""
 
 
 class OnAllRanks(ValueError):
-    """Input that all ranks find wrong alike after they have agreed. The Buffer goes on."""
+    """Bad input that all ranks notice together, after the agreement. The Buffer stays usable."""
 
     on_all_ranks = True
 
 
 class SharedMemoryError(TokenyardError):
-    """Memory for rows could not be had, with the bytes needed and available and what to do."""
+    """There is not enough memory for rows. The message has the bytes that are needed and available,
+    and what to do.
+    """
 
-    on_all_ranks = False  # whether all ranks raise one now, so that the Buffer goes on
+    on_all_ranks = False  # True if all ranks raise one together; the Buffer stays usable then
 
 
 class BufferClosed(TokenyardError):
@@ -85,7 +87,7 @@ class PeerInputError(_Named, ValueError):
 
 
 def rejected(rank: int, words: Sequence[int] | np.ndarray, stage: str) -> PeerInputError:
-    """What all others raise when a rank has told them, in words, why its input will not do."""
+    """The error of the other ranks, made of the text that the rank with bad input has sent."""
     text = f"rank {rank} rejected its input, so no rank went on: {words_to_text(words)}"
     return PeerInputError(text, rank=rank, stage=stage)
 

@@ -1,4 +1,4 @@
-"""Where things live: ranks on nodes, experts on ranks."""
+"""Which node each rank is on, and which rank owns each expert."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 
 def even_split(num_experts: int, num_ranks: int) -> list[int]:
-    """The rank of each expert when nobody says otherwise: consecutive blocks, as equal as can be.
+    """The default placement, as the rank of each expert: each rank owns consecutive experts.
 
-    The first E % R ranks own one expert more. Where R divides E this is DeepEP's e // (E / R).
+    The first E % R ranks own one expert more. If R divides E, this is DeepEP's e // (E / R).
 
     >>> even_split(4, 2)
     [0, 0, 1, 1]
@@ -31,10 +31,10 @@ def even_split(num_experts: int, num_ranks: int) -> list[int]:
 class Topology:
     """Which node each rank is on. Nodes are numbered in the order of their lowest rank.
 
-    A rank's *place* is its number among the ranks of its node. *Rail* p joins the ranks in place p
-    of all nodes; where a node has fewer ranks, its ranks take turns. So every rail has one rank of
-    each node, and a rank of a small node may be on several rails. Ranks 0, 1, 2 on one node, 3 and
-    4 on another:
+    A rank's *place* is its number among the ranks of its node. *Rail* p consists of the ranks in
+    place p of all nodes; if a node has fewer ranks, its ranks take turns. So every rail has one
+    rank of each node, and a rank of a small node may be on several rails. With ranks 0, 1, 2 on one
+    node, and 3 and 4 on another:
 
     >>> topology = Topology.of_sizes([3, 2])
     >>> [topology.rail(p) for p in range(topology.num_rails)]
@@ -96,11 +96,11 @@ class Topology:
         return self.ranks_of_node[self.node_of_rank[rank]].index(rank)
 
     def rail(self, number: int) -> tuple[int, ...]:
-        """Its rank of each node."""
+        """The ranks of a rail, one of each node."""
         return tuple(ranks[number % len(ranks)] for ranks in self.ranks_of_node)
 
     def rails_of(self, rank: int) -> list[int]:
-        """The rails that a rank is on. It sends on the one of its place, and receives on all."""
+        """The rails that a rank is on. It sends on the rail of its place, and receives on all."""
         size = len(self.ranks_of_node[self.node_of_rank[rank]])
         return list(range(self.place(rank), self.num_rails, size))
 
@@ -110,7 +110,7 @@ class Topology:
         return ranks[rail] if rail < len(ranks) else None
 
     def upstream(self, rank: int) -> list[tuple[int, int]]:
-        """(rail, rank) of those who send this rank what its node needs, by rail, then by node."""
+        """(rail, rank) of all ranks that send this one rows for its node, by rail, then by node."""
         own = self.node_of_rank[rank]
         found = []
         for rail in self.rails_of(rank):
@@ -123,7 +123,7 @@ class Topology:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Which rank owns each expert. A rank numbers its own from 0, by ascending global id."""
+    """Which rank owns each expert. A rank numbers its experts from 0, by ascending global id."""
 
     rank_of_expert: Tensor  # [E] int32
     num_ranks: int
@@ -155,7 +155,7 @@ class Placement:
 
     @cached_property
     def most_experts(self) -> int:
-        """L of the rank that has most."""
+        """The largest number of experts that a rank owns."""
         return max(len(owned) for owned in self.experts_of_rank)
 
     @cached_property
@@ -165,7 +165,7 @@ class Placement:
 
     @cached_property
     def padded_experts_RL(self) -> np.ndarray:
-        """[R, L]: the experts of each rank, and E, which is nobody, where it has fewer."""
+        """[R, L]: the experts of each rank, filled up with E, which is no expert."""
         padded = [
             owned + [self.num_experts] * (self.most_experts - len(owned))
             for owned in self.experts_of_rank
@@ -177,6 +177,6 @@ class Placement:
         if rank not in self._local_tables:
             here = self.rank_of_expert == rank
             made = torch.where(here, self.local_of_expert, -1).to(torch.int64)
-            # Kernels know its address: if two threads make it at once, the first is for both.
+            # Kernels keep its address. If two threads make it at once, both must use the first.
             self._local_tables.setdefault(rank, made)
         return self._local_tables[rank]

@@ -91,9 +91,9 @@ def digest(text: str) -> int:
 
 
 class Layout(NamedTuple):
-    """Who gets each token: counted from topk_idx alone, without communication.
+    """Which ranks get each token, counted from topk_idx without communication.
 
-    Not a frozen dataclass like the rest, since making one of those takes as long as a small layout.
+    A NamedTuple, since making a frozen dataclass takes as long as computing a small layout.
     """
 
     num_tokens_per_rank: Tensor  # [R] int32, each token once a rank
@@ -111,7 +111,7 @@ class Aligned(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where each of a row's copies goes, once rows are grouped by local expert and padded."""
+    """Where each copy of a row goes when rows are grouped by local expert and padded."""
 
     row_of: Tensor  # [N, K] int64, -1 where topk_idx is -1
     offsets: Tensor  # [L] int32, the end of each group with its padding
@@ -122,7 +122,7 @@ class Places(NamedTuple):
 class Permuted:
     """Received rows as a grouped GEMM wants them: one after the other by local expert.
 
-    `row_of` is all that the way back needs, and what either way's gradient needs.
+    `row_of` is all that unpermute, and the gradients of permute and unpermute, need to know.
     """
 
     x: Tensor  # [M, D], padding rows are zeros
@@ -188,13 +188,13 @@ class Received:
 
 @dataclass(kw_only=True, eq=False)
 class Handle:
-    """The memory of a dispatch: combine and cached dispatches go the same way again.
+    """What a dispatch remembers, so that combine and cached dispatches can use its route again.
 
-    It reads as DeepEP V1's tuple too: `handle[0]` is the rank_prefix_matrix, and the six fields
-    unpack in V1's order. The three prefix matrices are None when the ranks are on several nodes,
-    where V1's handle has another shape and they would cost O(R * R). They are made when they are
-    asked for, since nothing here needs them. What depends on rows that arrive (`handle[2]` and
-    `handle[3]`, so unpacking too, and a copy by pickle) waits until they have.
+    It can be read like DeepEP V1's tuple: `handle[0]` is the rank_prefix_matrix, and the six fields
+    unpack in V1's order. The three prefix matrices are computed when they are first read, since
+    nothing here needs them. With several nodes they are None: V1's handle has another shape there,
+    and they would take O(R * R). `handle[2]` and `handle[3]` depend on the rows that arrive, so
+    reading them, unpacking the handle and pickling it wait until the rows have arrived.
     """
 
     buffer_id: int  # the Buffer and rank that made it; others refuse it
@@ -204,10 +204,10 @@ class Handle:
     combine_dtype: torch.dtype  # x's, or bfloat16 where x was quantised
     num_channels: int
     is_token_in_rank: Tensor  # [T, R] bool
-    # [N] int32, -1 in the tail that num_worst_tokens leaves. As recv_x, it can be read when the
+    # [N] int32, -1 in the rows that num_worst_tokens adds. Like recv_x it may be read when the
     # dispatch's event is over; handle[3] waits for that.
     recv_src_idx: Tensor
-    arrived: EventHandle | None = None  # when rows have; None after a synchronous dispatch
+    arrived: EventHandle | None = None  # over when rows have arrived; None if dispatch waited
 
     @property
     def num_tokens(self) -> int:
@@ -257,7 +257,7 @@ class Handle:
         return head
 
     def _wait(self) -> None:
-        """Until rows have arrived. Raises what their dispatch raised, if it failed."""
+        """Wait until rows have arrived. Raises what the dispatch raised, if it failed."""
         if self.arrived is not None:
             self.arrived.current_stream_wait()
 
@@ -283,7 +283,7 @@ class Handle:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the event, which belongs to this process: the copy is of what has arrived."""
+        """Everything but the event, which belongs to this process; waits for the rows first."""
         self._wait()
         return {**self.__dict__, "arrived": None}
 

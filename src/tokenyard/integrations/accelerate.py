@@ -4,7 +4,7 @@
     prepare_accelerator(accelerator, model)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-Every rank must make as many forward passes as the others: `even_batches`, the default, sees to it.
+All ranks must make equally many forward passes, which `even_batches`, the default, ensures.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from tokenyard.validate import require
 def prepare_accelerator(accelerator: Any, model: nn.Module) -> None:
     """Call it before `accelerator.prepare(model, ...)`, on all ranks.
 
-    DistributedDataParallel then leaves the experts alone, and is left out where they alone are
-    trained; `accelerator.clip_grad_norm_` counts the experts of all ranks. `accelerator.save_state`
-    and `save_model` raise from now on: they would write rank 0's experts alone.
+    DistributedDataParallel then neither copies nor averages experts; if only experts are trained,
+    the model is not wrapped at all. `accelerator.clip_grad_norm_` counts the experts of all ranks.
+    `accelerator.save_state` and `save_model` raise from now on: they would write the experts of
+    rank 0 only.
     """
     _check(accelerator, model)
     prepare_for_ddp(model)

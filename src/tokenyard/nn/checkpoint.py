@@ -14,22 +14,21 @@ from tokenyard.nn.share import own_parameters, refuse_adapters, shares
 
 
 def checkpoint_state(module: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
-    """All there is to save, by names that are the same on any number of ranks.
+    """Everything to save, under names that are the same on any number of ranks.
 
-    An expert's tensors have its global id in their names and are found on the rank where it lives;
-    all else is found on every rank. The tensors are those of the module and the optimiser, not
-    copies, so that torch.distributed.checkpoint saves and loads them as they are:
+    An expert's tensors have its global id in their names, and only the rank that owns it returns
+    them; every rank returns all others. The tensors are those of the module and the optimiser, not
+    copies, so torch.distributed.checkpoint saves and loads them in place:
 
         dcp.save(checkpoint_state(model, optimizer), checkpoint_id=path)
         dcp.load(checkpoint_state(model, optimizer), checkpoint_id=path)  # on more ranks, or fewer
 
-    For a parameter that the optimiser has not moved yet, there are zeros of the right shapes to
-    load into, and the optimiser is left as it is until a load fills them. The numbers of its
-    parameter groups are saved and loaded too. Several optimisers: `checkpoint_state(model, one) |
+    A parameter that the optimiser has not moved yet gets zeros of the right shapes to load into;
+    the optimiser itself changes only when a load fills them. The numbers of its parameter groups
+    are saved and loaded too. With several optimisers: `checkpoint_state(model, one) |
     checkpoint_state(model, other)`.
 
-    Raises ValueError, on all ranks alike, where an optimiser keeps what belongs to no single
-    expert.
+    Raises ValueError on all ranks if an optimiser keeps something that belongs to no single expert.
     """
     refuse_adapters(module)
     state: dict[str, Any] = {}
@@ -48,9 +47,9 @@ def checkpoint_state(module: nn.Module, optimizer: Optimizer | None = None) -> d
 
 
 def _experts_of(module: nn.Module) -> dict[Tensor, list[int]]:
-    """The global ids of the experts that a parameter stacks, of those that are this rank's own.
+    """For each parameter that stacks experts of this rank: their global ids.
 
-    A DTensor is not: torch.distributed.checkpoint knows which part of it is here.
+    DTensors are left out: torch.distributed.checkpoint knows which part of them is here.
     """
     own = [(part, share.ids) for _, part, share in shares(module)]
     own += [  # of no layer

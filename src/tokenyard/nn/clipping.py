@@ -1,8 +1,8 @@
 """Clipping gradients where each rank holds other experts.
 
-The norm of all gradients is one number for all ranks only if it counts the experts of all of them.
-torch.nn.utils.clip_grad_norm_ sees this rank's experts alone, so that ranks scale equal gradients
-of dense parameters differently, and these parameters drift apart.
+torch.nn.utils.clip_grad_norm_ sees the experts of its own rank only. So it finds another norm on
+each rank, ranks scale equal gradients of dense parameters differently, and those parameters drift
+apart. The functions here count the experts of all ranks.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def clip_grad_norm_(
     """As torch.nn.utils.clip_grad_norm_, with the experts of all ranks in the norm. Returns the
     norm, the same bits on every rank.
 
-    It takes the module, wrapped by DistributedDataParallel, FSDP2 or nothing, instead of its
-    parameters. Every rank calls it, when the gradients of dense parameters are averaged.
+    It takes the module itself, plain or wrapped by DistributedDataParallel or FSDP2, not its
+    parameters. Every rank calls it, after the gradients of dense parameters were averaged.
     """
     total = get_grad_norm(module, norm_type, error_if_nonfinite, foreach)
     given = {one: one.grad for one in module.parameters() if one.grad is not None}
@@ -105,8 +105,8 @@ def get_grad_norm(
 
 
 def watch_gradients(module: nn.Module) -> None:
-    """From now on warn if an optimiser steps with gradients of experts that somebody has changed
-    since the backward pass, as torch.nn.utils.clip_grad_norm_ does.
+    """From now on warn when an optimiser steps with gradients of experts that were changed after
+    the backward pass, as torch.nn.utils.clip_grad_norm_ changes them.
     """
     alone = all(share.buffer.group_size == 1 for _, _, share in shares(module))
     if alone:
@@ -118,8 +118,8 @@ def watch_gradients(module: nn.Module) -> None:
     _watch_optimisers()
 
 
-# Of the gradients of experts, after the last backward pass or our own clipping: torch counts the
-# changes of a tensor's values.
+# By parameter: the version of its gradient after the last backward pass, or after our own clipping.
+# torch counts the changes of a tensor's values in it.
 _versions = WeakTensorKeyDictionary()
 _watching: list[Any] = []
 

@@ -5,12 +5,13 @@
     y = grouped_mm(grouped.x, weights, grouped.offsets)
     out = combine(buffer, unpermute(y, grouped.row_of, rows.topk_weights), rows.ticket, num_tokens)
 
-Dispatch and combine are each other's gradient, and so are permute and unpermute; the way back goes
-along the handle of the way there, without counting. All are operators of torch.library, so that
-torch.compile keeps them as nodes of its graph. Backward passes exchange rows too: every rank must
-make the same calls in the same order there as well, which autograd does for the same model. So if
-one rank's x or topk_weights of a dispatch requires grad, one of them must on every rank, and so
-must y of a combine: ranks that differ raise CallMismatch.
+Dispatch and combine are each other's gradient, and so are permute and unpermute. A backward pass
+uses the handle of the forward pass, without counting again. All are operators of torch.library, so
+torch.compile keeps them as nodes of its graph.
+
+Backward passes exchange rows too, so every rank must make the same calls in the same order there.
+Autograd does so for the same model if the same inputs require grad: x or topk_weights of a dispatch
+on all ranks or on none, and likewise y of a combine. Ranks that differ raise CallMismatch.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tokenyard.types import Permuted
 
 
 class Rows(NamedTuple):
-    """What dispatch brings: as from `Buffer.dispatch`, and the ticket that combine wants."""
+    """What dispatch returns: the tensors of `Buffer.dispatch`, and the ticket for combine."""
 
     x: Tensor  # [N, D]
     topk_idx: Tensor  # [N, K] local expert ids, -1 where the expert is elsewhere
@@ -45,10 +46,11 @@ def dispatch(
     *,
     num_worst_tokens: int = 0,
 ) -> Rows:
-    """Every token once to each rank that owns one of its experts; gradients of x and weights.
+    """Send every token once to each rank that owns one of its experts. x and topk_weights get
+    gradients.
 
-    With num_worst_tokens so many rows come, whatever arrives, and no size depends on the routing:
-    torch.compile then needs no graph break.
+    With num_worst_tokens the result has exactly so many rows, whatever arrives. No size depends on
+    the routing then, and torch.compile needs no graph break.
     """
     require_plain("dispatch", x=x, topk_idx=topk_idx, topk_weights=topk_weights)
     if not num_worst_tokens:
@@ -75,8 +77,8 @@ def permute(
 ) -> Permuted:
     """As `tokenyard.permute`: one copy of a row for each of its local experts, by expert.
 
-    With num_rows so many rows come back, whatever the routing, as torch.compile wants them: zeros,
-    which belong to no expert, follow the last offset.
+    With num_rows the result has exactly so many rows, whatever the routing, as torch.compile needs:
+    rows of zeros, which belong to no expert, follow the last offset.
     """
     require_plain("permute", x=x, topk_idx=topk_idx)
     if num_rows is None:
@@ -96,22 +98,22 @@ def unpermute(y: Tensor, row_of: Tensor, weights: Tensor | None = None) -> Tenso
 def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     """x [M, A] times weights [L, A, B] -> [M, B]: each row with its expert's matrix.
 
-    As torch.nn.functional.grouped_mm with `offs`, and besides in float64, for any A and B, for
-    gradients of any strides, and with zeros after the last group.
+    As torch.nn.functional.grouped_mm with `offs`. Beyond that it takes float64, any A and B, and
+    gradients of any strides, and writes zeros after the last group.
 
     >>> from torch import int32, tensor
     >>> x, weights = tensor([[1.0], [2.0], [3.0], [4.0]]), tensor([[[10.0]], [[100.0]]])
     >>> grouped_mm(x, weights, tensor([1, 3], dtype=int32)).flatten().tolist()
     [10.0, 200.0, 300.0, 0.0]
 
-    Under torch.autocast in its dtype, as other products of matrices.
+    Under torch.autocast it computes in autocast's dtype, as other matrix products do.
     """
     require_plain("grouped_mm", x=x, weights=weights, offsets=offsets)
     return operators.grouped_mm(autocast(x), autocast(weights), offsets)
 
 
 def autocast(x: Tensor) -> Tensor:
-    """In the dtype of torch.autocast, where that is on; float64 stays."""
+    """x in the dtype of torch.autocast, if that is on; float64 stays."""
     kind = autocast_device(x)
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return x

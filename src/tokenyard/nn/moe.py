@@ -4,9 +4,9 @@
         layer = MoE(buffer, hidden=512, intermediate=1024, router=RouterConfig(...))
         y = layer(x)  # [..., hidden] of this rank's tokens
 
-Every rank holds its own experts only, and calls the layer as often as the others do, with as many
-tokens as it has, none included. Seeded alike, ranks begin with the same layer, however many they
-are.
+Every rank holds its own experts only. All ranks must call the layer equally often; a call may have
+any number of tokens, also none. Ranks that seed torch alike begin with the same layer, on any
+number of ranks.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class Experts(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Each expert from a seed of its own, of which torch's generator gives one for all: neither
-        an expert nor what is drawn afterwards depends on how many experts live here.
+        """Draw one seed from torch's generator, and each expert's weights from that seed plus its
+        id. So neither an expert, nor what torch draws afterwards, depends on which experts live
+        here.
         """
         seed = int(torch.empty((), dtype=torch.int64).random_(2**48))
         for local, expert in enumerate(self.ids):
@@ -97,8 +98,8 @@ class MoE(nn.Module):
     buffer            where rows travel; its placement says which experts live here
     intermediate      the inner width of an expert
     shared            the inner width of an expert for all tokens; 0 for none
-    num_worst_tokens  rows that come whatever the routing, at least the tokens of all ranks: no
-                      size then depends on values. 0 for as many as arrive
+    num_worst_tokens  0, or the exact number of rows that dispatch returns, at least the tokens of
+                      all ranks together: no size then depends on values
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class MoE(nn.Module):
         self.auxiliary_loss = coefficient * auxiliary_loss(scores, load)
 
     def has_lost_gradient(self) -> bool:
-        """Whether the last call made an auxiliary loss without a graph, and a graph was due."""
+        """Whether the last call made an auxiliary loss without a graph, though it needs one."""
         loss = self.auxiliary_loss
         return loss is not None and not loss.requires_grad and self.router.weight.requires_grad
 

@@ -1,12 +1,13 @@
 """What an optimiser keeps for each parameter, in a checkpoint that any number of ranks can load.
 
-A stack of experts is one parameter to the optimiser. What it keeps is taken apart by expert, where
-it is made of one part an expert. Shapes alone do not tell: of a stack of one expert [1, 8] may be
-the expert's, or a mean over all experts, and a matrix [L, L] between L experts has L rows too. So
-the optimiser's first step is tried on stacks of two sizes, of zeros.
+A stack of experts is one parameter to the optimiser. If a state has one part for each expert, it is
+saved expert by expert. The shape alone does not tell: with one expert [1, 8] may be the expert's
+state or a mean over all experts, and an [L, L] matrix between L experts has L rows too. So the
+optimiser's first step is tried on stacks of zeros with 2 and with 3 experts, and the shapes are
+compared.
 
-Which states there are is saved in a record beside them: a parameter that was never moved has none,
-and zeros in their place would be another thing (momentum with dampening, NAdam's product).
+A record beside the states lists which there are: a parameter that was never moved has none, and
+loading zeros instead would change later steps (momentum with dampening, NAdam's product).
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _REFUSED = {
     "LBFGS": "one history of all parameters together, which cannot be taken apart by expert",
     "ZeroRedundancyOptimizer": "each state on one rank, where others cannot see it",
 }
-# States that no step reads before it computes them anew, by optimiser: not saved. They are numbers
-# of a whole stack, and of no use on other ranks.
+# By optimiser: states that are not saved, since every step computes them before it reads them. They
+# belong to a whole stack, so other ranks could not use them.
 _SCRATCH = {
     "transformers.optimization.Adafactor": {"RMS"},
     "pytorch_optimizer.optimizer.lamb.Lamb": {"weight_norm", "adam_norm", "trust_ratio"},
@@ -39,7 +40,9 @@ _SCRATCH = {
 def optimiser_entries(
     optimizer: Optimizer, names: Mapping[Tensor, str], experts_of: Mapping[Tensor, list[int]]
 ) -> State:
-    """Tensors by name, and by each parameter's name what installs them after a load."""
+    """The tensors to save, by name, and for each parameter the object that installs them after a
+    load.
+    """
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner  # of a wrapper, as accelerate's
     kind = type(optimizer).__name__
@@ -284,10 +287,10 @@ def _first_states(optimizer: Optimizer, group: State, like: Tensor) -> State:
 
 
 def _twin(optimizer: Optimizer, groups: list[State]) -> Optimizer:
-    """Of the same attributes, with other parameters, without states and hooks.
+    """An optimiser with the same attributes but other parameters, without states and hooks.
 
-    copy.copy would leave out what a class of its own adds, and keep the `step` that a schedule has
-    put in the place of the method, which steps the original.
+    copy.copy would lose what a subclass adds, and would keep the `step` that a schedule has set on
+    the instance, which steps the original.
     """
     twin = object.__new__(type(optimizer))
     hooks: State = {key: OrderedDict() for key in vars(optimizer) if key.endswith("_hooks")}

@@ -1,8 +1,8 @@
 """Experts beside data parallelism: which parameters are a rank's own, and how to scale them.
 
-Dense parameters are the same on all ranks, and data parallelism averages their gradients. Those of
-an expert live on one rank, which gets the tokens of all: its gradient is the sum over all ranks'
-losses already. It must be divided by the number of ranks, and exchanged with nobody.
+Dense parameters are the same on all ranks, and data parallelism averages their gradients. An
+expert's parameters live on one rank, which gets the tokens of all ranks: their gradient is already
+the sum over the losses of all ranks. It must be divided by the number of ranks, and not exchanged.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def expert_parameters(module: nn.Module) -> set[nn.Parameter]:
 def average_expert_gradients(module: nn.Module) -> None:
     """From now on divide the experts' gradients by the number of ranks, as data parallelism does.
 
-    Call it before the first backward pass; it does not matter how often, nor whether before or
-    after the module is wrapped.
+    Call it before the first backward pass, before or after the module is wrapped. Calling it again
+    changes nothing.
     """
     for name, parameter in named_expert_parameters(module):
         if isinstance(parameter, DTensor):
@@ -38,8 +38,8 @@ def average_expert_gradients(module: nn.Module) -> None:
 
 
 def prepare_for_ddp(module: nn.Module) -> None:
-    """Call it before `DistributedDataParallel(module)`, which then leaves the experts alone; their
-    gradients are averaged here.
+    """Call it before `DistributedDataParallel(module)`, which then neither copies nor averages the
+    experts. Their gradients are divided by the number of ranks instead.
     """
     hide_from_ddp(module)
     average_expert_gradients(module)
@@ -67,7 +67,9 @@ def update_biases(module: nn.Module) -> None:
 
 
 def auxiliary_losses(module: nn.Module) -> Tensor | float:
-    """The sum over layers, of their last calls; 0 if none has one. Add it to the loss."""
+    """The sum of all layers' auxiliary losses, of their last calls; 0 if none has one. Add it to
+    the loss.
+    """
     losses: list[Tensor] = []
     for name, part in module.named_modules():
         if not isinstance(part, MoE) or part.auxiliary_loss is None:

@@ -1,9 +1,11 @@
 """Refusals: tensors that the operators of `nn.functional` would fail on, or silently get wrong.
 
-torch.vmap calls an operator once for each sample: tickets do not outlive that, and samples bring
-different numbers of rows. torch.func's gradients want operators without a tape of their own.
-Forward mode would see outputs that depend on nothing. `backward()`, `torch.autograd.grad` and
-`is_grads_batched` work.
+`backward()`, `torch.autograd.grad` and `is_grads_batched` work. The rest is refused:
+
+- torch.vmap calls an operator once for each sample. Tickets do not live that long, and samples have
+  different numbers of rows.
+- torch.func's gradients need operators that do not register a backward of their own.
+- Forward mode would see outputs that depend on no input.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ _REFUSED = {
 
 
 def require_plain(what: str, **tensors: Tensor | None) -> None:
-    """No transform of torch.func is under way, no tangents, and all tensors are on one device."""
+    """Raise inside a transform of torch.func, for tensors with tangents, and for meta tensors
+    beside others.
+    """
     if torch.compiler.is_compiling():
         return
     for transform in functorch.get_interpreter_stack() or ():
@@ -45,15 +49,15 @@ def require_plain(what: str, **tensors: Tensor | None) -> None:
 
 
 def autocast_device(x: Tensor) -> str:
-    """As torch.autocast wants it, which does not know meta. (Not by is_meta, of which alone
-    torch.compile makes a graph.)
+    """The device type for torch.autocast, which does not know meta. (Asking x.is_meta instead would
+    make torch.compile compile a graph of that alone.)
     """
     kind = x.device.type
     return "cpu" if kind == "meta" else kind
 
 
 def require_known_rows(what: str, x: Tensor, wanted: str) -> None:
-    """Where the number of rows depends on values, which meta tensors have not."""
+    """Raise for a meta tensor where the number of rows depends on values: it has none."""
     if x.device.type == "meta":
         raise NotImplementedError(
             f"{what}: x is on meta, and how many rows come depends on values, want {wanted}"

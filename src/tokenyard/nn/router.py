@@ -28,12 +28,10 @@ class RouterConfig:
     score: str = "softmax"  # of all experts, or "sigmoid" of each
     normalise: bool = True  # a token's weights add up to `scale`
     scale: float = 1.0
-    num_groups: int = 1  # consecutive experts, of which a token chooses from num_kept_groups only,
-    num_kept_groups: int = 1  # those whose best two scores add up to most
-    auxiliary_loss: float = (
-        0.0  # the coefficient of a loss that is least where all are chosen alike
-    )
-    bias_rate: float = 0.0  # how far a step moves the bias that is added to scores when choosing
+    num_groups: int = 1  # groups of consecutive experts
+    num_kept_groups: int = 1  # groups a token chooses from: those with the largest best two scores
+    auxiliary_loss: float = 0.0  # coefficient of a loss that is least when experts are chosen alike
+    bias_rate: float = 0.0  # how far one step moves the bias, which only the choice sees
 
     def __post_init__(self) -> None:
         integer("num_experts", self.num_experts, at_least=1)
@@ -74,9 +72,9 @@ class Router(nn.Module):
         self.weight = nn.Parameter(
             torch.empty(config.num_experts, hidden, device=device, dtype=dtype)
         )
-        # The bias moves by its own rule, not by gradients. It is the same on all ranks; `load`, the
-        # choices since it moved last, is each rank's own. Activation checkpointing counts twice,
-        # which changes no comparison with the mean.
+        # The bias moves by its own rule, not by gradients, and is the same on all ranks. `load`
+        # counts this rank's choices since the bias moved last. Activation checkpointing counts them
+        # twice, which changes no comparison with the mean.
         self.bias: Tensor | None
         self.load: Tensor | None
         self.register_buffer("bias", _zeros(config, device))
@@ -88,8 +86,8 @@ class Router(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """`model.to(bfloat16)` and its like move bias and load, and leave them in float32: both are
-        sums of many small steps, which bfloat16 loses.
+        """Keep bias and load in float32 when `model.to(bfloat16)` and the like move them: both are
+        sums of many small steps, which bfloat16 would lose.
         """
         before = {name: getattr(self, name) for name in ("bias", "load")}
         super()._apply(fn, recurse)
@@ -115,8 +113,8 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def move_bias(self, load: Tensor) -> None:
-        """Up by the rate where an expert was chosen less than the mean of all ranks, down where
-        more.
+        """Raise the bias of an expert that was chosen less often than the mean, and lower that of
+        one that was chosen more often, by bias_rate. `load` counts the choices of all ranks.
         """
         assert self.bias is not None
         assert self.load is not None
@@ -158,8 +156,8 @@ def count(topk_idx: Tensor, num_experts: int) -> Tensor:
 def auxiliary_loss(scores: Tensor, load: Tensor) -> Tensor:
     """E times the sum over experts of (its part of the choices) * (its mean share of the scores).
 
-    `load` [E] counts the choices of all ranks; it has no gradient, scores have. 1 where all are
-    alike:
+    `load` [E] counts the choices of all ranks. Only scores get a gradient. The loss is 1 if all
+    experts are chosen alike:
 
     >>> auxiliary_loss(torch.full((3, 4), 0.25), torch.tensor([6.0, 6.0, 6.0, 6.0])).item()
     1.0

@@ -1,7 +1,8 @@
-"""Which experts of a module are this rank's: what gradients, norms and checkpoints must know.
+"""Which experts of a module belong to this rank.
 
-A module that holds stacked experts carries a Share as its attribute `tokenyard`: `Experts` does,
-and so do the experts of transformers that the integration has spread.
+Gradients, norms and checkpoints must know. A module that holds stacked experts has a Share as its
+attribute `tokenyard`: `nn.Experts`, and the experts of transformers that the integration has
+spread.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tokenyard.buffer import Buffer
 
-try:  # torch's own notes of what fully_shard has wrapped; without them the look is left out
+try:  # torch's own record of what fully_shard has wrapped; without it nothing is checked
     from torch.distributed._composable_state import _module_state_mapping
 except ImportError:
     _module_state_mapping = {}  # type: ignore[assignment]
@@ -38,8 +39,8 @@ class Share:
     def weights(self, module: nn.Module, name: str) -> Tensor:
         """A stacked parameter of the module, to compute with.
 
-        The gradient is divided here, and not by a hook: a hook belongs to one Parameter, which
-        `load_state_dict(assign=True)` or `to_empty` replaces.
+        The gradient is divided here rather than by a hook: a hook belongs to one Parameter object,
+        and `load_state_dict(assign=True)` and `to_empty` replace that.
         """
         if not torch.compiler.is_compiling():
             _check_ddp()
@@ -50,8 +51,8 @@ class Share:
         return weights
 
     def _check_fsdp(self, module: nn.Module) -> None:
-        """Raise if fully_shard has taken the module's parameters: in a forward pass these look like
-        any others, and only FSDP's own notes tell.
+        """Raise if fully_shard has sharded the module's parameters. During a forward pass they look
+        like any others, so FSDP's own records are read.
         """
         num_wrapped = len(_module_state_mapping)
         if num_wrapped == self.num_wrapped_seen:
@@ -96,8 +97,8 @@ def shares(module: nn.Module) -> Iterator[tuple[str, nn.Module, Share]]:
 
 
 def named_own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Share]]:
-    """Those that are this rank's own, with their full names in `module`: the stacked experts, and
-    what an adapter around them adds, as PEFT's LoRA does.
+    """The parameters that only this rank has, with their full names in `module`: the stacked
+    experts, and what an adapter around them adds, as PEFT's LoRA does.
     """
     for name, part in module.named_modules():
         share = _share_of(part)
@@ -125,7 +126,7 @@ def own_parameters(part: nn.Module) -> list[nn.Parameter]:
 
 
 def refuse_adapters(module: nn.Module) -> None:
-    """Raise if an adapter sits on experts: its matrices hold several, in an order of its own."""
+    """Raise if an adapter wraps experts: one of its matrices holds several experts' numbers."""
     stacked = {one for _, part, _ in shares(module) for one in own_parameters(part)}
     for name, parameter, _ in named_own_parameters(module):
         if parameter not in stacked:
@@ -146,7 +147,7 @@ def _share_of(part: nn.Module | None) -> Share | None:
 
 
 def _stacked(part: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """By their names, those too that are parametrised for the time of a forward pass."""
+    """Names and parameters, also of those that are parametrised during a forward pass."""
     yield from part.named_parameters(recurse=False)
     for key, parametrised in getattr(part, "parametrizations", {}).items():
         yield key, parametrised.original
@@ -167,7 +168,7 @@ def _sharded_parameters() -> Iterator[Any]:
 
 
 def _check_ddp() -> None:
-    """Raise if DistributedDataParallel, in whose forward pass this is, has taken the experts."""
+    """Raise if this runs inside a DistributedDataParallel that also manages the experts."""
     ddp = DistributedDataParallel._get_active_ddp_module()
     if ddp is None or getattr(ddp, "_tokenyard_checked", False):
         return

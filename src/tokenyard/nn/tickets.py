@@ -1,8 +1,8 @@
-"""How operators of torch.library know Buffers and handles: by numbers, and by tickets.
+"""Numbers for Buffers and tickets for handles, since operators of torch.library take neither.
 
-An operator takes and gives tensors and numbers only. So a Buffer is known by a number, and a handle
-by a *ticket*: a tensor that holds the handle's number. The handle, and with it the Buffer, lives as
-long as that tensor's memory does: in a graph, on autograd's tape or in the user's hands.
+An operator takes and returns tensors and numbers only. So a Buffer has a number, and a handle has a
+*ticket*: a tensor that holds the handle's number. The handle, and with it the Buffer, lives as long
+as the memory of that tensor, whether a graph, autograd or the user holds it.
 """
 
 from __future__ import annotations

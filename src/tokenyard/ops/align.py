@@ -16,9 +16,10 @@ def moe_align_block_size(
 ) -> Aligned:
     """Group the (token, k) pairs of topk_ids [T, K] by expert, padded to whole blocks.
 
-    SGLang's function: (sorted_token_ids, expert_ids, num_tokens_post_pad), all int32. A pair is its
-    flat index; an expert's pairs ascend, and `topk_ids.numel()` stands for padding. Ids are int32
-    or int64; -1 drops a pair. What is left of the capacity is padding, its blocks have expert -1.
+    As SGLang's function, it returns (sorted_token_ids, expert_ids, num_tokens_post_pad), all int32.
+    A pair is given as its flat index in topk_ids; an expert's pairs ascend, and `topk_ids.numel()`
+    stands for padding. topk_ids is int32 or int64, and -1 drops a pair. The rest of the capacity is
+    padding, and its blocks have expert -1.
 
     >>> import torch
     >>> got = moe_align_block_size(torch.tensor([[2, 0], [2, 1]]), block_size=2, num_experts=3)
@@ -27,7 +28,7 @@ def moe_align_block_size(
     >>> got.expert_ids.tolist(), got.num_tokens_post_pad.tolist()
     ([0, 1, 2, -1], [6])
     """
-    # A short way for what is plainly right: the checks take as long as a token.
+    # Input that is plainly right skips the full checks, which take as long as aligning a token.
     device = "cpu"
     if not (
         type(topk_ids) is Tensor

@@ -1,7 +1,8 @@
 """Rows grouped by local expert, as a grouped GEMM wants them, and back.
 
-`permute` takes what `Buffer.dispatch` returned; what `unpermute` makes goes to `Buffer.combine`.
-Gradients do not pass through either, but those of `nn.functional`, which have these beneath them.
+`permute` takes what `Buffer.dispatch` returned, and the result of `unpermute` goes to
+`Buffer.combine`. Gradients do not pass through these functions. The functions of the same names in
+`nn.functional` call these, and gradients pass through those.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ def permute(
 
     x is [N, D], or the pair (x, scales [N, S]). topk_idx [N, K] has local ids, int32 or int64, -1
     where an expert lives elsewhere. Each expert's rows are padded with zeros to a multiple of
-    expert_alignment. If `out` is given, the result's x is made of its first rows. With num_rows so
-    many rows come back, whatever the routing: zeros, which belong to no expert, follow the last
-    offset.
+    expert_alignment. If `out` is given, the result's x is made of its first rows. If num_rows is
+    given, the result has exactly so many rows, whatever the routing: rows of zeros, which belong to
+    no expert, follow the last offset.
 
     >>> x, topk_idx = torch.tensor([[10.0], [20.0]]), torch.tensor([[1, -1], [0, 1]])
     >>> got = permute(x, topk_idx, num_experts=2, expert_alignment=2)

@@ -1,7 +1,7 @@
 """FP8 by groups of 128: eight-bit values, and a scale for each group that undoes the cast.
 
-The names are those of DeepEP's tests and examples. What comes out goes into `Buffer.dispatch` as
-the pair (values, scales).
+The names are those of DeepEP's tests and examples. `Buffer.dispatch` takes the pair
+(values, scales) as it is.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tokenyard.wire.fp8 import GROUP, PER_WORD
 _FROM = (torch.bfloat16, torch.float16, torch.float32)
 _SCALES = (torch.float32, torch.int32)
 
-# All that a check asks of a tensor, in one step. What has passed once need not be asked again: its
-# plan is kept, since to check and plan takes longer than to cast a token.
+# All properties of a tensor that are checked, read in one step. The plan of a form that has passed
+# is kept, since checking and planning take longer than casting a token.
 _form = attrgetter("__class__", "shape", "dtype", "layout", "device")
 _Form = tuple[type, torch.Size, torch.dtype, torch.layout, torch.device]
 _KEPT_PLANS = 1024
@@ -115,7 +115,7 @@ def _check_form(
     what: str, form: _Form, shape: Sequence[int | str], dtypes: Sequence[torch.dtype]
 ) -> None:
     kind, got, dtype, layout, _ = form
-    # Other subclasses may have no memory of their own, and kernels take addresses.
+    # Kernels take addresses, and other subclasses may have no memory of their own.
     validate.require(
         kind in (Tensor, Parameter), f"{what} has type {kind.__name__}, want torch.Tensor"
     )

@@ -15,17 +15,17 @@ from tokenyard.kernels.rearrange_plan import MOST_AXES
 
 _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
-# How hard to look for an element that two views of one memory share, in numpy's measure.
+# How long to search for an element that two views share: `max_work` of np.shares_memory.
 _SEARCH = 100_000
 
 
 def rearrange(dst: Array, src: Array, *, kernels: str = "auto") -> None:
     """dst[i, j, ...] = src[i, j, ...] at every index, whatever the strides: bytes move, not values.
 
-    Two tensors or two numpy arrays of one shape and dtype that have no byte in common: views of the
-    same memory may lie between each other, but not meet. src may repeat itself along an axis of
-    stride 0; dst may not. No gradient is recorded. On CPU as many threads share the work as
-    `torch.get_num_threads()` says.
+    dst and src are two tensors or two numpy arrays of the same shape and dtype. They must not share
+    a byte; views of the same memory whose elements interleave are fine. src may have an axis of
+    stride 0; dst may not. No gradient is recorded. On CPU `torch.get_num_threads()` threads share
+    the work.
 
     >>> dst = torch.empty(3, 2, dtype=torch.int32)
     >>> rearrange(dst, torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=torch.int32).t())
@@ -42,7 +42,7 @@ def rearrange(dst: Array, src: Array, *, kernels: str = "auto") -> None:
         if dst.is_neg() != src.is_neg() or (
             dst.dtype in _COMPLEX and dst.is_conj() != src.is_conj()
         ):
-            dst.copy_(src)  # one is the negative or the conjugate of what its memory holds
+            dst.copy_(src)  # one of them is a lazy negative or conjugate of its own memory
             return
         kernel_set.rearrange(dst, src)
         torch.autograd.graph.increment_version(dst)
@@ -121,7 +121,7 @@ def _spans(
 def _check_apart(
     dst: int, src: int, spans: tuple[int, int, int, int], layout: tuple[Any, ...]
 ) -> None:
-    """Ends are compared first, which is nearly always enough."""
+    """Raise if dst and src share a byte. Comparing their ends is nearly always enough."""
     if dst + spans[1] <= src + spans[2] or src + spans[3] <= dst + spans[0]:
         return
     shape, dst_strides, _, src_strides, itemsize, step = layout

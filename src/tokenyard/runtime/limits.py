@@ -1,7 +1,8 @@
 """How much memory this process may still take: what the machine has, and what its cgroups allow.
 
-Linux gives out pages that it does not have, and kills somebody when they are written to. So whoever
-is about to reserve much asks here first.
+Linux promises more memory than it has, and kills a process when the pages are written to. So code
+that is about to reserve much calls `check` first. Where the system tells nothing (no /proc, no
+cgroups) everything is allowed.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-SPARE = 16 << 20  # bytes that are left to everything else
+SPARE = 16 << 20  # bytes that must stay free for everything else
 _UNLIMITED = 1 << 60
 _ROOT = Path("/sys/fs/cgroup")
-_FILES = {  # the limit, what counts against it, and what of that can be had back: by version
+_FILES = {  # by cgroup version: the limit, the usage, and which part of the usage is reclaimable
     1: (
         "memory.limit_in_bytes",
         "memory.usage_in_bytes",
@@ -24,11 +25,11 @@ _FILES = {  # the limit, what counts against it, and what of that can be had bac
 
 
 class NoMemory(MemoryError):
-    """There is not as much memory, with the bytes needed and available."""
+    """There is too little memory. The message has the bytes that are needed and available."""
 
 
 def check(num_bytes: int, what: str = "memory") -> None:
-    """Raises NoMemory if so much more would bring the out-of-memory killer."""
+    """Raise NoMemory if taking so many bytes more could bring the out-of-memory killer."""
     left = available()
     if num_bytes + SPARE > left:
         raise NoMemory(
@@ -37,7 +38,7 @@ def check(num_bytes: int, what: str = "memory") -> None:
 
 
 def available() -> int:
-    """Bytes that could be had; a very large number where the system does not say."""
+    """Bytes that this process could still take; a very large number if the system does not say."""
     return min([_of_machine(), *_of_cgroups()])
 
 
@@ -50,7 +51,7 @@ def _of_machine() -> int:
 
 
 def _of_cgroups() -> Iterator[int]:
-    """What each memory cgroup of this process, and each that it lies in, leaves."""
+    """Bytes left in each memory cgroup of this process, and in each cgroup around those."""
     with suppress(OSError), open("/proc/self/cgroup") as file:
         for line in file:
             _, controllers, path = line.rstrip("\n").split(":", 2)
@@ -66,7 +67,7 @@ def _of_branch(root: Path, path: str, version: int) -> Iterator[int]:
     for folder in (own, *own.parents):
         if folder == root.parent:
             break
-        # A container may not see the folders that its own path names, or see itself as the root.
+        # In a container the folders of this path may be missing, or the container is the root.
         with suppress(OSError, ValueError):
             most = int((folder / limit).read_text())
             if most > _UNLIMITED:

@@ -1,12 +1,12 @@
-"""Memory that ranks of one machine share.
+"""One piece of memory that ranks of one machine share.
 
-A segment is anonymous (memfd), reserved when it is made, so that a full machine is an error and
-not a SIGBUS later, and sealed, so that nobody can shrink it under a reader. Peers open it through
-/proc/<pid>/fd: nothing has a name, so nothing is left behind, whoever dies. Linux only.
+A segment is anonymous (memfd). It is reserved when it is made, so that a full machine is an error
+and not a SIGBUS later, and sealed, so that nobody can shrink it under a reader. Peers open it
+through /proc/<pid>/fd: nothing has a name, so nothing is left behind, whoever dies. Linux only.
 
-A descriptor's number is used again, so a rank that tells of a segment also tells its *identity*, a
-number that no other segment has. The segment bears it as a label, which whoever opens the
-descriptor reads back.
+Linux uses the number of a closed descriptor again. So a rank that tells of a segment also tells its
+*identity*, a number that no other segment has. The segment has it as its label, and a peer that
+opens the descriptor compares the label.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
 
-_WORTH_A_LOOK = 4 << 20  # bytes; what is left is asked for only if more is to be reserved
-_PIECE = 64 << 20  # bytes that are reserved between two looks
+_WORTH_A_LOOK = 4 << 20  # bytes; for smaller segments nobody asks how much memory is left
+_PIECE = 64 << 20  # bytes that are reserved before asking again
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
 def why_not() -> str | None:
-    """Why this system has no such memory; None if it has."""
+    """Why ranks cannot share memory on this system; None if they can."""
     if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
         return "this system has no memfd or no pidfd (they are Linux's)"
     return None if os.path.isdir("/proc/self/fd") else "/proc is not mounted"
 
 
 class Segment:
-    """Memory of this process that others may map. It lives as long as an array of it does."""
+    """Memory of this process that peers may map. It lives as long as an array of it does."""
 
     def __init__(self, num_bytes: int) -> None:
         self.size = num_bytes
@@ -64,29 +64,31 @@ class Segment:
 
     @property
     def told(self) -> tuple[int, int, int]:
-        """What others need to map it, as `attach` takes it."""
+        """What a peer needs to map it: descriptor, size and identity, as `attach` takes them."""
         return self.fd, self.size, self.identity
 
     def array(self) -> np.ndarray:
-        """All of it as bytes. Tensors made of its slices keep this very array alive."""
+        """All of it as bytes: a new array each time, which all its slices and tensors keep."""
         return np.frombuffer(self._map, np.uint8)
 
     def close(self) -> None:
-        """Others can no longer map it. Who has, and arrays of this process, keep the memory."""
+        """Peers can no longer map it. Existing mappings, and arrays of this process, keep the
+        memory.
+        """
         os.close(self.fd)
 
 
 class Gone(OSError):
-    """The segment that was told of is no longer there: its owner has closed it, or has died."""
+    """A peer's segment no longer exists: its owner has closed it, or has died."""
 
 
 def attach(pid: int, fd: int, num_bytes: int, identity: int) -> np.ndarray:
-    """A peer's segment, as bytes of this process. Gone if it is no longer there, and
-    SharedMemoryError if this process cannot map it.
+    """Map a peer's segment. Raises Gone if it no longer exists, and SharedMemoryError if this
+    process cannot map it.
     """
     label, theirs = f"/memfd:{_label(identity)} (deleted)", f"/proc/{pid}/fd/{fd}"
     try:
-        if os.readlink(theirs) != label:  # a socket, say, could not even be opened
+        if os.readlink(theirs) != label:  # checked first: opening a socket, say, would fail
             raise Gone("another file has its descriptor")
         mine = os.open(theirs, os.O_RDWR | os.O_CLOEXEC)
     except Gone:
@@ -110,7 +112,7 @@ def attach(pid: int, fd: int, num_bytes: int, identity: int) -> np.ndarray:
 
 
 def cannot(num_bytes: int, error: Exception) -> SharedMemoryError:
-    """Why there is no such memory, and what to do about it."""
+    """The error that says why shared memory could not be had, and what to do about it."""
     if isinstance(error, limits.NoMemory):
         return SharedMemoryError(str(error))
     remedy = _REMEDIES.get(error.errno or 0, "") if isinstance(error, OSError) else ""
@@ -133,8 +135,8 @@ _REMEDIES = {
 
 
 def _map(fd: int, num_bytes: int) -> Any:
-    """Map a file for as long as this object lives. (Python's mmap would keep a copy of the
-    descriptor besides, of which a process may have a thousand.)
+    """Map a file for as long as the returned object lives. (Python's mmap would keep a duplicate of
+    the descriptor, and a process may have only about a thousand of those.)
     """
     libc = _libc()
     address = libc.mmap(None, num_bytes, _READ_WRITE, mmap.MAP_SHARED | mmap.MAP_POPULATE, fd, 0)
@@ -163,8 +165,8 @@ def _label(identity: int) -> str:
 
 
 def _reserve(fd: int, num_bytes: int) -> None:
-    """Piece by piece, since others may be taking the same memory: the system gives out pages until
-    it kills somebody.
+    """Reserve pages piece by piece, and check before each piece: other processes may be taking the
+    same memory, and the system gives out pages until it kills one of them.
     """
     if num_bytes >= _WORTH_A_LOOK:
         limits.check(num_bytes, "shared memory")
@@ -175,10 +177,10 @@ def _reserve(fd: int, num_bytes: int) -> None:
 
 
 class Probe:
-    """A little memory of this process, by which others find out whether they can use it."""
+    """One page of this process, by which peers find out whether they can map its memory."""
 
     def __init__(self) -> None:
-        """Raises SharedMemoryError if there is not even that."""
+        """Raises SharedMemoryError if there is not even one page."""
         self._segment = Segment(mmap.PAGESIZE)
         self.words = os.getpid(), self._segment.fd, self._segment.identity
 
@@ -187,9 +189,9 @@ class Probe:
 
 
 def why_not_attached(pid: int, fd: int, identity: int) -> str | None:
-    """Why the memory of the process that said these words (Probe) cannot be used here, and what
-    helps; None if it can. A process of that number in another container is not it, and the same
-    machine's may be out of bounds.
+    """Why this process cannot map the memory of the one whose Probe has these words, and what
+    helps; None if it can. In another container that pid may be another process, or none, and on
+    this machine the process may belong to another user.
     """
     share = "in containers, let ranks share a PID namespace (docker run --pid)"
     try:

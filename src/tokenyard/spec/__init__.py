@@ -1,7 +1,8 @@
-"""What everything means: the executable specification.
+"""The executable specification: what every result must be, bit for bit.
 
-All ranks at once, as lists, in plain loops that are slow enough to be obviously right. Kernels and
-transports are compared with it bit for bit; nothing but tests and `tokenyard.testing` imports it.
+A function here sees all ranks at once, as lists, and uses plain loops, slow enough to be obviously
+right. Tests compare every kernel set and transport with it. Only tests and `tokenyard.testing` may
+import it; it is far too slow for anything else.
 
     exchange     layout, notify, dispatch, combine, and the gradients of the last two
     low_latency  the mode with fixed slots and no counting round

@@ -1,4 +1,4 @@
-"""Layout, notify, dispatch and combine, of all ranks at once: `xs[r]` is rank r's tensor."""
+"""Layout, notify, dispatch and combine of all ranks at once: `xs[r]` is rank r's tensor."""
 
 from __future__ import annotations
 
@@ -52,8 +52,10 @@ class World:
 
 
 def layout(topk_idx: Tensor, world: World) -> Layout:
-    """Who gets each token of one rank. -1 is nobody; a rank or node gets a token once, however many
-    of its experts the token chose; an expert counts every (token, k) pair.
+    """Which ranks get each token of one rank.
+
+    -1 in topk_idx means no expert. A rank, and a node, gets a token once, however many of its
+    experts the token chose. An expert counts every (token, k) pair.
 
     >>> world = World.even(num_experts=4, num_ranks=2)
     >>> got = layout(torch.tensor([[0, 1], [1, 3], [-1, 2]]), world)
@@ -84,7 +86,7 @@ def layout(topk_idx: Tensor, world: World) -> Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Notice:
-    """What one rank knows once counts were exchanged."""
+    """What one rank knows after ranks have exchanged their counts."""
 
     rank_prefix_matrix: Tensor  # [R, R] int32: rows that rank j gets from ranks 0..i
     channel_prefix_matrix: Tensor  # [R, C] int32: rows for rank i of this rank's channels 0..c
@@ -153,7 +155,7 @@ def dispatch(
     scales: Sequence[Tensor] | None = None,
     expert_alignment: int = 1,
 ) -> list[Received]:
-    """Every rank gets its rows by (source rank, token), with the expert ids that are its own.
+    """Every rank gets its rows, ordered by (source rank, token), with local expert ids.
 
     >>> world = World.even(num_experts=4, num_ranks=2)
     >>> topk_idxs = [torch.tensor([[0, 3]]), torch.tensor([[1, -1], [2, 3]])]
@@ -205,15 +207,15 @@ def combine(
     *,
     biases: Sequence[Sequence[Tensor]] | None = None,
 ) -> list[Tensor]:
-    """Every token gets the unweighted sum of its rows back.
+    """Every token gets the sum of its rows, without weights.
 
-    Summed in float32 (float64 for float64) from the biases, ranks ascending, and rounded once.
-    Across nodes each node's partial sum, ranks ascending, is rounded to the rows' dtype first, and
-    these are added to the biases, nodes ascending. A token that was sent nowhere gives its bias, or
-    0.
+    On one node: start from the biases, add the rows by ascending rank in float32 (float64 for
+    float64), and round once. On several nodes: sum each node's rows by ascending rank and round
+    that to the rows' dtype; then start from the biases, add these sums by ascending node, and
+    round. A token that was sent to no rank gets its bias, or 0.
 
-    In bfloat16 256 + 1 is 256. On one node 256 + 1 + 1 is rounded once, to 258; where the 256 is on
-    a node of its own the others add up to 2 first; where it shares a node with a 1 that 1 is lost:
+    In bfloat16 256 + 1 is 256. On one node 256 + 1 + 1 is rounded once, to 258. If the 256 has a
+    node of its own, the two others first add up to 2. If it shares a node with a 1, that 1 is lost:
 
     >>> def sum_of(values, node_of_rank):
     ...     world = World((0, 1, 2), node_of_rank)
@@ -257,10 +259,10 @@ def combine(
 def dispatch_backward(
     grad_recv_xs: Sequence[Tensor], layouts: Sequence[Layout], world: World
 ) -> list[Tensor]:
-    """A row is a copy of its token, so the gradient of a token is the sum over its rows: combine.
+    """The gradient of dispatch is combine: rows are copies of a token, so their gradients add up.
 
-    The gradient of topk_weights is the same sum: every weight was copied to one rank, 0.0
-    elsewhere.
+    The gradient of topk_weights is the same sum: dispatch copied a weight to one rank, and sent 0.0
+    to the others.
 
     >>> world = World.even(num_experts=2, num_ranks=2)
     >>> layouts = [layout(torch.tensor([[0, 1]]), world), layout(torch.tensor([[1, -1]]), world)]
@@ -274,7 +276,9 @@ def dispatch_backward(
 def combine_backward(
     grad_outs: Sequence[Tensor], layouts: Sequence[Layout], world: World
 ) -> list[Tensor]:
-    """A sum hands its gradient to each of its terms: dispatch. (That of a bias is grad_out itself.)
+    """The gradient of combine is dispatch: every row of a sum gets the sum's gradient.
+
+    (The gradient of a bias is grad_out itself.)
 
     >>> world = World.even(num_experts=2, num_ranks=2)
     >>> layouts = [layout(torch.tensor([[0, 1]]), world), layout(torch.tensor([[1, -1]]), world)]

@@ -1,8 +1,9 @@
 """Align, permute, rearrange and FP8: what happens to rows inside one rank.
 
-Two letters beside the legend of `tokenyard.types`: M is the rows once grouped by expert and padded,
-S the scales of a row, one for each 128 elements. Where arithmetic ends in NaN, its sign and payload
-are the machine's, as in torch; all else is exact to the bit.
+Two letters are added to the legend of `tokenyard.types`: M is the number of rows after they were
+grouped by expert and padded, S the number of scales of a row, one for each 128 elements. Results
+are exact to the bit, but for the sign and payload of a NaN, which depend on the machine, as in
+torch.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ class Aligned:
 
 
 def moe_align_block_size(topk_ids: Tensor, block_size: int, num_experts: int) -> Aligned:
-    """Group the (token, k) pairs by expert; a pair is its flat index, an expert's pairs ascend.
+    """Group the (token, k) pairs by expert. A pair is given as its flat index in topk_ids, and an
+    expert's pairs ascend.
 
-    Entries of -1 are dropped. The capacity is enough for any routing: numel + E * (block_size - 1),
-    rounded up to whole blocks; or a block for each pair where there are fewer pairs than experts.
+    Entries of -1 are dropped. The capacity is enough for any routing: numel + E * (block_size - 1)
+    rounded up to whole blocks, or, with fewer pairs than experts, one block for each pair.
 
     >>> got = moe_align_block_size(torch.tensor([[2, 0], [2, -1], [2, 0]]), 2, num_experts=3)
     >>> got.sorted_token_ids.tolist()  # expert 0 has 1 and 5, expert 2 has 0, 2 and 4; 6 is padding
@@ -107,10 +109,11 @@ def permute(
 
 
 def unpermute(y_MD: Tensor, row_of_NK: Tensor, *, weights: Tensor | None = None) -> Tensor:
-    """The sum over k of a row's results, times weights[n, k] if given.
+    """For each row n the sum over k of its experts' results, each times weights[n, k] if given.
 
-    Summed in float32 (float64 for float64) from 0, k ascending, and rounded once. A product is
-    rounded before it is added: no fused multiply-add. A row with no expert gives 0.
+    The sum starts from 0, adds by ascending k in float32 (float64 for float64), and is rounded
+    once. A product is rounded before it is added: no fused multiply-add. A row without experts
+    gives 0.
 
     >>> y = torch.tensor([[1.0], [2.0], [4.0]])
     >>> row_of = torch.tensor([[2, 0], [-1, 1], [-1, -1]])
@@ -140,9 +143,9 @@ def unpermute_backward(
     """The gradients of unpermute's y [M, D] and weights [N, K]; grad is that of its result.
 
     A row of y gets its weight times grad, in float32 (float64 for float64) and rounded once. A
-    weight gets the dot product of grad and its row of y, in float32 or float64: each product is
-    rounded and added to one of 16 sums, that of element d to sum d % 16, and these are added up by
-    halves, 8 to 8, then 4 to 4. Zeros elsewhere.
+    weight gets the dot product of grad and its row of y, in float32 or float64: the product of
+    element d is rounded and added to sum d % 16, and then the 16 sums are added by halves: the
+    upper 8 to the lower 8, then 4 to 4, 2 to 2, 1 to 1. Everything else is zero.
 
     >>> grad, y = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0], [0.5, 7.0], [9.0, 9.0]])
     >>> row_of, weights = torch.tensor([[1, -1, 0]]), torch.tensor([[10.0, 5.0, 100.0]])
@@ -163,7 +166,7 @@ def unpermute_backward(
 
 
 def _dot(one: Tensor, other: Tensor) -> Tensor:
-    """In the order that unpermute_backward says."""
+    """The dot product, summed in the order that unpermute_backward describes."""
     sums = torch.zeros(16, dtype=one.dtype)
     for d, product in enumerate(one * other):
         sums[d % 16] += product
@@ -176,7 +179,7 @@ def _dot(one: Tensor, other: Tensor) -> Tensor:
 def rearrange(dst: Array, src: Array) -> None:
     """dst[i, j, ...] = src[i, j, ...] at every index, whatever the strides: bytes move, not values.
 
-    Two tensors or two numpy arrays, which do not overlap. src may repeat itself along an axis of
+    dst and src are two tensors or two numpy arrays that do not overlap. src may have an axis of
     stride 0; dst may not, since its elements would be written more than once.
 
     >>> dst = np.zeros((3, 2), dtype=np.int16)
@@ -207,12 +210,12 @@ def rearrange(dst: Array, src: Array) -> None:
 def cast_to_fp8(
     x_ND: Tensor, *, round_scale: bool = False, use_ue8m0: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """float8_e4m3fn values [N, D] and the scales [N, S] that undo it; D is a multiple of 128.
+    """float8_e4m3fn values [N, D] and the scales [N, S] that undo the cast; D is a multiple of 128.
 
-    A group's amax is max(|x|), 1e-4 at least, in float32. Its scale is amax / 448, its values are
-    x * (1 / amax * 448), every step rounded: that is what torch makes of 448 / amax. With
-    round_scale the scale is rounded up to a power of two, and the values are x * (1 / scale); with
-    use_ue8m0 as well the scales come packed as pack_ue8m0 says.
+    A group's amax is max(|x|), at least 1e-4, in float32. Its scale is amax / 448. Its values are
+    x * (1 / amax * 448) with every step rounded, which is how torch computes 448 / amax. With
+    round_scale the scale is rounded up to a power of two, and the values are x * (1 / scale). With
+    use_ue8m0 too, the scales are packed as in pack_ue8m0.
 
     >>> x = torch.tensor([[7.0, 3.5, -1.0] + [0.0] * 125])
     >>> values, scales = cast_to_fp8(x)
@@ -277,7 +280,7 @@ def pack_ue8m0(scales_NS: Tensor) -> Tensor:
 
 
 def unpack_ue8m0(packed: Tensor) -> Tensor:
-    """float32 [N, S]. The byte 255, which both inf and NaN pack to, comes back as inf, and 0 as 0.
+    """float32 [N, S]. inf and NaN were both packed as the byte 255, which becomes inf; 0 becomes 0.
 
     >>> unpack_ue8m0(torch.tensor([[0x7E81807F]], dtype=torch.int32)).tolist()
     [[1.0, 2.0, 4.0, 0.5]]
@@ -293,7 +296,7 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _round_up_to_power_of_two(value: float) -> float:
-    """Exact; inf and NaN stay.
+    """The smallest power of two that is not below `value`, exactly; inf and NaN stay.
 
     >>> _round_up_to_power_of_two(0.25), _round_up_to_power_of_two(0.26)
     (0.25, 0.5)

@@ -1,7 +1,7 @@
-"""Low latency, of all ranks at once: fixed slots for every expert, and no counting round.
+"""The low-latency mode, of all ranks at once: fixed slots for every expert, no counting round.
 
-A token is copied once for each expert that it chose, into the expert's own R * num_max slots, which
-hold even what every rank could send at most. Nobody has to learn counts before rows can move.
+A token is copied once for each expert that it chose. Every expert has R * num_max slots, enough for
+all that R ranks may send it, so rows can move before anybody knows counts.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from tokenyard.spec.local import cast_to_fp8
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LowLatencyReceived:
-    """What one rank gets: each local expert has `count` rows by (source rank, token), from slot 0.
+    """What one rank gets. The rows of a local expert fill its first `count` slots, ordered by
+    (source rank, token).
 
-    In the slots past the count x and scales are 0 and src_info is -1. That is this specification's
-    choice: elsewhere they are unspecified.
+    In the other slots x and scales are 0 here, and src_info is -1. Real results leave them
+    unspecified.
     """
 
     x: Tensor  # [L, R * num_max, D]
@@ -41,7 +42,7 @@ def low_latency_dispatch(
     round_scale: bool = False,
     use_ue8m0: bool = False,
 ) -> list[LowLatencyReceived]:
-    """One copy for each (token, k) that is not -1. The last two options matter with use_fp8 alone.
+    """One copy for each (token, k) that is not -1. The last two options need use_fp8.
 
     Expert 0 is on rank 0, experts 1 and 2 are on rank 1; a rank may send 2 tokens:
 
@@ -78,11 +79,12 @@ def low_latency_combine(
     *,
     masked: Collection[int] = (),
 ) -> list[Tensor]:
-    """Every token gets the sum of weight * y over its experts, from the slots that dispatch used.
+    """Every token gets the sum of weight * y over its experts, read from the slots that dispatch
+    filled. ys[r] is [L, R * num_max, D].
 
-    Summed in float32 (float64 for float64) from 0, in top-k order, and rounded once. A product is
-    rounded before it is added: no fused multiply-add. Entries of -1 and experts on masked ranks add
-    nothing. ys[r] is [L, R * num_max, D].
+    The sum starts from 0, adds in top-k order in float32 (float64 for float64), and is rounded
+    once. A product is rounded before it is added: no fused multiply-add. Entries of -1 and experts
+    on masked ranks add nothing.
 
     >>> world = World(rank_of_expert=(0, 1, 1), node_of_rank=(0, 0))
     >>> xs = [torch.tensor([[10.0], [11.0]]), torch.tensor([[20.0]])]

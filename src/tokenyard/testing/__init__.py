@@ -1,4 +1,4 @@
-"""The test kit, for users too: ranks without a cluster, routings, and a comparison that is exact.
+"""The test kit, for users' tests too: ranks without a cluster, routings, an exact comparison.
 
     from tokenyard.testing import run_processes, run_virtual
 
@@ -10,8 +10,8 @@
     results = run_virtual(job, 64)      # threads of this process, no sockets
     results = run_processes(job, 4)     # real processes over gloo; `job` must be importable
 
-Both call `job(group, *args)` on every rank and return what the ranks returned, in their order.
-`Cluster([2, 2])` does so on nodes with a network between them (root on Linux).
+Both call `job(group, *args)` on every rank and return the results by rank. `Cluster([2, 2])` does
+the same on nodes with a network between them (Linux, root).
 """
 
 from tokenyard.testing.cluster import Cluster, why_no_cluster

@@ -5,12 +5,12 @@
         cluster.lose(0.01)                              # every hundredth packet from now on
         cluster.cut(1)                                  # node 1 is alone, until heal()
 
-Ranks speak TCP through their node's own interface, whose counters say what crossed the network.
-Ranks of one box share a machine, and could attach each other's memory whatever their node: give
-`ranks_per_node=cluster.sizes` to the Buffer. It needs root, Linux, iproute2 and nftables;
-`why_no_cluster()` says what is missing. Nothing of it touches the machine's own network, and the
-only addresses are those of the namespaces, which go when the cluster is closed. What a killed
-process has left behind is removed by the next cluster.
+Ranks use TCP through their node's own interface, whose counters tell what crossed the network. All
+ranks share one machine, and could map each other's memory whatever their node: so give
+`ranks_per_node=cluster.sizes` to the Buffer. A cluster needs root, Linux, iproute2 and nftables;
+`why_no_cluster()` says what is missing. It does not touch the machine's own network: its addresses
+exist in its namespaces only, which are removed when it is closed. The next cluster removes what a
+killed process left behind.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NAMESPACES = Path("/var/run/netns")
 
 
 def why_no_cluster() -> str | None:
-    """Why this process cannot make one; None if it can."""
+    """Why this process cannot make a cluster; None if it can."""
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         return "namespaces need root"
     for tool, package in (("ip", "iproute2"), ("tc", "iproute2"), ("nft", "nftables")):
@@ -90,7 +90,7 @@ class Cluster(Processes):
         return ["ip", "netns", "exec", self._nodes[node], *words]
 
     def bytes_sent(self) -> list[int]:
-        """By each node so far, headers and all, as its interface has counted."""
+        """Bytes that each node's interface has sent so far, headers included."""
         counts = []
         for name in self._nodes:
             said = _run("ip", "-n", name, "-s", "-j", "link", "show", _INTERFACE)
@@ -114,14 +114,14 @@ class Cluster(Processes):
         return sum(int(found) for text in said for found in re.findall(r"packets (\d+)", text))
 
     def cut(self, node: int) -> None:
-        """No packet passes between this node and the others, and nobody is told."""
+        """Silently drop all packets between this node and the others, until `heal`."""
         self._cross(node, "add")
 
     def heal(self, node: int) -> None:
         self._cross(node, "del")
 
     def kill(self, node: int) -> None:
-        """All ranks of a node, at once."""
+        """Kill all ranks of a node at once."""
         for rank in self.ranks_of(node):
             self.processes[rank].kill()
 

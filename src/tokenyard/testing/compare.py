@@ -16,10 +16,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def assert_same(got: Any, want: Any, what: str = "value") -> None:
-    """Nothing broadcasts, nothing is rounded, and 0.0 is not -0.0. Sequences are compared item by
-    item.
+    """Fail unless shape, dtype and bits are equal: nothing broadcasts, nothing is rounded, and 0.0
+    differs from -0.0. Sequences are compared item by item.
 
-    NaNs are equal to each other: torch itself gives them different payloads on different paths.
+    All NaNs are equal, since torch itself gives them different payloads in different code paths.
     """
     if isinstance(want, (tuple, list)):
         assert isinstance(got, (tuple, list)), f"{what} is {got!r}, want a sequence"
@@ -57,10 +57,8 @@ def _is_nan(x: Tensor) -> Tensor:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Uninitialised memory of the library is filled with NaN and -2**31 inside this block.
-
-    Memory that nobody wrote then shows, instead of passing for zeros. For all threads of the
-    process.
+    """Fill the library's uninitialised memory with NaN or -2**31 inside this block, so that a value
+    which nobody wrote cannot pass for a zero. It affects all threads of the process.
     """
     honest = memory.empty, memory.empty_like, memory.empty_array, memory.take_bytes
     empty, empty_like, empty_array, take_bytes = honest

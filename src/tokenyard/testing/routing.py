@@ -1,4 +1,4 @@
-"""Inputs for tests: routings of all tempers, tokens that know who they are, experts that differ."""
+"""Inputs for tests: routings, tokens whose values tell which they are, experts that differ."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def fake_experts(
     experts: list[int],
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """y = x * the sum of weight * (e + 1) over the row's experts here, e being global ids.
+    """y = x times the sum of weight * (e + 1) over the row's experts on this rank; e is global.
 
-    In x's dtype, or in another where x is quantised.
+    In x's dtype, or in `dtype`, which a quantised x needs.
     """
     scale = torch.tensor([e + 1.0 for e in experts] + [0.0])  # the last is for -1
     factor = (recv_topk_weights * scale[recv_topk_idx]).sum(1, keepdim=True)

@@ -26,9 +26,9 @@ def run_virtual(
 ) -> VirtualRun:
     """Call job(group, *args) on num_ranks virtual ranks. `Buffer(group)` takes the group as it is.
 
-    If ranks fail, the error of the lowest one that was not merely told of another's death is
-    raised. A rank that does not end in time is raised by name. It is told when it next waits for
-    others; if it does not, it cannot be stopped, and its thread is left behind.
+    If ranks fail, the error of the lowest failed rank is raised; errors that only report another
+    rank (PeerError) come last. If ranks do not end in time, TimeoutError names them. Such a rank is
+    stopped when it next waits for others; if it never does, its thread is left behind.
     """
     world = LoopbackWorld(num_ranks)
     results: list[Any] = [None] * num_ranks

@@ -1,8 +1,8 @@
-"""Experts that transformers does not run through its registry: how each kind takes part.
+"""Models whose experts transformers does not run through its registry: one adapter for each kind.
 
-A *block* is a module whose forward is replaced; its *holders* (itself, or modules inside) hold the
-experts' parameters. Where these are not stacked by expert, they become so, and go back under their
-own names when a model is saved.
+A *block* is a module whose forward is replaced. Its *holders*, itself or modules inside it, hold
+the experts' parameters. Parameters that are not stacked by expert are stacked here, and saved under
+their own names again.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def _run_weighed(module: Experts, x: Tensor, topk_idx: Tensor, topk_weights: Ten
 
 
 def _stack_longcat(holder: Experts) -> None:
-    """gate_up_proj has rows for the experts that do nothing too, which are not used. They are kept
-    aside for the checkpoint, on all ranks.
+    """gate_up_proj also has rows for the experts that do nothing, which are never used. All ranks
+    keep them for the checkpoint.
     """
     _describe(holder)
     holder._apply_gate = MethodType(_gate, holder)
@@ -169,7 +169,7 @@ def _unstack_switch(holder: Experts, key: str, whole: Tensor) -> Saved:
 def _switch(
     self: Experts, hidden_states: Tensor, selected_experts: Tensor, routing_weights: Tensor
 ) -> Tensor:
-    """selected_experts [T, 1, E]: ones, and none where the expert had its fill."""
+    """selected_experts [T, 1, E] is one-hot, or all zeros if the expert's capacity was used up."""
     topk_idx = selected_experts.argmax(-1).masked_fill(selected_experts.sum(-1) == 0, -1)
     return experts_forward(self, hidden_states, topk_idx, routing_weights)
 

@@ -1,7 +1,7 @@
 """Loading a checkpoint so that each rank reads its own experts only.
 
-transformers' loader slices what it reads where a parameter is a DTensor, through all its renaming
-and stacking. So experts are DTensors while it works, and plain slices afterwards.
+transformers' loader reads only this rank's slice of a parameter that is a DTensor, through all its
+renaming and stacking. So experts are DTensors while it loads, and plain slices afterwards.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """PEFT's LoRA on stacked experts: which of its numbers belong to which expert.
 
-PEFT wraps an experts module once for each parameter that `target_parameters` names. Of E experts a
-wrapper holds lora_A [E * r, in], whose rows are by expert first, and lora_B [out, r * E], whose
-columns are by expert last.
+PEFT wraps an experts module once for each parameter that `target_parameters` names. For E experts a
+wrapper holds lora_A [E * r, in], whose row e * r + i belongs to expert e, and lora_B [out, r * E],
+whose column i * E + e belongs to expert e.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def spread_experts(
 def _tell_of_no_tokens(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
-    """Attention of transformers cannot take a batch of no tokens: then tell the other ranks, which
+    """transformers' attention fails on a batch without tokens. Tell the other ranks then, which
     wait for this one in their first experts.
     """
     error = sys.exc_info()[1]

@@ -4,8 +4,9 @@
     AutoModelForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(
         fsdp_size=4, ep_size=4))
 
-transformers 5.22 acts on an ep_plan only where it says "ep_dispatch_experts", whatever else is
-registered. So the style has a name of its own, and can also take that one's place.
+transformers 5.22 uses an ep_plan only for the style named "ep_dispatch_experts", whatever else is
+registered. So this style has a name of its own, and `replace_dispatch` registers it under that one
+too.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """One Buffer over ranks that have tokens of their own, and the ids that they know experts by.
 
-vLLM places experts on the ranks of its expert parallel group in consecutive blocks as equal as can
-be, which is also what a Buffer assumes. Mostly the Buffer's ranks are that group. Where tensor
-parallel ranks all have the same tokens, they are every TP-th rank of it: each of those sends to the
-experts that such ranks own, and vLLM adds up what tensor parallel ranks have found.
+vLLM gives each rank of its expert parallel group consecutive experts, as equally as can be, which
+is also a Buffer's default. Mostly the Buffer's ranks are that group. With tensor parallelism all
+TP ranks have the same tokens. Then a Buffer joins every TP-th rank of the group, each of them sends
+to the experts that these ranks own, and vLLM adds up the results of the TP ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where vLLM is told to take ours. All that is changed in vLLM is changed here and in plugin.py.
+"""The functions of vLLM that are replaced. Only this file and plugin.py change anything in vLLM.
 
 all2all_utils.make_..._naive_dp_ep   builds what surrounds an experts kernel where tokens travel
 all2all_utils.make_..._no_dp_ep      ... and where ranks have the same tokens (tensor parallel)

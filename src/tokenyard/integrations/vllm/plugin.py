@@ -1,6 +1,7 @@
-"""The entry point. vLLM calls it in every process, sometimes more than once, mostly before there is
-a configuration; so it only leaves word with the platform, which is asked for a communicator when
-worker processes form their groups.
+"""The entry point, which vLLM calls in every process, sometimes more than once.
+
+Mostly there is no configuration yet. So it only replaces the platform's answer to which
+communicator to use, which vLLM asks for when worker processes form their groups.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """What surrounds an experts kernel of vLLM: rows go in, and what experts made of them comes out.
 
-vLLM's CPU kernels want local ids, one for each of a row's slots, and have no word for a slot whose
-expert is elsewhere. So each (row, local expert) becomes a row of its own with top-k 1, grouped by
-expert, and none is computed that nobody asked for. Weights are applied where the rows of a token
-are summed again, in float32.
+vLLM's CPU kernels want K local expert ids for every row, and have no value for an expert that lives
+elsewhere. So each (row, local expert) becomes a row of its own with top-k 1, grouped by expert, and
+nothing is computed in vain. Weights are applied when the rows of a token are summed, in float32.
 """
 
 from __future__ import annotations

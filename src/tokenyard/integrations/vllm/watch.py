@@ -1,7 +1,7 @@
-"""Says at once which rank has died.
+"""Logs at once which rank has died.
 
-An exchange with a dead rank raises PeerDied. But where a worker has died vLLM ends all others too,
-within a second, and a rank that was not in an exchange just then would be gone without a word.
+An exchange with a dead rank raises PeerDied. But when a worker dies, vLLM ends all others within a
+second, and ranks that are not in an exchange just then would end without saying why.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@
     grouped_mm      grouped_mm, grouped_outer   grouped_mm
     sum_over_ranks  sum_over_ranks              sum_over_ranks
 
-Every gradient is made of these operators again, so that gradients of gradients need no more code. A
-gradient that autograd never got arrives as zeros: a rank then exchanges rows like the others.
+Every gradient is made of these operators again, so gradients of gradients need no more code. Where
+autograd has no gradient for an output it passes zeros, so a rank still exchanges rows like the
+others.
 """
 
 from tokenyard.nn.operators.exchange import (

@@ -89,7 +89,7 @@ def _(y: Tensor, ticket: Tensor, buffer: int, num_tokens: int, graph: bool) -> T
 
 @contextmanager
 def _same_on_all_ranks(what: str, graph: bool) -> Iterator[None]:
-    """Ranks whose backward passes would not meet are told so in the forward pass."""
+    """Explain the CallMismatch of a forward pass whose backward pass some ranks would not make."""
     try:
         yield
     except CallMismatch as error:
@@ -117,11 +117,11 @@ def combine_both(
     need_y: bool,
     need_weights: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Sums of rows, and sums of weights, in one call; only those needed travel, unless another rank
-    needs others. An empty tensor stands for what is not needed here.
+    """Sums of rows and sums of weights in one call. Only what is needed travels; if another rank
+    needs the other, both do. An empty tensor stands for what is not needed here.
     """
     known, handle = tickets.buffer_of(buffer), tickets.redeem(ticket)
-    # As wide as each other, one rank's rows would meet another's weights and nobody would notice.
+    # If both are equally wide, one rank's rows could meet another's weights without a mismatch.
     alike = y.shape[1] == weights.shape[1]
     try:
         if (need_y and need_weights) or alike:
@@ -136,7 +136,7 @@ def combine_both(
                 f"{error}; this is the gradient of nn.functional.dispatch, whose outputs the "
                 "losses of all ranks must use, or of none"
             ) from error
-        # All ranks are here, with the same handle, and needs that differ: so all come here.
+        # Ranks used the same handle but need different sums: all raise, so all send both.
         got_y, got_weights = _combine_both(known, handle, y, weights)
     return (
         got_y if need_y and got_y is not None else y.new_empty(0, y.shape[1]),
@@ -200,7 +200,7 @@ def _dispatch_backward(ctx: Any, grad_x: Tensor, _: Any, grad_weights: Tensor, _
     topk_idx, ticket = ctx.saved_tensors
     need_x, _, need_weights, *_ = ctx.needs_input_grad
     where = ticket, ctx.buffer, ctx.num_tokens
-    # Where an expert lives elsewhere the weight arrived as a 0 that does not depend on it.
+    # If an expert lives elsewhere, the weight arrived as a constant 0, so it gets no gradient.
     grad_weights = grad_weights.masked_fill(topk_idx < 0, 0.0)
     x, weights = combine_both(grad_x, grad_weights, *where, need_x, need_weights)
     return x if need_x else None, None, weights if need_weights else None, None, None, None, None

@@ -1,8 +1,8 @@
-"""A matrix for each group of rows: what experts are made of.
+"""Each group of rows times a matrix of its own: the matrix products of experts.
 
-torch's own grouped_mm does the work where it can. It has no float64, wants rows of whole 16 bytes
-and gradients without stride 0, leaves what follows the last group unwritten, and is compiled for
-bfloat16 alone.
+torch's own grouped_mm does the work where it can. It has no float64, needs rows whose bytes are a
+multiple of 16 and gradients without stride 0, does not write the rows after the last group, and
+torch.compile supports it for bfloat16 only.
 """
 
 from __future__ import annotations
