@@ -47,3 +47,10 @@ def test_pages_that_code_names_exist() -> None:
             if path.suffix in (".py", ".sh", ".md"):
                 for name in re.findall(r"docs/[\w/]+\.md", path.read_text()):
                     assert (ROOT / name).exists(), f"{path.relative_to(ROOT)} names {name}"
+
+
+def test_files_that_answer_questions_exist() -> None:
+    page = (ROOT / "docs" / "internals" / "where.md").read_text()
+    for name in re.findall(r"`([\w/]+(?:\.py|/))`", page):
+        path = ROOT / name if name.startswith("src/") else ROOT / "src" / "tokenyard" / name
+        assert path.exists(), f"where.md names {name}"
