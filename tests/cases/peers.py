@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,11 @@ def exchange(buffer: tokenyard.Buffer) -> tokenyard.Handle:
 
 
 def kill_once_stopped(pid: int, after: float) -> None:
-    """So long after it stopped itself, which it does once it has loaded its kernels."""
-    while Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
-        time.sleep(0.05)
-    time.sleep(after)
-    os.kill(pid, signal.SIGKILL)
+    """Wait until the process has stopped itself, wait `after` seconds, and kill it. A process that
+    ends before is left to its test.
+    """
+    with suppress(FileNotFoundError, ProcessLookupError):
+        while Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
+            time.sleep(0.05)
+        time.sleep(after)
+        os.kill(pid, signal.SIGKILL)

@@ -99,6 +99,12 @@ def test_killed_peer_of_another_node() -> None:
         assert answer["seconds"] < scaled(10)
 
 
+def start_up(group: Any, transport: str, nodes: int | None = None) -> None:
+    """Import modules and load kernels, which may take longer than a short time limit allows."""
+    with tokenyard.Buffer(group, transport=transport, ranks_per_node=nodes) as buffer:
+        exchange(buffer)
+
+
 def one_stops(group: Any, transport: str, nodes: int | None = None) -> dict[str, Any]:
     buffer = tokenyard.Buffer(group, timeout=TIMEOUT, transport=transport, ranks_per_node=nodes)
     exchange(buffer)
@@ -111,6 +117,7 @@ def one_stops(group: Any, transport: str, nodes: int | None = None) -> dict[str,
 @pytest.mark.parametrize("transport", ["direct", "ring", "collective"])
 def test_stopped_peer(transport: str) -> None:
     with Processes(3, timeout=scaled(120)) as ranks:
+        ranks.run(start_up, transport, timeout=scaled(250))
         stuck = ranks.processes[2]
         undertaker = threading.Thread(
             target=kill_once_stopped, args=(stuck.pid, TIMEOUT + scaled(3))
@@ -126,18 +133,10 @@ def test_stopped_peer(transport: str) -> None:
         assert TIMEOUT <= answer["seconds"] < TIMEOUT + scaled(10)
 
 
-def start_up(group: Any) -> None:
-    """Modules are imported and kernels loaded, which a busy machine may take longer for than a
-    short time limit allows.
-    """
-    with tokenyard.Buffer(group, transport="hierarchical", ranks_per_node=2) as buffer:
-        exchange(buffer)
-
-
 @pytest.mark.processes
 def test_stopped_peer_of_another_node() -> None:
     with Processes(4, timeout=scaled(120)) as ranks:
-        ranks.run(start_up, timeout=scaled(250))
+        ranks.run(start_up, "hierarchical", 2, timeout=scaled(250))
         stuck = ranks.processes[2]
         undertaker = threading.Thread(
             target=kill_once_stopped, args=(stuck.pid, TIMEOUT + scaled(4))
