@@ -19,6 +19,7 @@ import tempfile
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import llvmlite
 import numba
@@ -68,11 +69,11 @@ def _digest() -> str | None:
 _DIGEST = _digest()
 
 
-def njit(*, cache: bool = False, **options):
+def njit(*, cache: bool = False, **options: Any) -> Any:
     """numba.njit, with this cache if any."""
     jit = numba.njit(**options)
 
-    def compiled(function):
+    def compiled(function: Any) -> Any:
         kernel = jit(function)
         if cache:
             kernel._cache = _cache_of(function)
@@ -81,7 +82,7 @@ def njit(*, cache: bool = False, **options):
     return compiled
 
 
-def _cache_of(function):
+def _cache_of(function: Any) -> Any:
     if _DIGEST is None:
         _warn("tokenyard's source files cannot be read: kernels are compiled anew in every process")
         return caching.NullCache()
@@ -100,14 +101,14 @@ def _warn(text: str) -> None:
 class _OwnFolder(caching._SourceFileBackedLocatorMixin, caching._CacheLocator):
     """A folder that only this user can read and write. What lies there is loaded as code."""
 
-    def __init__(self, py_func, py_file):
+    def __init__(self, py_func: Any, py_file: Any) -> None:
         self._py_file, self._lineno = py_file, py_func.__code__.co_firstlineno
         self._own = Path(tempfile.gettempdir(), f"tokenyard-numba-{os.geteuid()}")
 
-    def get_cache_path(self):
+    def get_cache_path(self) -> Any:
         return str(self._own / self.get_suitable_cache_subpath(self._py_file))
 
-    def ensure_cache_path(self):
+    def ensure_cache_path(self) -> None:
         with suppress(FileExistsError):
             self._own.mkdir(mode=0o700)
         found = self._own.lstat()
@@ -117,7 +118,7 @@ class _OwnFolder(caching._SourceFileBackedLocatorMixin, caching._CacheLocator):
         super().ensure_cache_path()
 
     @classmethod
-    def from_function(cls, py_func, py_file):
+    def from_function(cls, py_func: Any, py_file: Any) -> Any:
         try:
             self = super().from_function(py_func, py_file)
         except OSError:  # there is no folder for temporary files
@@ -143,18 +144,18 @@ class _Entries(caching.IndexDataCacheFile):
         self._function = f"{function}-"
         self._fresh = f"{function}-{_DIGEST}-"
 
-    def load(self, key):
+    def load(self, key: Any) -> Any:
         with suppress(FileNotFoundError):
             return self._load_data(self._name(key))
 
-    def save(self, key, data):
+    def save(self, key: Any, data: Any) -> None:
         self._save_data(self._name(key), data)
         for name in os.listdir(self._cache_path):
             if name.startswith(self._function) and not name.startswith(self._fresh):
                 with suppress(FileNotFoundError):
                     os.unlink(self._data_path(name))
 
-    def _name(self, key) -> str:
+    def _name(self, key: Any) -> str:
         made_by = sys.version, numba.__version__, llvmlite.__version__
         digest = hashlib.sha256(repr((made_by, key)).encode()).hexdigest()
         return f"{self._fresh}{digest[:32]}.nbc"
@@ -165,19 +166,19 @@ class _Cache(caching.FunctionCache):
 
     _impl_class = _Implementation
 
-    def __init__(self, py_func):
+    def __init__(self, py_func: Any) -> None:
         super().__init__(py_func)
         file = Path(py_func.__code__.co_filename)
         self._cache_file = _Entries(self.cache_path, f"{file.stem}.{py_func.__qualname__}")
 
-    def load_overload(self, sig, target_context):
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
             return super().load_overload(sig, target_context)
         except Exception as error:  # a torn pickle raises anything
             _log.warning("a compiled kernel cannot be read, and is compiled anew: %r", error)
             return None
 
-    def save_overload(self, sig, data):
+    def save_overload(self, sig: Any, data: Any) -> None:
         try:
             super().save_overload(sig, data)
         except OSError as error:

@@ -7,6 +7,7 @@ which element d goes to sum d % 16, and then these by halves.
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import numpy as np
 from numba.core import cgutils, types
@@ -32,7 +33,7 @@ _NUM_TOPK, _HIDDEN, _STREAMING = range(9, 12)
 _WORDS = 12
 
 
-def _make(lanes, streaming=False):
+def _make(lanes: Any, streaming: Any = False) -> Any:
     @intrinsic
     def scale_and_dot(typingctx, out, grad, y, weight, sums, begin, end, like):
         """For d in range(begin, end, lanes), and `lanes` elements at once:

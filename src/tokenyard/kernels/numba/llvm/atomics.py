@@ -11,6 +11,7 @@ the signal. A fence with nothing to wait for costs a few nanoseconds. Signals ar
 from __future__ import annotations
 
 import platform
+from typing import Any
 
 from llvmlite import ir
 from numba.core import types
@@ -23,7 +24,7 @@ _I64 = ir.IntType(64)
 _VECTOR = ir.VectorType(_I64, LINE // 8)
 
 
-def _instruct(builder, name):
+def _instruct(builder: Any, name: Any) -> None:
     void = ir.FunctionType(ir.VoidType(), [])
     builder.call(builder.module.declare_intrinsic(name, (), void), [])
 

@@ -7,6 +7,7 @@ does it, bit for bit, on any machine: no approximate reciprocals, no fused multi
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from llvmlite import ir
 from numba.core import types
@@ -21,11 +22,11 @@ _I8, _I16 = ir.IntType(8), ir.IntType(16)
 _FLOAT = ir.FloatType()
 
 
-def _umax(builder, a, b):
+def _umax(builder: Any, a: Any, b: Any) -> Any:
     return builder.select(builder.icmp_unsigned(">", a, b), a, b)
 
 
-def _joined(builder, parts):
+def _joined(builder: Any, parts: Any) -> Any:
     """Vectors of equal length, one after the other, as one."""
     while len(parts) > 1:
         lanes = 2 * parts[0].type.count
@@ -84,7 +85,7 @@ def group_amax(typingctx, address, like):
     return sig, codegen
 
 
-def _to_e4m3(builder, value, sign_mask):
+def _to_e4m3(builder: Any, value: Any, sign_mask: Any) -> Any:
     """float32 lanes, at most 464 or NaN, to eight bits; signs only where sign_mask is 0x80.
 
     Adding 2**20 times the value's own power of two pushes all but three bits of its fraction out,
@@ -105,7 +106,7 @@ def _to_e4m3(builder, value, sign_mask):
     return builder.trunc(builder.or_(code, sign), vector(_I8, LANES))
 
 
-def _from_e4m3(builder, codes):
+def _from_e4m3(builder: Any, codes: Any) -> Any:
     """Eight bits to float32 lanes, exactly.
 
     Three bits of fraction and four of exponent, moved to their places, make a float32 w: the value,
@@ -126,14 +127,14 @@ def _from_e4m3(builder, codes):
     return builder.bitcast(builder.or_(builder.bitcast(value, sign.type), sign), value.type)
 
 
-def _spread(builder, value):
+def _spread(builder: Any, value: Any) -> Any:
     """A scalar in all lanes."""
     lanes = vector(value.type, LANES)
     one = builder.insert_element(ir.Constant(lanes, ir.Undefined), value, I32(0))
     return builder.shuffle_vector(one, one, splat(I32, 0, LANES))
 
 
-def _make(streaming):
+def _make(streaming: Any) -> Any:
     @intrinsic
     def group_to_fp8(typingctx, out, address, factor, like):
         """out[:] = (x * factor) as float8_e4m3fn, a group. If streaming, out must begin a line.

@@ -6,6 +6,8 @@ here it is not. A factor of 1 changes nothing, so that a plain sum needs no code
 
 from __future__ import annotations
 
+from typing import Any
+
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
@@ -18,7 +20,7 @@ from tokenyard.wire.columns import LINE
 WIDE_LANES = 8 * LANES  # eight vectors of sums fit the registers, and 128 elements are whole lines
 
 
-def _make(num_vectors, lanes, streaming=False):
+def _make(num_vectors: Any, lanes: Any, streaming: Any = False) -> Any:
     @intrinsic
     def scaled_sum(typingctx, out, sources, factors, count, at, like):
         """out[at:] = narrow(0 + factors[0] * sources[0][at:] + factors[1] * sources[1][at:] ...)
@@ -63,7 +65,9 @@ def _make(num_vectors, lanes, streaming=False):
     return scaled_sum
 
 
-def _put(builder, value, pointer, index, dtype, lanes, streaming):
+def _put(
+    builder: Any, value: Any, pointer: Any, index: Any, dtype: Any, lanes: Any, streaming: Any
+) -> None:
     """Store `lanes` elements at pointer[index], which their size divides if they are streamed."""
     if not streaming:
         vectors.store(builder, value, pointer, index, vectors.element(dtype), lanes)
@@ -73,7 +77,7 @@ def _put(builder, value, pointer, index, dtype, lanes, streaming):
     store.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
 
 
-def _broadcast(builder, value, lanes):
+def _broadcast(builder: Any, value: Any, lanes: Any) -> Any:
     if lanes == 1:
         return value
     vector = vectors.vector(value.type, lanes)
@@ -104,13 +108,13 @@ def sum_scaled(out, sources, factors, count, hidden, streaming, like):
         _sum_one(out, sources, factors, count, d, like)
 
 
-def _add_to(builder, total, index, term, wide, lanes):
+def _add_to(builder: Any, total: Any, index: Any, term: Any, wide: Any, lanes: Any) -> None:
     """total[index:] += term"""
     term = builder.fadd(vectors.load(builder, total, index, wide, lanes), term)
     vectors.store(builder, term, total, index, wide, lanes)
 
 
-def _make_steps(lanes):
+def _make_steps(lanes: Any) -> Any:
     """The three steps of a sum, for `lanes` neighbouring elements at once."""
 
     @intrinsic
@@ -178,7 +182,7 @@ add_lanes, fold_lanes, put_lanes = _make_steps(LANES)
 add_one, fold_one, put_one = _make_steps(1)
 
 
-def _make_sum(streaming):
+def _make_sum(streaming: Any) -> Any:
     @intrinsic
     def sum_rows(typingctx, out, sources, count, at, like):
         """out[at:] = narrow(0 + sources[0][at:] + sources[1][at:] ...), WIDE_LANES elements.

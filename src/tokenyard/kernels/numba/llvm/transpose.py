@@ -6,6 +6,8 @@ bytes, and nothing need be aligned.
 
 from __future__ import annotations
 
+from typing import Any
+
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic, register_jitable
@@ -17,24 +19,24 @@ _LANE = 16  # bytes within which every machine interleaves two vectors in one in
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 
 
-def _size(like):
+def _size(like: Any) -> Any:
     return like.dtype.bitwidth // 8
 
 
-def _vector(num_bytes, unit):
+def _vector(num_bytes: Any, unit: Any) -> Any:
     return ir.VectorType(ir.IntType(8 * unit), num_bytes // unit)
 
 
-def _at(builder, address, index, stride, kind):
+def _at(builder: Any, address: Any, index: Any, stride: Any, kind: Any) -> Any:
     place = builder.add(address, builder.mul(stride, _I64(index)))
     return builder.inttoptr(place, kind.as_pointer())
 
 
-def _load_rows(builder, address, stride, count, kind):
+def _load_rows(builder: Any, address: Any, stride: Any, count: Any, kind: Any) -> Any:
     return [builder.load(_at(builder, address, i, stride, kind), align=1) for i in range(count)]
 
 
-def _store_rows(builder, rows, address, stride, streaming=False):
+def _store_rows(builder: Any, rows: Any, address: Any, stride: Any, streaming: Any = False) -> None:
     for i, row in enumerate(rows):
         align = row.type.count * row.type.element.width // 8 if streaming else 1
         store = builder.store(row, _at(builder, address, i, stride, row.type), align=align)
@@ -42,12 +44,12 @@ def _store_rows(builder, rows, address, stride, streaming=False):
             store.set_metadata("nontemporal", builder.module.add_metadata([_I32(1)]))
 
 
-def _pick(builder, one, other, lanes):
+def _pick(builder: Any, one: Any, other: Any, lanes: Any) -> Any:
     mask = ir.Constant(ir.VectorType(_I32, len(lanes)), lanes)
     return builder.shuffle_vector(one, other, mask)
 
 
-def _interleave_halves(size, lane):
+def _interleave_halves(size: Any, lane: Any) -> Any:
     """Which elements make the first and the second of two interleaved vectors, lane by lane.
 
     >>> _interleave_halves(8, 4)  # a0 b0 a1 b1 a4 b4 a5 b5 and a2 b2 a3 b3 a6 b6 a7 b7
@@ -57,7 +59,7 @@ def _interleave_halves(size, lane):
     return low, [i + lane // 2 for i in low]
 
 
-def _swap_blocks(size, block):
+def _swap_blocks(size: Any, block: Any) -> Any:
     """Which elements make the two vectors whose blocks off the diagonal are swapped.
 
     >>> _swap_blocks(4, 2)  # a0 a1 b0 b1 and a2 a3 b2 b3
@@ -67,7 +69,7 @@ def _swap_blocks(size, block):
     return low, [i + block for i in low]
 
 
-def _transpose(builder, rows, unit):
+def _transpose(builder: Any, rows: Any, unit: Any) -> Any:
     """A square of vectors.
 
     An element's place is the bits of its row and of its column. Interleaving two rows inside lanes
@@ -92,7 +94,7 @@ def large_side(unit):
     return 32 if unit == 1 else LINE
 
 
-def _make_transpose(side, streaming=False):
+def _make_transpose(side: Any, streaming: Any = False) -> Any:
     @intrinsic
     def transpose(typingctx, target, target_stride, source, source_stride, like):
         """target[j][i] = source[i][j] for a square of units."""
@@ -118,7 +120,7 @@ transpose_large = _make_transpose(large_side)
 transpose_streaming = _make_transpose(large_side, streaming=True)  # target: whole lines
 
 
-def _collect(builder, vectors, places):
+def _collect(builder: Any, vectors: Any, places: Any) -> Any:
     """One vector of the elements at (vector, index)."""
     size = vectors[0].type.count
     taken = vectors[0]
@@ -130,22 +132,22 @@ def _collect(builder, vectors, places):
     return taken
 
 
-def _make_weave(count):
+def _make_weave(count: Any) -> Any:
     """`count` vectors to one after the other and back.
 
     Element i of stream s is element i * count + s of the whole: of the vectors that the whole is
     cut into, number (i * count + s) // size has it.
     """
 
-    def apart(size):
+    def apart(size: Any) -> Any:
         return [[divmod(i * count + s, size) for i in range(size)] for s in range(count)]
 
-    def together(size):
+    def together(size: Any) -> Any:
         whole = [divmod(e, count)[::-1] for e in range(count * size)]
         return [whole[v * size : (v + 1) * size] for v in range(count)]
 
-    def codegen_of(unit, places_of, source_strided):
-        def codegen(context, builder, signature, args):
+    def codegen_of(unit: Any, places_of: Any, source_strided: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             target, source, stride, _ = args
             strides = (stride, _I64(LINE)) if source_strided else (_I64(LINE), stride)
             if unit < _LANE:

@@ -7,6 +7,7 @@ type of one element. LLVM splits vectors that are wider than the machine's.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 from llvmlite import ir
 from numba.core import types
@@ -16,7 +17,7 @@ LANES = 16  # float32 elements of a line, and of the widest registers
 I32 = ir.IntType(32)
 
 
-def element(dtype):
+def element(dtype: Any) -> Any:
     """How elements of a numba dtype lie in memory."""
     return {
         types.uint16: ir.IntType(16),
@@ -26,25 +27,33 @@ def element(dtype):
     }[dtype]
 
 
-def wide(dtype):
+def wide(dtype: Any) -> Any:
     return types.float64 if dtype == types.float64 else types.float32
 
 
-def vector(kind, lanes):
+def vector(kind: Any, lanes: Any) -> Any:
     return kind if lanes == 1 else ir.VectorType(kind, lanes)
 
 
-def splat(kind, value, lanes):
+def splat(kind: Any, value: Any, lanes: Any) -> Any:
     return kind(value) if lanes == 1 else ir.Constant(ir.VectorType(kind, lanes), [value] * lanes)
 
 
-def load(builder, pointer, index, kind, lanes):
+def load(builder: Any, pointer: Any, index: Any, kind: Any, lanes: Any) -> Any:
     """`lanes` elements from pointer[index], at any alignment."""
     at = builder.gep(builder.bitcast(pointer, kind.as_pointer()), [index])
     return builder.load(builder.bitcast(at, vector(kind, lanes).as_pointer()), align=1)
 
 
-def store(builder, value, pointer, index, kind, lanes, streaming=False):
+def store(
+    builder: Any,
+    value: Any,
+    pointer: Any,
+    index: Any,
+    kind: Any,
+    lanes: Any,
+    streaming: Any = False,
+) -> None:
     """If streaming, pointer[index] must be a multiple of the bytes that are stored."""
     at = builder.gep(builder.bitcast(pointer, kind.as_pointer()), [index])
     at = builder.bitcast(at, vector(kind, lanes).as_pointer())
@@ -63,7 +72,7 @@ _SIZES = {
 }
 
 
-def widen(builder, value, dtype, lanes):
+def widen(builder: Any, value: Any, dtype: Any, lanes: Any) -> Any:
     if dtype == types.uint16:
         bits = builder.shl(builder.zext(value, vector(I32, lanes)), splat(I32, 16, lanes))
         return builder.bitcast(bits, vector(ir.FloatType(), lanes))
@@ -72,7 +81,7 @@ def widen(builder, value, dtype, lanes):
     return value
 
 
-def narrow(builder, value, dtype, lanes):
+def narrow(builder: Any, value: Any, dtype: Any, lanes: Any) -> Any:
     """Round to nearest, ties to even."""
     if dtype == types.uint16:
         bits = builder.bitcast(value, vector(I32, lanes))
@@ -94,7 +103,7 @@ def _has_half() -> bool:
     return not machine.startswith(("x86_64", "i386", "i686")) or "+f16c" in features
 
 
-def _from_half(builder, value, lanes):
+def _from_half(builder: Any, value: Any, lanes: Any) -> Any:
     """Exactly, without instructions for it too.
 
     Fraction and exponent, moved to their places, make a float32 but for the difference of the two
@@ -106,7 +115,7 @@ def _from_half(builder, value, lanes):
         halves = builder.bitcast(value, vector(ir.HalfType(), lanes))
         return builder.fpext(halves, float_lanes)
 
-    def number(n):
+    def number(n: Any) -> Any:
         return splat(I32, n, lanes)
 
     words = builder.zext(value, int_lanes)
@@ -126,7 +135,7 @@ def _from_half(builder, value, lanes):
     return builder.bitcast(builder.or_(found, sign), float_lanes)
 
 
-def _to_half(builder, value, lanes):
+def _to_half(builder: Any, value: Any, lanes: Any) -> Any:
     """Rounded to nearest, ties to even, without instructions for it too.
 
     Below 2**-14, the sum with 0.5 has the float16 as its last bits, rounded by the adder. Others
@@ -137,7 +146,7 @@ def _to_half(builder, value, lanes):
         halves = builder.fptrunc(value, vector(ir.HalfType(), lanes))
         return builder.bitcast(halves, vector(ir.IntType(16), lanes))
 
-    def number(n):
+    def number(n: Any) -> Any:
         return splat(I32, n, lanes)
 
     bits = builder.bitcast(value, int_lanes)
