@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import tokenyard
 import tokenyard.kernels.numba
-from tokenyard.testing import Processes
+from tests.cases.processes import Pools
 
 SOURCE = Path(tokenyard.__file__).parent
 MOST_PARAMETERS = 12
@@ -103,13 +103,12 @@ def dispatch_depths(group: dist.ProcessGroup) -> dict[str, int]:
 
 
 @pytest.mark.processes
-def test_a_dispatch_reaches_its_kernels_in_few_frames() -> None:
-    with Processes(2, timeout=100) as ranks:
-        for depths in ranks.run(dispatch_depths):
-            for name in WAITING:
-                depths.pop(name, None)
-            # Who gets each token, the lists of rows, the agreement, the rows, the end.
-            kernels = {"_layout_kernel", "_count_kernel", "_route_kernel", "_post_kernel"}
-            kernels |= {"_scatter_kernel", "_meet_kernel", "_localise_kernel"}
-            assert kernels <= set(depths)
-            assert max(depths.values()) <= MOST_FRAMES, depths
+def test_a_dispatch_reaches_its_kernels_in_few_frames(processes: Pools) -> None:
+    for depths in processes(2).run(dispatch_depths):
+        for name in WAITING:
+            depths.pop(name, None)
+        # Who gets each token, the lists of rows, the agreement, the rows, the end.
+        kernels = {"_layout_kernel", "_count_kernel", "_route_kernel", "_post_kernel"}
+        kernels |= {"_scatter_kernel", "_meet_kernel", "_localise_kernel"}
+        assert kernels <= set(depths)
+        assert max(depths.values()) <= MOST_FRAMES, depths

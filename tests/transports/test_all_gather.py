@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +9,8 @@ import torch
 from torch import Tensor
 
 import tokenyard
+from tests.cases.clock import scaled
+from tests.cases.processes import Pools
 from tokenyard.testing import Processes, assert_same, run_virtual
 from tokenyard.transports import available
 
@@ -18,10 +19,9 @@ pytestmark = pytest.mark.processes
 NUM_RANKS = 3
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Processes]:
-    with Processes(NUM_RANKS, timeout=100) as processes:
-        yield processes
+@pytest.fixture
+def ranks(processes: Pools) -> Processes:
+    return processes(NUM_RANKS)
 
 
 def rows_of(rank: int, num_tokens: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -82,7 +82,7 @@ def test_ranks_without_experts_have_all_rows(ranks: Processes) -> None:
 
 
 def misuse(group: Any, wrong: str) -> str:
-    with tokenyard.Buffer(group, timeout=10) as buffer:
+    with tokenyard.Buffer(group, timeout=scaled(60)) as buffer:
         x = torch.ones(2, 4)
         topk_idx, weights = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
         routed: Any = {"topk_idx": topk_idx, "topk_weights": weights, "num_experts": 3}

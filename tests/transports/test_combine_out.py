@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import tokenyard
+from tests.cases.processes import Pools
 from tokenyard.testing import Processes, assert_same, numbered_tokens, routing, run_virtual
 from tokenyard.transports import available
 
@@ -17,10 +17,9 @@ pytestmark = pytest.mark.processes
 NUM_RANKS, NUM_EXPERTS = 3, 6
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Processes]:
-    with Processes(NUM_RANKS, timeout=100) as processes:
-        yield processes
+@pytest.fixture
+def ranks(processes: Pools) -> Processes:
+    return processes(NUM_RANKS)
 
 
 def sum_into(group: Any, transport: str, num_tokens: int, hidden: int) -> list[torch.Tensor]:

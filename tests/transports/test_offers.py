@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import tokenyard
-from tokenyard.testing import Processes
+from tests.cases.clock import scaled
+from tests.cases.processes import Pools
 from tokenyard.transports import RowsOut
 from tokenyard.wire.columns import row_widths
 
@@ -18,7 +19,9 @@ from tokenyard.wire.columns import row_widths
 def send_in_another_order(group: Any, transport: str) -> list[list[float]]:
     """Two offers are made before either is used, and the second is used first."""
     nodes = 1 if transport == "hierarchical" else None
-    with tokenyard.Buffer(group, transport=transport, ranks_per_node=nodes, timeout=20) as buffer:
+    with tokenyard.Buffer(
+        group, transport=transport, ranks_per_node=nodes, timeout=scaled(60)
+    ) as buffer:
         both = torch.arange(group.size()).expand(3, -1).contiguous()
         weights = torch.ones(both.shape)
         got = buffer.dispatch(
@@ -45,8 +48,7 @@ def send_in_another_order(group: Any, transport: str) -> list[list[float]]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("transport", ["direct", "ring", "hierarchical", "collective"])
-def test_offers_may_be_used_in_any_order(transport: str) -> None:
-    with Processes(2, timeout=60) as ranks:
-        for second, first in ranks.run(send_in_another_order, transport):
-            assert second == [10.0] * 3 + [11.0] * 3
-            assert first == [0.0] * 3 + [1.0] * 3
+def test_offers_may_be_used_in_any_order(transport: str, processes: Pools) -> None:
+    for second, first in processes(2).run(send_in_another_order, transport):
+        assert second == [10.0] * 3 + [11.0] * 3
+        assert first == [0.0] * 3 + [1.0] * 3
