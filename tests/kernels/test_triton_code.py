@@ -42,7 +42,7 @@ def of(target: str, *words: str) -> list[Compiled]:
 @by_target
 def test_every_kernel_compiles(target: str) -> None:
     names = set()
-    for info in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
+    for info in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
         module = importlib.import_module(info.name)
         names |= {name for name in vars(module) if re.fullmatch(r"_\w+_kernel", name)}
     assert len(names) > 15
