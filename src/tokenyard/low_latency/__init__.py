@@ -1,7 +1,12 @@
 """The low-latency mode: a few tokens, fixed slots, and no counting round.
 
-calls    the part of Buffer that users see: DeepEP V1's signatures
-engine   what a call does, in which order
-inputs   what calls are given, checked
-results  where it arrives, and the half of a call that is done later
+calls      the part of Buffer that users see: DeepEP V1's signatures
+engine     what a call does, in which order
+inputs     what calls are given, checked
+results    the memory in which tokens arrive
+handle     what a dispatch leaves for its combine
+posts      how ranks that share memory announce calls, fail and wait
+shared     the exchange between ranks that share memory
+exchanged  the exchange between ranks that do not
+mismatch   what two posts differ in
 """

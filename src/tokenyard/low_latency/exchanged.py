@@ -1,12 +1,12 @@
 """The low-latency mode's exchange where ranks share no memory: rows, on connections of its own.
 
-Before rows travel ranks meet, as in every other call: each says what it calls, and how many rows go
-to each other rank (see `LowLatency`). So a call has two exchanges, and what differs, or is wrong on
-one rank, is known to all before any row moves.
+Ranks agree before rows travel, as in every other call: each tells the others what it calls, and how
+many rows go to each of them (see `LowLatency`). So a call has two exchanges, and all ranks know of
+bad input and of differences before any row moves.
 
-On the way there a record is a token that some expert of its receiver is to get: its number, and
-what a block has of it. On the way back it is a table that says where each expert's rows begin, and
-the rows, in one piece.
+A dispatch sends records. A record is a token that an expert of the receiver gets: its number, and
+the part of the sender's block that belongs to it. A combine sends each rank one piece: a table that
+says where each expert's rows begin, and then the rows.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Mail:
 
     sent_NB: Tensor
     rows_to: list[int]
-    # How many of N so many rows take.
+    # The number of rows of sent_NB that so many rows of the call take.
     units: Callable[[int], int] = int
     rows_from: list[int] = field(default_factory=list)
     came_NB: Tensor = field(default_factory=partial(torch.empty, 0))
@@ -82,7 +82,7 @@ class ExchangedSlots:
         waits: Tensor | None,
         stage: str,
     ) -> None:
-        """Fill blocks as they are on their ranks, but for tokens that are none of this rank's."""
+        """Rebuild the senders' blocks with the tokens of this rank, and fill slots from them."""
         blocks, num_tokens = [], []
         for records in self._read(DISPATCH, number, waits).parcels():
             block = memory.empty(shape.block_bytes)

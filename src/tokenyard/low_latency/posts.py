@@ -1,29 +1,30 @@
-"""The words of low-latency calls between ranks that share memory: posts, failures, masks.
+"""Posts: how low-latency calls of ranks that share memory announce themselves, fail, and wait.
 
-Each rank has a control segment that all others map. For each kind of call and parity it
-has a post, a word that says which call this rank is done with, and why it failed if it did; and for
-each rank a word that says whether that is left out here.
+Every rank has a segment that all others map. It holds, for each kind of call (dispatch, combine)
+and for even and odd calls: the post, the number of the last call that this rank has read, and the
+failure of a call. It also holds a mask for each other rank: whether this rank has left it out.
 
-A rank that is left out may fall behind, and find a block written over: so its word is set before
-anything is written without waiting for it, and looked at again after reading. Whoever finds itself
-left out leaves the other out too.
+A rank that is left out may fall behind, so that others write over a block which it still reads.
+Therefore the others set its mask before they write without waiting for it, and it looks at its mask
+again after reading. A rank that finds itself left out leaves the other rank out too.
 
-Ranks that make calls of both modes in different orders would wait for each other in vain: one for a
-post, the other for a message of the mailbox. So whoever waits looks whether a rank that it waits
-for has gone on without it. All ranks make the same calls in the same order, and a call's first word
-to the others (its post or the reason why there is none; its message) is written on the user's
-thread, in that order, whenever the call is received. Thus:
+Ranks might make calls of the two modes in different orders. One would wait for a post, the other
+for a message of the mailbox, both for ever. So a rank that waits also looks whether a rank it waits
+for has gone past the call. It can tell, because all ranks must make the same calls in the same
+order, and the user's thread writes the first word of each call (a post, a failure or a message) in
+that order, even if the call is received much later:
 
-- Let this rank have sent M messages, and K posts of the other kind, when it sent a post. A rank
-  that has sent more than M messages, or more than K posts of the other kind, has come past that
-  call: so its own post of it, or its failure, must be there. If it is not, calls differ.
-- Let this rank wait for a message, having made K calls of some low-latency kind. A rank that has
-  made more of them has come past this message: so its own must be there.
+- This rank had sent M messages, and K posts of the other kind, when it sent a post. A rank that has
+  sent more than M messages, or more than K posts of the other kind, is past that call. Then its
+  post of the call, or its failure, must be there; if neither is, the calls differ.
+- This rank waits for a message, and has made K low-latency calls of some kind. A rank that has made
+  more of them is past the message. Then its message must be there.
 
-The words are read in this order, with acquire, so that the second cannot be older than the first.
-What counts is what this rank had done when it sent, which is kept with the post: hooks, and calls
-that end on the Buffer's thread, may be as late as they like. After a failure of a third rank some
-have posted and some have not; its words come before theirs, so they are looked at once more.
+A rank reads these two words in this order, with acquire, so the second is never older than the
+first. The counts are those of the moment at which this rank sent; the post keeps them, so hooks and
+calls on the Buffer's thread may end as late as they like. When a third rank fails, some ranks have
+posted and others have not. Its failure was written before their words, so a rank that finds a
+difference looks for failures once more.
 """
 
 from __future__ import annotations
@@ -45,16 +46,14 @@ from tokenyard.wire.columns import LINE
 from tokenyard.wire.slots import POST_WORDS, TEXT
 
 _POST = 8 * POST_WORDS
-_READS = 4 * _POST  # after the posts of both kinds and parities
+_READS = 4 * _POST  # the numbers of the calls that were read, after the four posts
 _FAILURES = _READS + 4 * LINE
 _FAILURE = LINE + 8 * TEXT_WORDS  # the call's number, and on the next line why
 _MASKS = _FAILURES + 4 * _FAILURE
-_MARKS = (
-    9  # of a rank: its messages, then the posts of both kinds and parities, then their failures
-)
+_MARKS = 9  # numbers of a rank: of its messages, of its four posts, of their four failures
 
-# What a rank is told that has met one in another call: the stage, the other rank, and either the
-# kind of its low-latency call or the message that it has sent.
+# Called when another rank makes another call: with the stage, that rank, and the kind of its
+# low-latency call or the message that it sent. It raises.
 Differs = Callable[[str, int, int | np.ndarray], None]
 
 
@@ -83,16 +82,16 @@ class PostKernels(SignalKernels, Protocol):
 
 
 class Post(NamedTuple):
-    """The words of one kind and parity: addresses, and tables of them that `arrays` keeps."""
+    """Where the words of one kind and of even or odd calls are. `arrays` keeps the tables alive."""
 
     place: int  # among the four, see `_place`
     own: int  # this rank's post
-    read: int  # this rank's word that it has read
-    failure: int  # this rank's
-    all_ranks: int  # [R] all ranks' posts
-    reads: int  # [R]
-    failures: int  # [R]
-    peers: int  # [R, 7], as the kernels want it
+    read: int  # this rank's number of the last call that it has read
+    failure: int  # this rank's failure
+    all_ranks: int  # [R] addresses: all ranks' posts
+    reads: int  # [R] addresses: all ranks' numbers of calls read
+    failures: int  # [R] addresses: all ranks' failures
+    peers: int  # [R, 7]: each rank's post, and its segments as they are mapped here
     peers_R7: np.ndarray
     head: np.ndarray  # this rank's next post
     head_at: int
@@ -110,11 +109,17 @@ class Posts:
         self._own_masks = controls[self._rank] + _MASKS
         self._flags_R = np.array([base + _MASKS + 8 * self._rank for base in controls], np.int64)
         self._masked_R = np.zeros(self._size, np.int64)
-        self.flags = int(self._flags_R.ctypes.data)  # [R] addresses: has that rank left this out?
-        self.masked = int(self._masked_R.ctypes.data)  # [R] the address of: is that left out here?
+        self.flags = int(
+            self._flags_R.ctypes.data
+        )  # [R] addresses: the masks by which others leave this out
+        self.masked = int(
+            self._masked_R.ctypes.data
+        )  # the address of [R]: is that rank left out here?
         self._owed = [0] * 4  # by post: a call that failed while an earlier one was unread
         self._made = [0, 0]  # by kind: the last call that was begun here
-        self._before = [(0, 0)] * 4  # by post: messages, and calls of the other kind, before it
+        self._before = [
+            (0, 0)
+        ] * 4  # by post: how many messages and calls of the other kind came before it
         words_of = [
             words(node.mailbox.arrivals, self._size),
             *(post.arrays[0] for post in self._posts),
@@ -123,7 +128,7 @@ class Posts:
         self._marks_RM = np.ascontiguousarray(np.stack(words_of, axis=1))
         self._nothing = np.zeros(1, np.int64)
         self._nothing_R = np.full(self._size, self._nothing.ctypes.data, np.int64)
-        self._never = int(self._nothing_R.ctypes.data)  # [R] words that nobody ever raises
+        self._never = int(self._nothing_R.ctypes.data)  # [R] addresses of a word that stays 0
         self._differs: Differs | None = None
         node.mailbox.look = self._look_beyond_mail
 
@@ -156,11 +161,11 @@ class Posts:
         )
 
     def watch(self, differs: Differs) -> None:
-        """Call this, which raises, if ranks make calls in different orders."""
+        """Let `differs` raise where another rank makes another call."""
         self._differs = differs
 
     def begin(self, kind: int, number: int) -> None:
-        """This rank is about to send, or to say why it cannot."""
+        """Note that this rank begins a call: it is about to send, or to say why it cannot."""
         self._made[kind] = number
         self._before[_place(kind, number)] = self._node.mailbox.num_sent, self._made[1 - kind]
 
@@ -174,8 +179,8 @@ class Posts:
     def fail(self, kind: int, number: int, text: str, unread: bool) -> None:
         """Instead of sending: tell the others why there is nothing to receive.
 
-        Never waits: who waits for this rank looks here. `unread` if the call failed because what
-        was sent two calls ago has not been read here yet.
+        It never waits: ranks that wait for this one look for failures. `unread` says that the call
+        failed because this rank has not yet read what was sent two calls ago.
         """
         post = self.of(kind, number)
         self._made[kind] = number
@@ -187,11 +192,11 @@ class Posts:
             self.done(post, number)
 
     def done(self, post: Post, number: int) -> None:
-        """Nothing more of this call will be read here."""
+        """This rank will read nothing more of this call."""
         self._kernels.signal(post.read, max(number, self._owed[post.place]))
 
     def pay(self, post: Post, number: int) -> None:
-        """This call was read: so is one that failed because it was not."""
+        """This rank has read the call: a later one that failed for lack of that is done too."""
         if self._owed[post.place] > number:
             self.done(post, number)
 
@@ -202,11 +207,11 @@ class Posts:
         self._wait(post, post.all_ranks, number, number, stage)
 
     def wait_until_read(self, place: int, named: int, post: Post, number: int, stage: str) -> bool:
-        """At the end of call `number`: wait until all have read what call `named` has sent.
+        """At the end of call `number`: wait until all ranks have read what call `named` has sent.
 
-        Nobody is left out because of this: who is left out after a call is so in its result. False
-        if somebody may wait for this rank meanwhile: because a hook is still to be called here, or
-        because a rank has come past the call that ends here.
+        This leaves no rank out, because the results of the call say already who is. It returns
+        False, without waiting on, if a rank may be waiting for this one: this rank has a hook still
+        to call, or another rank is past the call that ends here.
         """
         given_up, limits = set(self.left_out()), self._limits(post, number)
         reads = self._posts[place].reads
@@ -229,8 +234,8 @@ class Posts:
             given_up.update(stopped.ranks)
 
     def wait_to_leave(self, place: int, named: int, deadline: float) -> None:
-        """As `wait_until_read`, before this rank closes its Buffer: without blame, and not for what
-        it has not read itself.
+        """As `wait_until_read`, before this rank closes its Buffer. It blames nobody, and does not
+        wait for a call that this rank has not read itself.
         """
         post = self._posts[place]
         if words(post.read, 1)[0] < named:
@@ -242,7 +247,7 @@ class Posts:
             time.sleep(1e-3)
 
     def _look(self, post: Post, number: int, stage: str) -> None:
-        """If a rank has failed in this call it is over here, too."""
+        """Raise if another rank has failed in this call: then it is over on this rank too."""
         rank = self._kernels.find_failure(
             post.failures, post.all_ranks, self.masked, self._size, number
         )
@@ -252,13 +257,13 @@ class Posts:
             raise rejected(rank, words(int(failure) + LINE, TEXT_WORDS), stage)
 
     def _is_owing(self) -> bool:
-        """Has this rank sent something whose other half it has not received?"""
+        """Whether this rank has sent a call that it has not received yet."""
         return any(words(post.own, 1)[0] > words(post.read, 1)[0] for post in self._posts)
 
     def _look_beyond(
         self, post: Post, limits: np.ndarray, signals: int, reach: int, number: int, stage: str
     ) -> None:
-        """Has a rank whose word is awaited gone on to another call?"""
+        """Raise if a rank that this one waits for has gone past the call."""
         if self._differs is None:
             return
         found = self._find_ahead(limits, signals, reach, post.failures, number)
@@ -281,7 +286,7 @@ class Posts:
             self._differs(stage, rank, (mark - 1) % 4 // 2)
 
     def _limits(self, post: Post, number: int) -> np.ndarray:
-        """How far a rank can be that has not come past this call."""
+        """The largest numbers (see `_MARKS`) of a rank that is not past this call."""
         mails, others = self._before[post.place]
         own, other = [number] * 2, [others] * 2
         made = own + other if post.place < 2 else other + own
@@ -295,7 +300,9 @@ class Posts:
         )
 
     def _wait(self, post: Post, signals: int, reach: int, number: int, stage: str) -> None:
-        """Until the others' words have come so far; who does not come is left out, or blamed."""
+        """Wait until the signals of all others have reached `reach`. Ranks that stop are blamed, or
+        left out where ranks may shrink.
+        """
         limits = self._limits(post, number)
 
         def step() -> int:
@@ -322,7 +329,7 @@ class Posts:
                 self.mask(rank, True)
 
     def _blame(self, stopped: Stopped, stage: str) -> None:
-        """Unless the others may go on without them."""
+        """Raise the error that names them, unless the others may go on without them."""
         if not self._shrink:
             raise self._node.liveness.blame(stopped, stage)
 
@@ -330,7 +337,8 @@ class Posts:
         """Add to each rank's place the nanoseconds until its post was there."""
         begin, pending = time.perf_counter_ns(), set(self._others())
         limits = self._limits(post, number)
-        spent = words(waits.data_ptr(), self._size)  # torch asks in which mode a tensor was made
+        # Written as words: torch refuses to write a tensor of inference mode outside of it.
+        spent = words(waits.data_ptr(), self._size)
 
         def step() -> int:
             for rank in sorted(pending):
@@ -357,5 +365,5 @@ def _place(kind: int, number: int) -> int:
 
 
 def words(address: int, count: int) -> np.ndarray:
-    """Words of any rank's control segment."""
+    """Words at an address, as an array."""
     return np.ctypeslib.as_array((ctypes.c_int64 * count).from_address(address))

@@ -232,10 +232,10 @@ class SharedSlots:
         self.posts.watch(differs)
 
     def travel(self, kind: int, number: int, stage: str) -> None:
-        """Nothing does: blocks are read where they are."""
+        """Nothing to do: receivers read blocks where they are."""
 
     def combine_buffer(self, shape: SlotShape, dtype: torch.dtype) -> Tensor:
-        """[L, S, D] that others can read. It is not given again before its combine was read."""
+        """[L, S, D] that others can read. The pool gives it out again once its combine was read."""
         slots = shape.num_local * shape.num_slots
         return self._node.pool.rows(slots, shape.hidden, dtype).view(shape.x_shape)
 
@@ -246,7 +246,7 @@ class SharedSlots:
         self.posts.fail(kind, number, text, unread)
 
     def skip(self, kind: int, number: int) -> None:
-        """Instead of receiving."""
+        """Say that this rank will not receive this call."""
         self.posts.done(self.posts.of(kind, number), number)
 
     def left_out(self) -> list[int]:
@@ -273,7 +273,7 @@ class SharedSlots:
             error = posts_differ(stage, self._rank, mine, rank, theirs)
             self.posts.done(post, number)
             raise error
-        else:  # so far ahead, or left out, is nobody unless ranks may leave each other out
+        else:  # without shrink no rank is masked or so far ahead: the word is wrong
             assert what in (STRAY, LOST, MASKED)
             raise Stray(rank)
 
@@ -283,7 +283,7 @@ class SharedSlots:
         is_combine = post.place >= 2
         for fd, to in ((FD, at.PEER_BLOCK), (ROWS_FD, at.PEER_ROWS))[: 1 + is_combine]:
             told = theirs[fd : fd + 3].tolist()
-            if rank == self._rank:  # its rows are read where they were given
+            if rank == self._rank:  # this rank reads its own rows where it was given them
                 block = self._blocks[post.place]
                 assert block is not None
                 known[to : to + 3] = told[-1], block.address, block.size
@@ -295,7 +295,7 @@ class SharedSlots:
                         raise
                     self.posts.mask(rank, True)
                     return
-                if mapped.array.size != told[1]:  # which another call has mapped
+                if mapped.array.size != told[1]:  # an earlier call mapped it, in another size
                     raise Stray(rank)
                 self._held[post.place, rank, to] = mapped
                 known[to : to + 3] = told[-1], mapped.address, mapped.array.size
@@ -305,30 +305,30 @@ class SharedSlots:
             self._new[place] = number, identity
 
     def wait_to_leave(self, seconds: float) -> None:
-        """Until all have mapped what this rank has named, in calls that it has ended."""
+        """Wait until all ranks have mapped what this rank named in calls that it has ended."""
         deadline = time.monotonic() + seconds
         for place, (named, _) in self._new.items():
             self.posts.wait_to_leave(place, named, deadline)
 
     def _after_reading(self, post: Post, number: int, stage: str) -> None:
-        """A call that was the first to name some memory ends when all have mapped it, lest this
-        rank should close its Buffer, or end, before a slow one has done so. If others wait for this
-        rank by then, a later call does that.
+        """The first call that names a segment ends when all ranks have mapped it. Otherwise this
+        rank could close its Buffer, or end, before a slow rank has mapped the segment. If another
+        rank waits for this one meanwhile, a later call waits instead.
         """
         self.posts.pay(post, number)
         for place, (named, identity) in list(self._new.items()):
             if not self.posts.wait_until_read(place, named, post, number, stage):
                 return
             self._new.pop(place, None)
-            if len(self._mapped) >= _MANY:  # most are no more
+            if len(self._mapped) >= _MANY:  # most of these segments are gone
                 self._mapped &= {segment.identity for segment in self._node.pool}
             self._mapped.add(identity)
 
     def _block(self, post: Post, number: int, num_bytes: int, most: int, stage: str) -> Segment:
-        """Memory for what this call sends: so much now, and `most` with calls of its sizes.
+        """Memory for what this call sends: `num_bytes` now, at most `most` in calls of its sizes.
 
-        One that is too small, or was far too large for many calls, goes back to the pool, which may
-        give it to anybody: so all must have read what it holds.
+        A block that is too small, or was far too large for many calls, goes back to the pool. The
+        pool may lend it at once, so all ranks must have read it before.
         """
         place = post.place
         block = self._blocks[place]
@@ -344,7 +344,7 @@ class SharedSlots:
             self.posts.wait_to_send(post, number, stage)
             is_larger = block.size > most
             block = self._blocks[place] = self._arrays[place] = None
-            if is_larger:  # the pool itself looks at what lies idle only when it is asked for more
+            if is_larger:  # the pool trims itself only when it is asked for more
                 self._node.pool.trim()
         block, self._arrays[place] = self._node.pool.take(num_bytes)
         self._blocks[place] = block
