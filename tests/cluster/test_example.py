@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,17 @@ pytestmark = [
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "multi_node.py")
 
 
+def listen(agent: subprocess.Popen[str], wanted: list[str]) -> str:
+    """What an agent says until all that is wanted has come, or it ends. (Agents may linger.)"""
+    text = ""
+    assert agent.stdout is not None
+    for line in agent.stdout:
+        text += line
+        if all(one in text for one in wanted):
+            break
+    return text
+
+
 def test_multi_node() -> None:
     with Cluster([1, 1]) as box:  # its own ranks are idle
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
@@ -26,19 +38,32 @@ def test_multi_node() -> None:
         agents = [
             subprocess.Popen(
                 box.command(node, *torchrun, *where, "--node-rank", str(node), EXAMPLE),
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0"},
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "PYTHONUNBUFFERED": "1"},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
             )
             for node in range(2)
         ]
-        try:
-            said = [agent.communicate(timeout=scaled(250))[0] for agent in agents]
-        finally:
+
+        def end() -> None:
             for agent in agents:
                 agent.kill()
-    for node, text in enumerate(said):
-        for rank in (2 * node, 2 * node + 1):
-            assert f"rank {rank}: <tokenyard.Buffer rank {rank} of 4 on 2 nodes, hier" in text, text
-            assert f"rank {rank}: there and back in" in text, text
+
+        deadline = threading.Timer(scaled(200), end)
+        deadline.start()
+        try:
+            for node, agent in enumerate(agents):
+                ranks = (2 * node, 2 * node + 1)
+                wanted = [f"rank {rank}: there and back in" for rank in ranks]
+                wanted += [
+                    f"rank {rank}: <tokenyard.Buffer rank {rank} of 4 on 2" for rank in ranks
+                ]
+                text = listen(agent, wanted)
+                assert all(one in text for one in wanted), text
+                assert "on 2 nodes, hierarchical>" in text
+        finally:
+            deadline.cancel()
+            end()
+            for agent in agents:
+                agent.communicate()
