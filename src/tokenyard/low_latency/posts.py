@@ -1,4 +1,4 @@
-"""Posts: how low-latency calls of ranks that share memory announce themselves, fail, and wait.
+"""Posts: how low-latency calls of ranks that share memory are told, fail and wait.
 
 Every rank has a segment that all others map. It holds, for each kind of call (dispatch, combine)
 and for even and odd calls: the post, the number of the last call that this rank has read, and the
