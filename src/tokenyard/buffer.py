@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tokenyard import validate
 from tokenyard.engine.gather import all_gather
+from tokenyard.engine.handle import CompiledHandle
 from tokenyard.engine.inputs import DispatchRequest
 from tokenyard.errors import PeerError
 from tokenyard.lifetime import Lifetime
@@ -192,6 +193,24 @@ class Buffer(Lifetime, LowLatencyCalls):
         A tag is a number of your own: if ranks give different ones, all raise CallMismatch.
         """
         config = _default_config(Buffer.num_sms) if config is None else config
+        if (
+            handle
+            is num_tokens_per_rank
+            is is_token_in_rank
+            is num_tokens_per_expert
+            is previous_event
+            is None
+            and not (num_worst_tokens or async_finish or allocate_on_comm_stream)
+        ):
+            with self._use as engine:
+                compiled = engine.compiled
+                quick = None
+                if compiled is not None:
+                    quick = compiled.dispatch(
+                        x, topk_idx, topk_weights, num_experts, expert_alignment, config, tag
+                    )
+            if quick is not None:
+                return Dispatched(*quick, EventOverlap())
         completion = Completion(async_finish, allocate_on_comm_stream)
         if handle is not None:
             routing = {
@@ -259,6 +278,18 @@ class Buffer(Lifetime, LowLatencyCalls):
         bias. With async_finish it is written when the event is over: leave it alone until then.
         """
         config = _default_config(Buffer.num_sms) if config is None else config
+        if (
+            type(handle) is CompiledHandle
+            and topk_weights is bias is previous_event is None
+            and not (async_finish or allocate_on_comm_stream)
+        ):
+            with self._use as engine:
+                compiled = engine.compiled
+                sums = None
+                if compiled is not None:
+                    sums = compiled.combine(x, handle, out, config, tag)
+            if sums is not None:
+                return Combined(sums, None, EventOverlap())
         completion = Completion(async_finish, allocate_on_comm_stream)
         with self._use as engine:
             return Combined(

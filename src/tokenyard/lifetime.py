@@ -29,8 +29,14 @@ class Use:
     def __enter__(self) -> Engine:
         buffer = self._buffer()
         assert buffer is not None
-        buffer._check_process()  # before the lock: a forked child may have inherited it taken
-        self.take()
+        if os.getpid() != buffer._pid:  # before the lock: a fork may have inherited it taken
+            buffer._check_process()
+        if not self._lock.acquire(False):
+            self.take()
+        self._thread = threading.get_ident()
+        engine = buffer._engine
+        if engine is not None and engine.failure.error is None:
+            return engine
         try:
             return buffer._usable_engine()
         except BaseException:

@@ -16,6 +16,7 @@ from tokenyard.engine.mismatch import STAGES, differ
 from tokenyard.errors import rejected, text_to_words
 from tokenyard.transports import Offer, Transport
 from tokenyard.types import ROW_DTYPES, SCALE_DTYPES, Config
+from tokenyard.wire import message as at
 
 
 class Call(NamedTuple):
@@ -53,16 +54,10 @@ class Call(NamedTuple):
         )
 
 
-# A message holds: did this rank fail, the call, two sizes of its own, its transport's offer, and as
-# much of the payload as fits. Its length is always the same, since a length that followed from the
-# input could be wrong on one rank.
-_FAILED, _CALL = 0, 1
-_BUFFER, _NUMBER = (_CALL + Call._fields.index(name) for name in ("buffer", "number"))
-_TOKENS = _CALL + len(Call._fields)
-_WORST, _OFFER = _TOKENS + 1, _TOKENS + 2
-_INLINE = _OFFER + 12
-_MESSAGE = 128
-_ROOM = _MESSAGE - _INLINE
+_BUFFER = at.CALL + Call._fields.index("buffer")
+assert len(Call._fields) == at.CALL_WORDS
+assert at.CALL + Call._fields.index("number") == at.NUMBER
+assert at.CALL + Call._fields.index("handle") == at.HANDLE
 
 
 class Terms(NamedTuple):
@@ -73,6 +68,14 @@ class Terms(NamedTuple):
     payload: np.ndarray | None = None  # [R, M] int64, row r for rank r
     num_tokens: int = 0
     num_worst_tokens: int = 0
+
+
+class Heard(NamedTuple):
+    """What a compiled call has exchanged, and leaves to the engine, which goes on after it."""
+
+    offer: Offer  # this rank's
+    messages_RM: np.ndarray
+    send_counts: tuple[int, ...] = ()  # of a dispatch: what this rank has told
 
 
 class Agreed(NamedTuple):
@@ -89,12 +92,12 @@ class Agreement:
     def __init__(self, transport: Transport, buffer_id: int = -1) -> None:
         self._transport = transport
         self._rank, self._size = transport.rank, transport.size
-        self._buffer_id = buffer_id
+        self.buffer_id = buffer_id
         self.number = 0  # of calls so far
         # Whether this rank has begun a call that the others rely on: if it cannot end that call, it
         # must tell them. False again once the call has ended, or raises on all ranks.
         self.engaged = False
-        self._message = np.zeros((self._size, _MESSAGE), np.int64)
+        self._message = np.zeros((self._size, at.MESSAGE_WORDS), np.int64)
 
     def reject(self, stage: str, error: Exception) -> NoReturn:
         """This rank cannot make the call: raise the error here, PeerInputError on the others."""
@@ -107,43 +110,49 @@ class Agreement:
             return error
         return ValueError(f"{stage}: {error}, on rank {self._rank}")
 
-    def meet(self, stage: str, terms: Terms | Exception) -> Agreed:
-        """Exchange terms. Raises on all ranks if one of them failed or if calls differ."""
+    def meet(self, stage: str, terms: Terms | Exception, heard: Heard | None = None) -> Agreed:
+        """Exchange terms. Raises on all ranks if one of them failed or if calls differ.
+
+        With `heard` nothing is exchanged: a compiled call has done so.
+        """
         failure = terms if isinstance(terms, Exception) else None
         if isinstance(terms, Exception):
             terms = Terms(Call(stage=STAGES.index(stage)))
         call, offer, payload, num_tokens, num_worst_tokens = terms
         failed, (stage_number, _, _, *shapes) = failure is not None, call
-        head = failed, stage_number, self._buffer_id, self.number, *shapes
+        head = failed, stage_number, self.buffer_id, self.number, *shapes
         message = self._message
-        message[:, :_OFFER] = *head, num_tokens, num_worst_tokens
+        message[:, : at.OFFER] = *head, num_tokens, num_worst_tokens
         words = offer.words
         if len(words):
             num_words = words.shape[1] if isinstance(words, np.ndarray) else len(words)
-            message[:, _OFFER : _OFFER + num_words] = words
+            message[:, at.OFFER : at.OFFER + num_words] = words
         width = room = 0
         if payload is not None:
             width = payload.shape[1]
-            room = min(width, _ROOM)
-            message[:, _INLINE : _INLINE + room] = payload[:, :room]
+            room = min(width, at.PAYLOAD_WORDS)
+            message[:, at.PAYLOAD : at.PAYLOAD + room] = payload[:, :room]
         self.engaged = True
-        answer = self._transport.exchange(message, f"{stage} (notify)")
+        if heard is not None:
+            answer = heard.messages_RM
+        else:
+            answer = self._transport.exchange(message, f"{stage} (notify)")
 
         # Comparing bytes takes a third of the time that comparing arrays takes.
-        if failed or answer[:, :_TOKENS].tobytes() != message[:, :_TOKENS].tobytes():
+        if failed or answer[:, : at.TOKENS].tobytes() != message[:, : at.TOKENS].tobytes():
             # Ranks that all called this Buffer go on with the same number.
-            if (answer[:, _BUFFER] == self._buffer_id).all():
-                self.number = int(answer[:, _NUMBER].max()) + 1
-            self._raise_failures(stage, answer[:, _FAILED], failure)
-            self._raise_mismatch(stage, Call(*head[1:]), answer[:, _CALL:_TOKENS])
+            if (answer[:, _BUFFER] == self.buffer_id).all():
+                self.number = int(answer[:, at.NUMBER].max()) + 1
+            self._raise_failures(stage, answer[:, at.FAILED], failure)
+            self._raise_mismatch(stage, Call(*head[1:]), answer[:, at.CALL : at.TOKENS])
         self.number += 1
-        told = answer[:, _INLINE : _INLINE + room]
+        told = answer[:, at.PAYLOAD : at.PAYLOAD + room]
         if payload is not None and width > room:  # on all ranks: equal calls, equal widths
             rest = np.ascontiguousarray(payload[:, room:])
             more = self._transport.exchange(rest, f"{stage} (notify)")
             told = np.concatenate([told, more], axis=1)
-        worst = answer[:, _WORST].tolist()
-        return Agreed(offer, answer[:, _OFFER:_INLINE], told, answer[:, _TOKENS], worst)
+        worst = answer[:, at.WORST].tolist()
+        return Agreed(offer, answer[:, at.OFFER : at.PAYLOAD], told, answer[:, at.TOKENS], worst)
 
     def confirm(self, stage: str, failure: Exception | None) -> None:
         """Ask again about what only the counts could show. Raises on all ranks if one failed."""
@@ -172,4 +181,4 @@ class Agreement:
 
 def stage_in(message: np.ndarray) -> int:
     """The place in STAGES of the call that the sender of this message makes."""
-    return int(message[_CALL])
+    return int(message[at.CALL])

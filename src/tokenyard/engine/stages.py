@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from tokenyard import validate
 from tokenyard.comm.base import Communicator
 from tokenyard.engine import counts
-from tokenyard.engine.agreement import Agreed, Agreement, Call, Terms
+from tokenyard.engine.agreement import Agreed, Agreement, Call, Heard, Terms
 from tokenyard.engine.failure import Failure
 from tokenyard.engine.inputs import DispatchRequest, Outgoing, Preparation, wait
 from tokenyard.errors import PeerLeft, SharedMemoryError
@@ -31,10 +31,14 @@ from tokenyard.runtime import memory
 from tokenyard.runtime.completion import Completion
 from tokenyard.runtime.events import EventHandle, EventOverlap, Worker
 from tokenyard.runtime.streams import Streams
-from tokenyard.shm.shared_rows import NO_MEMORY, check
+from tokenyard.shm.shared_rows import check
 from tokenyard.topology import Placement, Topology
 from tokenyard.transports import RowsBack, RowsOut, Sum, Transport
 from tokenyard.types import Config, Flow, Handle, Layout, Received
+from tokenyard.wire.message import NO_MEMORY
+
+if TYPE_CHECKING:
+    from tokenyard.engine.compiled import CompiledCalls
 
 _LARGE = 32 << 20  # bytes of a result that a rank may not have: ranks ask each other first
 _NOWHERE = nullcontext()
@@ -66,24 +70,32 @@ class Engine:
         nodes = None if self._one_node else topology.node_of_rank
         self._device, self._pid = communicator.device, os.getpid()
         self.streams = streams
+        self.compiled: CompiledCalls | None = None  # for calls of few tokens, where there is such
         self.local = Preparation(
             kernels, self.num_ranks, nodes, placement, self._device, transport.empty
         )
 
     def dispatch(
-        self, request: DispatchRequest, completion: Completion, stage: str = "dispatch"
+        self,
+        request: DispatchRequest,
+        completion: Completion,
+        stage: str = "dispatch",
+        heard: Heard | None = None,
     ) -> tuple[Received, Handle, EventOverlap]:
-        """Each token's row to every rank that owns one of its experts."""
+        """Each token's row to every rank that owns one of its experts.
+
+        `heard` if a compiled call has got as far as the agreement, and could not go on.
+        """
         number = self.agreement.number
         self._before_words()
         with self._scope(completion, request.previous_event):
             try:
                 out = self.local.dispatch(request)
-                terms = self._dispatch_terms(stage, out)
+                terms = self._dispatch_terms(stage, out, heard)
             except Exception as error:
-                self.agreement.reject(stage, error)
+                self._reject(stage, error, heard)
 
-            agreed = self.agreement.meet(stage, terms)
+            agreed = self.agreement.meet(stage, terms, heard)
             flow, per_expert = counts.hear(agreed, out.route, out.placement, self.rank)
             self._check_worst(stage, agreed, flow)
 
@@ -162,8 +174,11 @@ class Engine:
         previous_event: Any,
         tag: Any,
         completion: Completion,
+        heard: Heard | None = None,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """The sums of each token's rows, in `out` if it is given, and of its weights."""
+        """The sums of each token's rows, in `out` if it is given, and of its weights. `heard` is as
+        in `dispatch`.
+        """
         stage = "combine"
         self._before_words()
         with self._scope(completion, previous_event):
@@ -172,11 +187,16 @@ class Engine:
                 known = validate.handle(handle, self.buffer_id)
                 sums = self.local.combine(x, known, topk_weights, bias, out, pending)
                 self.local.config(config)
-                terms = self._combine_terms(stage, sums, known, config, tag, pending is None)
+                if heard is None:
+                    columns = [one.rows_ND for one in sums]
+                    offer = self.transport.offer_back(columns, known.flow, pending is None)
+                else:
+                    offer = heard.offer
+                terms = Terms(self._combine_call(stage, sums, known, config, tag), offer)
             except Exception as error:
-                self.agreement.reject(stage, error)
+                self._reject(stage, error, heard)
 
-            agreed = self.agreement.meet(stage, terms)
+            agreed = self.agreement.meet(stage, terms, heard)
 
             move = self.transport.sum_back(
                 RowsBack(sums, known, agreed.offer, agreed.offers, config, stage)
@@ -251,7 +271,13 @@ class Engine:
         pending.current_stream_wait()
         return None
 
-    def _dispatch_terms(self, stage: str, out: Outgoing) -> Terms:
+    def _reject(self, stage: str, error: Exception, heard: Heard | None) -> NoReturn:
+        """Bad input. The other ranks must hear of it, unless they heard that all is well."""
+        if heard is not None:
+            raise error
+        self.agreement.reject(stage, error)
+
+    def _dispatch_terms(self, stage: str, out: Outgoing, heard: Heard | None) -> Terms:
         call = Call.of_rows(
             stage,
             out.x,
@@ -262,18 +288,20 @@ class Engine:
             tag=out.tag,
         )
         payload = counts.tell(out.route, out.layout, out.placement, self._one_node)
-        offer = self.transport.offer_rows(None, ())
+        if heard is None:
+            offer = self.transport.offer_rows(None, ())
+        else:
+            offer = heard.offer
+            if heard.send_counts != out.route.send_counts:
+                raise RuntimeError(f"{stage}: topk_idx has changed meanwhile, on rank {self.rank}")
         return Terms(call, offer, payload, out.x.shape[0], out.num_worst_tokens)
 
-    def _combine_terms(
-        self, stage: str, sums: list[Sum], known: Handle, config: Config, tag: Any, ready: bool
-    ) -> Terms:
+    def _combine_call(
+        self, stage: str, sums: list[Sum], known: Handle, config: Config, tag: Any
+    ) -> Call:
         num_topk = sums[1].rows_ND.shape[1] if len(sums) > 1 else -1
         more = {"handle": known.call, "num_topk": num_topk, "tag": validate.tag(tag)}
-        call = Call.of_rows(stage, sums[0].rows_ND, None, config, **more)
-        return Terms(
-            call, self.transport.offer_back([one.rows_ND for one in sums], known.flow, ready)
-        )
+        return Call.of_rows(stage, sums[0].rows_ND, None, config, **more)
 
     def _check_worst(self, stage: str, agreed: Agreed, flow: Flow) -> None:
         """Where some rank's num_worst_tokens is too small for the worst routing, which all ranks

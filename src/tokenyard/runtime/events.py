@@ -83,21 +83,21 @@ class Worker:
         """
         self._name, self._on_failure = name, on_failure
         self._thread: ThreadPoolExecutor | None = None
-        self._last: Future[None] | None = None
+        self.pending: Future[None] | None = None  # the last piece, until `drain` has seen it end
         self.failure: BaseException | None = None
 
     def submit(self, work: Callable[[], None]) -> EventHandle:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix=self._name)
         # Tensors that were made in inference mode can only be written to in that mode.
-        self._last = self._thread.submit(self._do, work, torch.is_inference_mode_enabled())
-        return EventHandle(self._last)
+        self.pending = self._thread.submit(self._do, work, torch.is_inference_mode_enabled())
+        return EventHandle(self.pending)
 
     def drain(self) -> None:
         """Wait until all work is done. Raises its error if some failed."""
-        if self._last is not None:
-            self._last.result()
-            self._last = None
+        if self.pending is not None:
+            self.pending.result()
+            self.pending = None
 
     def close(self) -> None:
         """Wait until all work has ended, well or not."""

@@ -8,6 +8,7 @@ descriptor number that is used again is never taken for the old segment.
 
 from __future__ import annotations
 
+from array import array as words
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from tokenyard.errors import SharedMemoryError
 from tokenyard.shm.control import DROPS, NUM_DROPS, Control, ControlLayout
 from tokenyard.shm.liveness import Liveness
 from tokenyard.shm.segment import Gone, Segment, attach
+from tokenyard.wire import exchange_table as at
 
 
 class Mapped(NamedTuple):
@@ -32,7 +34,13 @@ class AttachedSegments:
     ) -> None:
         self._pids, self._controls, self._liveness = pids, controls, liveness
         self._mapped: list[dict[int, Mapped]] = [{} for _ in pids]  # by identity
-        self._seen_drops = [0] * len(pids)  # how many segments each rank had given back
+        # How many segments each rank had given back, and the last that were mapped: for compiled
+        # calls, which map nothing.
+        self._seen_drops = np.zeros(len(pids), np.int64)
+        self._known = np.zeros((len(pids), at.NUM_KNOWN, at.KNOWN_WORDS), np.int64)
+        self._next_known = [0] * len(pids)
+        heads = [control.address + 8 * DROPS for control in controls]
+        self._drops = np.array(heads, np.int64)
 
     def memory(self, rank: int, told: Sequence[int], stage: str) -> Mapped:
         """The segment of a peer that it told of."""
@@ -51,6 +59,18 @@ class AttachedSegments:
                 raise SharedMemoryError(what) from error
             mapped = self._mapped[rank][identity] = Mapped(array, int(array.ctypes.data))
         return mapped
+
+    def make_known(self, rank: int, told: Sequence[int], stage: str) -> None:
+        """Map a peer's segment for compiled calls, in place of the one that was known longest."""
+        mapped, next_one = self.memory(rank, told, stage), self._next_known[rank]
+        self._known[rank, next_one] = told[2], mapped.address, mapped.array.size
+        self._next_known[rank] = (next_one + 1) % at.NUM_KNOWN
+
+    def tell_calls(self, table: words[int]) -> None:
+        """Tell a compiled call which segments are mapped (`wire.exchange_table`)."""
+        table[at.DROPS] = int(self._drops.ctypes.data)
+        table[at.SEEN_DROPS] = int(self._seen_drops.ctypes.data)
+        table[at.KNOWN] = int(self._known.ctypes.data)
 
     def memory_at(
         self, rank: int, told: Sequence[int], begin: int, num_bytes: int, stage: str
@@ -78,12 +98,17 @@ class AttachedSegments:
 
     def _unmap_dropped(self, rank: int) -> None:
         """Unmap the segments that a peer has given back. Calls that use one hold its array."""
-        control, mapped, seen = self._controls[rank], self._mapped[rank], self._seen_drops[rank]
+        control, mapped, seen = (
+            self._controls[rank],
+            self._mapped[rank],
+            int(self._seen_drops[rank]),
+        )
         drops = int(control.head[DROPS])
         if drops - seen > NUM_DROPS:
             mapped.clear()
         for number in range(max(seen, drops - NUM_DROPS), drops):
             mapped.pop(int(control.drops[number % NUM_DROPS]), None)
+        self._known[rank] = 0
         self._seen_drops[rank] = drops
 
 

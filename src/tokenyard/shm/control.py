@@ -19,10 +19,9 @@ import numpy as np
 from tokenyard.errors import TEXT_WORDS
 from tokenyard.types import round_up
 from tokenyard.wire.columns import LINE
+from tokenyard.wire.signals import KINDS
 
 FAILURE, LEFT, BEAT, DROPS = range(4)  # int64s of the head
-MAIL, ROWS, READ = range(3)  # signals: a message is there; rows were written; rows were read
-KINDS = 3
 NUM_DROPS = 64  # identities
 
 

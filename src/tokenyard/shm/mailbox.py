@@ -9,13 +9,18 @@ no box is overwritten before it was read.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 
-from tokenyard.shm.control import KINDS, MAIL, Control, ControlLayout
+from tokenyard.shm.control import Control, ControlLayout
 from tokenyard.shm.liveness import Liveness, has_core_each
+from tokenyard.wire import exchange_table as at
+from tokenyard.wire.signals import KINDS, MAIL
+
+_YIELDS = 100  # of a compiled call, before Python waits on
 
 
 class SignalKernels(Protocol):
@@ -50,7 +55,7 @@ class Mailbox:
         self.patience = 2000 if has_core_each(layout.size) else 20  # looks of a kernel that spins
         # Given the stage, raises if a rank whose message is awaited has gone on to something else.
         self.look: Callable[[str], None] | None = None
-        self._epochs = [0] * KINDS
+        self._epochs = array("q", [0] * KINDS)  # compiled calls advance them too
         self._tables: list[np.ndarray] = []
         rank, bases = liveness.rank, [control.address for control in controls]
         # By kind of signal: where this rank raises it, and where it waits for the others.
@@ -97,6 +102,25 @@ class Mailbox:
         first = self._kernels.meet(outgoing, incoming, self._size, epoch, self.patience)
         if first < self._size:
             self._wait_long(incoming, epoch, first, stage)
+
+    def wait_for(self, kind: int, stage: str) -> None:
+        """Wait until all ranks have signalled as often as this one, which has done so before."""
+        look = self.look if kind == MAIL else None
+        self._wait_long(self._lines[kind][1], self._epochs[kind], 0, stage, look)
+
+    def last_messages(self) -> np.ndarray:
+        """[R, box]: what all ranks have sent in the last exchange."""
+        return self._boxes[self.num_sent % 2][1].copy()
+
+    def tell_calls(self, table: array[int]) -> None:
+        """Tell a compiled call where signals and messages are (`wire.exchange_table`)."""
+        table[at.PATIENCE], table[at.YIELDS] = self.patience, _YIELDS
+        table[at.EPOCHS] = self._epochs.buffer_info()[0]
+        table[at.OUT_LINES] = self._table([outgoing for outgoing, _ in self._lines])
+        table[at.IN_LINES] = self._table([incoming for _, incoming in self._lines])
+        table[at.OUT_BOXES] = self._table([outboxes for outboxes, _ in self._boxes])
+        table[at.IN_BOXES] = self._table([int(inbox.ctypes.data) for _, inbox in self._boxes])
+        table[at.BOX_BYTES] = 8 * self._box
 
     @property
     def num_sent(self) -> int:

@@ -26,7 +26,8 @@ from tokenyard.shm.liveness import Liveness
 from tokenyard.shm.mailbox import Mailbox, SignalKernels
 from tokenyard.shm.pool import SegmentPool
 from tokenyard.shm.segment import Segment
-from tokenyard.shm.shared_rows import NO_MEMORY, NOTHING
+from tokenyard.shm.shared_rows import NOTHING
+from tokenyard.wire.message import NO_MEMORY
 
 _BOX = 128  # int64s of a message that go at once
 _STAGE = "Buffer (attach)"

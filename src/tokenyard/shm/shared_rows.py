@@ -18,8 +18,8 @@ from tokenyard.kernels.base import RowKernels
 from tokenyard.runtime.memory import as_bytes
 from tokenyard.shm.pool import SegmentPool, rows
 from tokenyard.types import Flow
+from tokenyard.wire.message import NO_MEMORY
 
-NO_MEMORY = -1  # told instead of a file descriptor
 NOTHING = (NO_MEMORY, 0, 0)  # instead of what is told of a segment
 
 

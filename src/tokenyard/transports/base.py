@@ -21,10 +21,10 @@ from tokenyard.errors import PeerError
 from tokenyard.kernels.base import RowKernels
 from tokenyard.runtime import memory
 from tokenyard.shm import shared_rows
-from tokenyard.shm.control import ROWS
 from tokenyard.shm.node import SharedNode
 from tokenyard.shm.shared_rows import SharedRows
 from tokenyard.types import Config, Flow, Handle
+from tokenyard.wire.signals import ROWS
 
 
 @dataclass(slots=True)

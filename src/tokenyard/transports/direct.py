@@ -23,13 +23,13 @@ from tokenyard.comm.base import Move
 from tokenyard.kernels.base import RowKernels
 from tokenyard.runtime.pool import size_class
 from tokenyard.shm import shared_rows
-from tokenyard.shm.control import READ, ROWS
 from tokenyard.shm.mailbox import SignalKernels
 from tokenyard.shm.node import SharedNode
 from tokenyard.shm.shared_rows import SharedRows
 from tokenyard.transports.base import Offer, RowsBack, RowsOut, SharedMemoryTransport
 from tokenyard.types import Flow, Route
 from tokenyard.wire.columns import column_offsets, row_widths
+from tokenyard.wire.signals import READ, ROWS
 
 
 class DirectKernels(RowKernels, SignalKernels, Protocol):
@@ -63,10 +63,10 @@ class DirectTransport(SharedMemoryTransport):
         self._kernels = kernels
         self._node_of_rank = node_of_rank
         self.rank, self.size = node.rank, node.size
-        self._last_bytes = 0  # of a dispatch
+        self.last_bytes = 0  # of a dispatch
 
     def offer_rows(self, flow: Flow | None, widths: Sequence[int]) -> Offer:
-        num_bytes = self._last_bytes
+        num_bytes = self.last_bytes
         if flow is not None:
             num_bytes = column_offsets(flow.num_rows, tuple(widths))[-1]
         block = shared_rows.take(self._node.pool, num_bytes)
@@ -76,7 +76,7 @@ class DirectTransport(SharedMemoryTransport):
         columns, flow, offer, told_RW, _, stage = rows
         widths = row_widths(columns)
         offsets = column_offsets(flow.num_rows, widths)
-        self._last_bytes = offsets[-1]
+        self.last_bytes = offsets[-1]
         (block,) = offer.take_blocks()
         sent_RR, rows_R = flow.sent_RR, flow.rows_R
         if sent_RR is not None and rows_R is not None and _all_fit(rows_R, widths, told_RW[:, 1]):

@@ -21,13 +21,13 @@ from tokenyard.comm.base import Move
 from tokenyard.errors import OnAllRanks
 from tokenyard.kernels.base import RowKernels, Tensors
 from tokenyard.runtime.threads import in_threads
-from tokenyard.shm.control import ROWS
 from tokenyard.shm.mailbox import SignalKernels
 from tokenyard.shm.node import SharedNode
 from tokenyard.transports.base import RowsBack, RowsOut, SharedMemoryTransport, Transport
 from tokenyard.types import Config, Flow, round_up
 from tokenyard.wire.columns import LINE, row_widths
 from tokenyard.wire.rings import RingUse
+from tokenyard.wire.signals import ROWS
 
 DEFAULT_BYTES = 16 << 20  # of a rank
 _PAGE = mmap.PAGESIZE

@@ -11,6 +11,7 @@ apply to them, since they read raw addresses: to step through a kernel, take the
     rearrange/   copies between any two strides
     quantize     to FP8 and back
     low_latency/ the steps of the low-latency mode, and whole calls for ranks that share memory
+    exchange     a whole dispatch or combine of ranks that share memory
     signals      signals between ranks that share memory
     ring/        rows through a fixed amount of shared memory: the protocol and its two uses
     llvm/        what Numba has no word for
@@ -18,6 +19,7 @@ apply to them, since they read raw addresses: to step through a kernel, take the
 """
 
 from tokenyard.kernels.numba.align import align
+from tokenyard.kernels.numba.exchange import exchange_combine, exchange_dispatch
 from tokenyard.kernels.numba.layout import layout, route
 from tokenyard.kernels.numba.low_latency.calls import combine_calls, dispatch_calls
 from tokenyard.kernels.numba.low_latency.posts import await_slots, find_ahead, find_failure, signal
@@ -48,6 +50,8 @@ __all__ = [
     "await_slots",
     "combine_calls",
     "dispatch_calls",
+    "exchange_combine",
+    "exchange_dispatch",
     "fill_slots",
     "find_ahead",
     "find_failure",

@@ -41,8 +41,11 @@ _ELSEWHERE = (
     "types.py",
     "wire/call_table.py",
     "wire/columns.py",
+    "wire/exchange_table.py",
     "wire/fp8.py",
+    "wire/message.py",
     "wire/rings.py",
+    "wire/signals.py",
     "wire/slots.py",
 )
 _ADVICE = "set NUMBA_CACHE_DIR to a folder that can be written"

@@ -133,6 +133,9 @@ def may_stream(out: int, row_bytes: int, moved: int) -> bool:
     return moved >= _STREAMING and out % LINE == 0 and row_bytes % LINE == 0
 
 
+streams_sums = njit(nogil=True, cache=True)(may_stream)  # for kernels
+
+
 @njit(nogil=True, cache=True)
 def _reduce_kernel(
     bases, nodes, copy_start, copy_rank, copy_slot, out, hidden, begin, end, streaming, like, sums

@@ -22,9 +22,8 @@ from torch import Tensor
 from tokenyard.comm.base import Communicator, Move
 from tokenyard.errors import PeerError, name_ranks
 from tokenyard.shm import shared_rows
-from tokenyard.shm.control import READ, ROWS
 from tokenyard.shm.node import SharedNode
-from tokenyard.shm.shared_rows import NO_MEMORY, SharedRows
+from tokenyard.shm.shared_rows import SharedRows
 from tokenyard.topology import Topology
 from tokenyard.transports.base import Offer, RowsBack, RowsOut, SharedMemoryTransport
 from tokenyard.transports.direct import DirectKernels
@@ -33,9 +32,11 @@ from tokenyard.transports.hierarchical.route import TwoLevelRoute, list_hops, pa
 from tokenyard.transports.hierarchical.stream import CombineStream, DispatchStream
 from tokenyard.types import Flow
 from tokenyard.wire.columns import column_offsets, row_widths
+from tokenyard.wire.message import MESSAGE_WORDS, NO_MEMORY
+from tokenyard.wire.signals import READ, ROWS
 
 # int64s that ranks of a node pass on at once: the agreement's message of each partner, if they fit.
-_MESSAGE, _MOST_AT_ONCE = 128, 4096
+_MOST_AT_ONCE = 4096
 # Seconds that ranks of a node wait longer for each other than for other nodes: a rank that waits
 # for another node needs the time to find out who is at fault, and to tell its own node.
 _LATER = 1.0
@@ -68,7 +69,7 @@ class HierarchicalTransport(SharedMemoryTransport):
             opened.callback(neighbours.close)
             failure = None
             try:
-                box = min(_MESSAGE * self._most, _MOST_AT_ONCE)
+                box = min(MESSAGE_WORDS * self._most, _MOST_AT_ONCE)
                 self._node = SharedNode(neighbours, kernels, timeout + _LATER, box)
                 opened.callback(self._node.close)
             except OSError as error:

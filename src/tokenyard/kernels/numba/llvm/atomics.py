@@ -14,7 +14,7 @@ import platform
 from typing import Any
 
 from llvmlite import ir
-from numba.core import types
+from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from tokenyard.wire.columns import LINE
@@ -69,6 +69,18 @@ def pause(typingctx):
     def codegen(context, builder, signature, args):
         if _IS_X86:
             _instruct(builder, "llvm.x86.sse2.pause")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def yield_core(typingctx):
+    """Let another thread have the core: libc's sched_yield."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(ir.IntType(32), [])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
         return context.get_dummy_value()
 
     return types.void(), codegen

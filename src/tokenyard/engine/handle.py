@@ -1,0 +1,143 @@
+"""The handle of a compiled dispatch: numbers in one piece of memory, and tensors when asked for."""
+
+from __future__ import annotations
+
+from array import array
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokenyard.types import Flow, Handle, Route
+from tokenyard.wire import exchange_table as at
+
+
+class Record(NamedTuple):
+    """What a compiled dispatch writes down of its route.
+
+    Its memory holds, in int64, the rows from each rank to each, and the tokens of each rank; then,
+    in int32, copy_start, copy_rank and copy_slot of `Route`, and the token of each row that came.
+    """
+
+    memory: Tensor  # int64
+    address: int
+    num_ranks: int
+    num_tokens: int
+    room: int  # for rows that are sent
+    src_room: int  # for rows that come
+
+    @staticmethod
+    def empty(num_tokens: int, room: int, src_room: int, num_ranks: int) -> Record:
+        words = num_ranks * (num_ranks + 1) + (num_tokens + 2 * room + src_room + 2) // 2
+        memory = torch.empty(words, dtype=torch.int64)
+        return Record(memory, memory.data_ptr(), num_ranks, num_tokens, room, src_room)
+
+    def with_room(self, src_room: int) -> Record:
+        """The same with room for so many rows that come, which are yet to be written."""
+        made = Record.empty(self.num_tokens, self.room, src_room, self.num_ranks)
+        same = min(made.memory.shape[0], self.memory.shape[0])
+        made.memory[:same] = self.memory[:same]
+        return made
+
+    def tell(self, table: array[int]) -> None:
+        """Tell a compiled call where everything is."""
+        starts = self.address + 8 * self.num_ranks * (self.num_ranks + 1)
+        ranks = starts + 4 * (self.num_tokens + 1)
+        table[at.RECORD] = self.address
+        table[at.STARTS] = starts
+        table[at.COPY_RANKS] = ranks
+        table[at.COPY_SLOTS] = ranks + 4 * self.room
+        table[at.SRC_IDX] = ranks + 8 * self.room
+        table[at.SRC_ROOM] = self.src_room
+
+    def send_counts(self, num_copies: int) -> tuple[int, ...]:
+        """How many rows go to each rank."""
+        ranks = self.lists(num_copies, 0)[1].numpy()
+        return tuple(np.bincount(ranks, minlength=self.num_ranks).tolist())
+
+    def sent_RR(self) -> np.ndarray:
+        size = self.num_ranks
+        return self.memory.numpy()[: size * size].reshape(size, size)
+
+    def tokens_R(self) -> np.ndarray:
+        size = self.num_ranks
+        return self.memory.numpy()[size * size : size * (size + 1)]
+
+    def lists(self, num_copies: int, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """copy_start, copy_rank, copy_slot, and the token of each row that came."""
+        ints = self.memory[self.num_ranks * (self.num_ranks + 1) :].view(torch.int32)
+        ranks = self.num_tokens + 1
+        slots, came = ranks + self.room, ranks + 2 * self.room
+        return (
+            ints[:ranks],
+            ints[ranks : ranks + num_copies],
+            ints[slots : slots + num_copies],
+            ints[came : came + num_rows],
+        )
+
+
+class CompiledHandle(Handle):
+    """A Handle that makes the tensors of its fields when they are first read."""
+
+    def __init__(
+        self,
+        buffer_id: int,
+        call: int,
+        hidden: int,
+        combine_dtype: torch.dtype,
+        num_channels: int,
+        record: Record,
+        rank: int,
+        num_rows: int,
+        num_copies: int,
+    ) -> None:
+        self.buffer_id, self.call, self.hidden = buffer_id, call, hidden
+        self.combine_dtype, self.num_channels = combine_dtype, num_channels
+        self.record, self._rank = record, rank
+        self.num_rows, self.num_copies = num_rows, num_copies
+
+    @property
+    def num_tokens(self) -> int:
+        return self.record.num_tokens
+
+    @cached_property
+    def flow(self) -> Flow:  # type: ignore[override]
+        sent_RR, tokens_R = self.record.sent_RR(), self.record.tokens_R()
+        starts, ranks, slots, _ = self.record.lists(self.num_copies, self.num_rows)
+        # Rows by rank: a stable sort of the copies, which are by token.
+        order = torch.argsort(ranks, stable=True)
+        tokens = torch.repeat_interleave(
+            torch.arange(self.num_tokens, dtype=torch.int32), starts.diff()
+        )
+        counts = tuple(sent_RR[self._rank].tolist())
+        route = Route(tokens[order], counts, starts, ranks, slots)
+        received = tuple(sent_RR[:, self._rank].tolist())
+        most = int(tokens_R.sum())
+        return Flow(route, received, self.num_rows, tokens_R, sent_RR.sum(0), sent_RR, most)
+
+    @cached_property
+    def is_token_in_rank(self) -> Tensor:  # type: ignore[override]
+        marks = torch.zeros(self.num_tokens, self.record.num_ranks, dtype=torch.bool)
+        route = self.flow.route
+        tokens = torch.repeat_interleave(torch.arange(self.num_tokens), route.copy_start.diff())
+        marks[tokens, route.copy_rank.long()] = True
+        return marks
+
+    @cached_property
+    def recv_src_idx(self) -> Tensor:  # type: ignore[override]
+        return self.record.lists(self.num_copies, self.num_rows)[3]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled and copied as what it stands for."""
+        return Handle(
+            buffer_id=self.buffer_id,
+            call=self.call,
+            flow=self.flow,
+            hidden=self.hidden,
+            combine_dtype=self.combine_dtype,
+            num_channels=self.num_channels,
+            is_token_in_rank=self.is_token_in_rank,
+            recv_src_idx=self.recv_src_idx,
+        ).__reduce_ex__(protocol)
