@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, from_numpy
 
 from tokenyard.engine.agreement import Call, Heard
 from tokenyard.engine.handle import CompiledHandle, Record
@@ -25,7 +25,7 @@ from tokenyard.errors import SharedMemoryError
 from tokenyard.runtime.completion import Completion
 from tokenyard.runtime.threads import num_threads
 from tokenyard.shm.pool import rows
-from tokenyard.shm.shared_rows import find_or_take, take
+from tokenyard.shm.shared_rows import SharedRows
 from tokenyard.transports import Offer
 from tokenyard.transports.direct import DirectTransport
 from tokenyard.types import ROW_DTYPES, Config, Handle
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 _MOST_RANKS = 64  # a token's ranks are the bits of a word
 _MOST_PLANS = 64
 _MUCH = 8 << 20  # bytes from which several threads may move rows
+_SMALL = 1 << 16  # bytes of sums that are not worth a segment
 _AT_ONCE = Completion()
 
 _Dispatched = tuple[Tensor, Tensor, Tensor, list[int], Handle]
@@ -59,7 +60,9 @@ class _Plan(NamedTuple):
     table: array[int]
     head: np.ndarray  # the message up to its payload
     config: Config
+    num_channels: int
     row_bytes: int
+    combine_dtype: torch.dtype
     per_expert: np.ndarray
     src_room: list[int]  # rows of others that a record has room for, a number that grows
     kept: tuple[Any, ...]
@@ -72,7 +75,7 @@ class CompiledCalls:
         node = transport.node
         assert node is not None
         self._engine, self._transport, self._kernels = engine, transport, kernels
-        self._node, self._agreement = node, engine.agreement
+        self._node, self._pool, self._agreement = node, node.pool, engine.agreement
         self.rank, self.size = transport.rank, transport.size
         self._words = array("q", bytes(8 * at.TABLE_WORDS))
         self._words[at.RANK], self._words[at.SIZE] = self.rank, self.size
@@ -121,8 +124,8 @@ class CompiledCalls:
             if plan is None:
                 return None
             self._plans[key] = plan
-        call, table, head, _, row_bytes, per_expert, src_room, _ = plan
-        most = num_tokens * min(num_topk, self.size)
+        call, table, head, _, num_channels, row_bytes, combine_dtype, per_expert, src_room, _ = plan
+        most = num_tokens * (num_topk if num_topk < self.size else self.size)
         if most * row_bytes >= _MUCH and num_threads(num_tokens, most * row_bytes) > 1:
             return None
         try:
@@ -141,14 +144,15 @@ class CompiledCalls:
             return None
 
         number = self._agreement.number
-        block = take(self._node.pool, self._transport.last_bytes)
-        if block.array is None:
+        try:
+            segment, memory = self._pool.take(self._transport.last_bytes)
+        except SharedMemoryError:
             return None
-        record = Record.empty(num_tokens, most, src_room[0], self.size)
+        record = Record(num_tokens, most, src_room[0], self.size)
         table[at.PHASE], table[at.LEAVE_AT] = at.START, self.leave_at
         table[at.NUMBER], table[at.NUM_TOKENS] = number, num_tokens
-        table[at.BLOCK] = block.address
-        head[say.OFFER : say.OFFER + 3] = block.told
+        table[at.BLOCK] = segment.address
+        head[say.OFFER : say.OFFER + 3] = segment.told
         record.tell(table)
         self._agreement.engaged = True
         while verdict := call():
@@ -158,8 +162,9 @@ class CompiledCalls:
                 return None
             if what == GENERAL:
                 sent = record.send_counts(table[at.NUM_COPIES])
+                block = SharedRows(memory, segment.told, segment.address)
                 heard = Heard(Offer(block.told, (block,)), self._node.mailbox.last_messages(), sent)
-                del block, record
+                del block, memory
                 request = DispatchRequest(
                     x,
                     topk_idx,
@@ -193,17 +198,21 @@ class CompiledCalls:
             self._engine.buffer_id,
             number,
             hidden,
-            dtype if dtype in SUMMABLE else torch.bfloat16,
-            config.num_channels,
+            combine_dtype,
+            num_channels,
             record,
             self.rank,
             num_rows,
             table[at.NUM_COPIES],
         )
+        if num_rows == 0:
+            memory = memory[:0]
+        ids = np.ndarray((num_rows, num_topk), np.int64, memory, ids_at)
+        weights = np.ndarray((num_rows, num_topk), np.float32, memory, weights_at)
         return (
-            rows(block.array, 0, num_rows, hidden, dtype),
-            rows(block.array, ids_at, num_rows, num_topk, torch.int64),
-            rows(block.array, weights_at, num_rows, num_topk, torch.float32),
+            rows(memory, 0, num_rows, hidden, dtype),
+            from_numpy(ids),
+            from_numpy(weights),
             per_expert.tolist(),
             handle,
         )
@@ -235,7 +244,7 @@ class CompiledCalls:
             if plan is None:
                 return None
             self._plans[key] = plan
-        call, table, head, _, row_bytes, _, _, _ = plan
+        call, table, head, _, _, row_bytes, _, _, _, _ = plan
         moved = (handle.num_copies + num_tokens) * row_bytes
         if moved >= _MUCH and num_threads(num_tokens, moved) > 1:
             return None
@@ -249,20 +258,26 @@ class CompiledCalls:
             return None
         if out is not None and not self._fits(out, x, num_tokens, hidden):
             return None
+        memory, segment = None, self._pool.find(address, num_rows * row_bytes)
+        begin = 0 if segment is None else address - segment.address
         try:
-            block, begin = find_or_take(self._node.pool, x, num_rows)
-            sums = self._engine.local.empty_sum(x, num_tokens) if out is None else out
-        except (MemoryError, SharedMemoryError):
-            return None
-        if block.error is not None:
+            if segment is None:
+                segment, memory = self._pool.take(num_rows * row_bytes)
+            if out is not None:
+                sums = out
+            elif num_tokens * row_bytes < _SMALL:
+                sums = torch.empty(num_tokens, hidden, dtype=dtype)
+            else:
+                sums = self._pool.rows(num_tokens, hidden, dtype)
+        except SharedMemoryError:
             return None
         number = self._agreement.number
-        copies = block.array is not None
+        copies = memory is not None
         table[at.PHASE], table[at.LEAVE_AT] = at.START, self.leave_at
         table[at.NUMBER], table[at.NUM_TOKENS], table[at.HANDLE] = number, num_tokens, handle.call
         table[at.X], table[at.OUT] = address, sums.data_ptr()
-        table[at.COPIES], table[at.BLOCK] = copies, block.address
-        head[say.OFFER : say.OFFER + 5] = not copies, *block.told, begin
+        table[at.COPIES], table[at.BLOCK] = copies, segment.address
+        head[say.OFFER : say.OFFER + 5] = not copies, *segment.told, begin
         handle.record.tell(table)
         self._agreement.engaged = True
         while verdict := call():
@@ -271,6 +286,7 @@ class CompiledCalls:
                 self._agreement.engaged = False
                 return None
             if what == GENERAL:
+                block = SharedRows(memory, segment.told, segment.address)
                 words = np.array([(not copies, *block.told, begin)] * self.size, np.int64)
                 heard = Heard(Offer(words, (block,)), self._node.mailbox.last_messages())
                 return self._engine.combine(
@@ -356,7 +372,18 @@ class CompiledCalls:
         table[at.PER_EXPERT] = per_expert.ctypes.data
         compiled = self._kernels.exchange_dispatch(table.buffer_info()[0])
         kept = *kept, placement, padded
-        return _Plan(compiled, table, head, config, row_bytes, per_expert, [0], kept)
+        return _Plan(
+            compiled,
+            table,
+            head,
+            config,
+            config.num_channels,
+            row_bytes,
+            dtype if dtype in SUMMABLE else torch.bfloat16,
+            per_expert,
+            [0],
+            kept,
+        )
 
     def _plan_combine(
         self, dtype: torch.dtype, hidden: int, tag: int, config: Config
@@ -379,7 +406,7 @@ class CompiledCalls:
         row_bytes = hidden * dtype.itemsize
         table, head, kept = self._table(call, row_bytes, 0)
         compiled = self._kernels.exchange_combine(dtype, table.buffer_info()[0])
-        return _Plan(compiled, table, head, config, row_bytes, np.zeros(0), [0], kept)
+        return _Plan(compiled, table, head, config, 0, row_bytes, dtype, np.zeros(0), [0], kept)
 
     def _table(
         self, call: Call, row_bytes: int, num_experts: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,29 +14,26 @@ from tokenyard.types import Flow, Handle, Route
 from tokenyard.wire import exchange_table as at
 
 
-class Record(NamedTuple):
+class Record:
     """What a compiled dispatch writes down of its route.
 
     Its memory holds, in int64, the rows from each rank to each, and the tokens of each rank; then,
     in int32, copy_start, copy_rank and copy_slot of `Route`, and the token of each row that came.
     """
 
-    memory: Tensor  # int64
-    address: int
-    num_ranks: int
-    num_tokens: int
-    room: int  # for rows that are sent
-    src_room: int  # for rows that come
+    __slots__ = ("address", "memory", "num_ranks", "num_tokens", "room", "src_room")
 
-    @staticmethod
-    def empty(num_tokens: int, room: int, src_room: int, num_ranks: int) -> Record:
+    def __init__(self, num_tokens: int, room: int, src_room: int, num_ranks: int) -> None:
+        """With room for so many rows that are sent, and that come."""
         words = num_ranks * (num_ranks + 1) + (num_tokens + 2 * room + src_room + 2) // 2
-        memory = torch.empty(words, dtype=torch.int64)
-        return Record(memory, memory.data_ptr(), num_ranks, num_tokens, room, src_room)
+        self.memory = torch.empty(words, dtype=torch.int64)
+        self.address = self.memory.data_ptr()
+        self.num_tokens, self.num_ranks = num_tokens, num_ranks
+        self.room, self.src_room = room, src_room
 
     def with_room(self, src_room: int) -> Record:
         """The same with room for so many rows that come, which are yet to be written."""
-        made = Record.empty(self.num_tokens, self.room, src_room, self.num_ranks)
+        made = Record(self.num_tokens, self.room, src_room, self.num_ranks)
         same = min(made.memory.shape[0], self.memory.shape[0])
         made.memory[:same] = self.memory[:same]
         return made

@@ -61,11 +61,8 @@ class Segment:
             os.close(self.fd)
             raise cannot(num_bytes, error) from error
         self.address = int(self.array().ctypes.data)
-
-    @property
-    def told(self) -> tuple[int, int, int]:
-        """What a peer needs to map it: descriptor, size and identity, as `attach` takes them."""
-        return self.fd, self.size, self.identity
+        # What a peer needs to map it, as `attach` takes it.
+        self.told = self.fd, num_bytes, self.identity
 
     def array(self) -> np.ndarray:
         """All of it as bytes: a new array each time, which all its slices and tensors keep."""
