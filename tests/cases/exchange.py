@@ -5,6 +5,7 @@ A rank's job returns every output by name; `expected` gives the same names for a
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 import tokenyard
 from tokenyard import spec
 from tokenyard.testing import fake_experts, numbered_tokens, routing
+from tokenyard.wire.exchange_table import HEARD, POSTED
 
 FP8 = torch.float8_e4m3fn
 
@@ -38,6 +40,7 @@ class Case:
     strided: bool = False  # inputs that are not contiguous
     num_sms: int = 20
     seed: int = 0
+    way: str = "compiled"  # of calls on `direct`: or "general", or "mixed", see `take_way`
 
     @property
     def world(self) -> spec.World:
@@ -74,12 +77,12 @@ def inputs(case: Case, rank: int, turn: int) -> Inputs:
     first = 10_000 * turn + sum(case.num_tokens(r) for r in range(rank))
     x = numbered_tokens(num_tokens, case.hidden, first=first, dtype=case.dtype)
     topk_idx, weights = routing(case.kind, num_tokens, case.num_topk, case.num_experts, seed=seed)
-    random = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     scales = None
     if case.dtype == FP8:
-        scales = torch.rand(3, num_tokens, generator=random).t()
+        scales = torch.rand(3, num_tokens, generator=generator).t()
     biases = [
-        torch.randn(num_tokens, case.hidden, generator=random).to(case.sum_dtype)
+        torch.randn(num_tokens, case.hidden, generator=generator).to(case.sum_dtype)
         for _ in range(case.num_biases)
     ]
     if case.strided:
@@ -101,8 +104,10 @@ def job(group: Any, case: Case) -> dict[str, Any]:
     ) as buffer:
         out: dict[str, Any] = {}
         handles = []
+        ways = random.Random(f"{case.seed} {rank}")
         for turn in range(2):
             given = inputs(case, rank, turn)
+            take_way(buffer, case.way, ways)
             handles.append(_dispatch(buffer, case, given, turn, out))
         own = case.world.experts_of(rank)
         for turn in (1, 0):
@@ -117,11 +122,25 @@ def job(group: Any, case: Case) -> dict[str, Any]:
             weights = out[f"{turn} topk_weights"]
             combined = buffer.combine(y, handles[turn], weights, _bias(given.biases))
             out[f"{turn} combined"], out[f"{turn} combined weights"] = combined[:2]
+            take_way(buffer, case.way, ways)
+            out[f"{turn} combined alone"] = buffer.combine(y, handles[turn]).x
         given = inputs(case, rank, 0)
         again = buffer.dispatch(_rows(given), handle=handles[0])
         assert again[1:5] == (None, None, None, None)
         out["cached x"] = again.recv_x[0] if case.dtype == FP8 else again.recv_x
         return out
+
+
+def take_way(buffer: tokenyard.Buffer, way: str, draw: random.Random) -> None:
+    """How this rank makes its next call on `direct`: in one compiled function, or by the engine, or
+    by the engine from a phase on that is drawn.
+    """
+    engine = buffer._engine
+    assert engine is not None
+    if engine.compiled is not None and way == "general":
+        engine.compiled = None
+    elif engine.compiled is not None and way == "mixed":
+        engine.compiled.leave_at = draw.choice((0, POSTED, HEARD))
 
 
 def _dispatch(
@@ -168,7 +187,8 @@ def expected(case: Case) -> list[dict[str, Any]]:
     """What `spec` says, by rank: the same for all transports and kernel sets, whose tests follow
     each other.
     """
-    return _expected(replace(case, transport=Case.transport, kernels=Case.kernels))
+    plain = replace(case, transport=Case.transport, kernels=Case.kernels, way=Case.way)
+    return _expected(plain)
 
 
 @lru_cache(maxsize=4)
@@ -193,6 +213,7 @@ def _expected(case: Case) -> list[dict[str, Any]]:
             for r, got in enumerate(received)
         ]
         combined = spec.combine(ys, layouts, world, biases=[one.biases for one in given])
+        alone = spec.combine(ys, layouts, world)
         weights = spec.combine([got.topk_weights for got in received], layouts, world)
         one_node = world.num_nodes == 1
         for rank, got in enumerate(received):
@@ -206,6 +227,7 @@ def _expected(case: Case) -> list[dict[str, Any]]:
                 "per_expert": [] if case.worst else got.num_tokens_per_expert,
                 "send_head": notices[rank].send_head,
                 "combined": combined[rank],
+                "combined alone": alone[rank],
                 "combined weights": weights[rank],
             }
             for field in (

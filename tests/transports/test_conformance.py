@@ -31,21 +31,30 @@ def test_more_virtual_ranks(name: str, num_ranks: int) -> None:
     check_virtual(case_of(name, num_ranks))
 
 
-@pytest.mark.parametrize("transport", ["direct", "ring"])
+# `direct` has two ways to make a call, and ranks may take different ones in the same call.
+WAYS = pytest.mark.parametrize(
+    "transport, way",
+    [("direct", "compiled"), ("direct", "general"), ("direct", "mixed"), ("ring", "general")],
+)
+
+
+@WAYS
 @pytest.mark.parametrize("num_ranks", [1, 2, 5])
 @pytest.mark.parametrize("name", CASES)
-def test_virtual_ranks_that_share_memory(name: str, num_ranks: int, transport: str) -> None:
-    check_sharing(name, num_ranks, transport)
+def test_virtual_ranks_that_share_memory(
+    name: str, num_ranks: int, transport: str, way: str
+) -> None:
+    check_sharing(name, num_ranks, transport, way)
 
 
-@pytest.mark.parametrize("transport", ["direct", "ring"])
+@WAYS
 @pytest.mark.parametrize("name", SAMPLED)
-def test_17_virtual_ranks_that_share_memory(name: str, transport: str) -> None:
-    check_sharing(name, 17, transport)
+def test_17_virtual_ranks_that_share_memory(name: str, transport: str, way: str) -> None:
+    check_sharing(name, 17, transport, way)
 
 
-def check_sharing(name: str, num_ranks: int, transport: str) -> None:
-    case = replace(case_of(name, num_ranks), transport=transport, kernels="numba")
+def check_sharing(name: str, num_ranks: int, transport: str, way: str) -> None:
+    case = replace(case_of(name, num_ranks), transport=transport, kernels="numba", way=way)
     check(case, run_virtual(job, num_ranks, case).results)
 
 
@@ -83,6 +92,13 @@ between = pytest.fixture(parameter, scope="module", params=[4, 5, 6, 7])
 @pytest.mark.parametrize("name", CASES)
 def test_processes(name: str, transport: str, processes: Pools, num_processes: int) -> None:
     check_processes(name, transport, processes(num_processes))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", SAMPLED)
+def test_processes_that_make_calls_in_two_ways(name: str, processes: Pools) -> None:
+    case = replace(case_of(name, 3), transport="direct", kernels="numba", way="mixed")
+    check(case, processes(3).run(job, case))
 
 
 @pytest.mark.processes

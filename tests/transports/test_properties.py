@@ -46,6 +46,9 @@ def cases(draw: st.DrawFn) -> Case:
         strided=draw(st.booleans()),
         num_sms=draw(st.sampled_from([2, 4, 20, 48])),
         seed=draw(st.integers(0, 10_000)),
+        way=draw(st.sampled_from(["compiled", "general", "mixed"]))
+        if transport == "direct"
+        else "compiled",
     )
 
 

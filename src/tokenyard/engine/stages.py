@@ -244,6 +244,7 @@ class Engine:
             self.worker.close_then(self._leave)
 
     def _leave(self) -> None:
+        self.compiled = None  # which holds this engine
         left = f"rank {self.rank} has closed its Buffer"
         self._communicator.report(PeerLeft(left, ranks=(self.rank,), stage="close"))
         self.transport.close()
