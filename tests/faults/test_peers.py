@@ -15,6 +15,7 @@ import torch.distributed as dist
 import tokenyard
 from tests.cases.clock import scaled
 from tests.cases.peers import exchange, kill_once_stopped
+from tokenyard.engine.agreement import Agreement
 from tokenyard.testing import Exited, Processes, RankFailed, run_virtual
 
 pytestmark = [pytest.mark.faults, pytest.mark.alone]
