@@ -217,7 +217,12 @@ def open_engine(group: Any, options: Options) -> tuple[Engine, LowLatency | None
         except Exception as error:
             failure = error
         # A rank may close its Buffer at once, but not before all are connected to it.
-        first.confirm("Buffer", failure)
+        try:
+            first.confirm("Buffer", failure)
+        except PeerError as error:
+            if built is not None:  # others may be past this, and wait for this rank in a call
+                built[0].transport.tell(error)
+            raise
         assert built is not None
         undo.pop_all()
     return built

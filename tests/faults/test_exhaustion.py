@@ -14,6 +14,7 @@ import torch
 
 import tokenyard
 from tests.cases.clock import scaled
+from tokenyard.kernels.numba.signals import _await_kernel
 from tokenyard.testing import Processes
 
 pytestmark = [pytest.mark.faults, pytest.mark.processes]
@@ -38,6 +39,7 @@ def out_of_descriptors(group: Any, room: int) -> list[str]:
             num_experts=2,
         )
 
+    assert _await_kernel.signatures, "a rank without descriptors could not wait"
     go(4)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if group.rank() == 1:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import tokenyard
 from tests.cases.clock import scaled
 from tests.cases.peers import exchange, kill_once_stopped
+from tokenyard.engine.agreement import Agreement
 from tokenyard.testing import Exited, Processes, RankFailed, run_virtual
 
 pytestmark = [pytest.mark.faults, pytest.mark.alone]
@@ -66,6 +67,7 @@ def one_dies_in_a_collective(group: Any, transport: str) -> tuple[Any, ...]:
     with tokenyard.Buffer(group, timeout=scaled(60), transport=transport) as buffer:
         exchange(buffer)
         assert buffer.dead_ranks() == ()
+        exchange(buffer)  # the other has looked, too
         if group.rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
@@ -240,3 +242,27 @@ def group_destroyed(group: Any) -> Any:
 def test_a_destroyed_group_is_not_kept_alive_and_its_buffers_work_on() -> None:
     with Processes(2) as ranks:
         assert ranks.run(group_destroyed) == [None, None]
+
+
+def one_misses_the_end_of_opening(group: Any) -> tuple[str, tuple[int, ...], str]:
+    """Rank 1 takes rank 2 for dead when all others have opened their Buffers."""
+
+    def confirm(self: Agreement, stage: str, failure: Exception | None) -> None:
+        real(self, stage, failure)
+        if group.rank() == 1:
+            raise tokenyard.PeerDied("Buffer: rank 2 died, on rank 1", ranks=(2,), stage=stage)
+
+    real, Agreement.confirm = Agreement.confirm, confirm  # type: ignore[method-assign]
+    try:
+        exchange(tokenyard.Buffer(group, timeout=scaled(20), transport="direct"))
+    except tokenyard.PeerError as error:
+        return type(error).__name__, error.ranks, str(error)
+    return ("nothing", (), "")
+
+
+@pytest.mark.processes
+def test_a_death_at_the_end_of_opening_is_told_in_the_first_call() -> None:
+    with Processes(3, timeout=scaled(120)) as ranks:
+        answers = ranks.run(one_misses_the_end_of_opening)
+    for kind, named, text in answers:
+        assert (kind, named) == ("PeerDied", (2,)), text
