@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, from_numpy
 
+from tokenyard import validate
 from tokenyard.engine.agreement import Call, Heard
 from tokenyard.engine.handle import CompiledHandle, Record
 from tokenyard.engine.inputs import DispatchRequest
@@ -194,7 +195,7 @@ class CompiledCalls:
         self._transport.last_bytes = table[at.END]
         ids_at = -(-num_rows * row_bytes // 64) * 64
         weights_at = ids_at + -(-num_rows * num_topk // 8) * 64
-        handle = CompiledHandle(
+        handle = CompiledHandle.written(
             self._engine.buffer_id,
             number,
             hidden,
@@ -223,9 +224,10 @@ class CompiledCalls:
         """A combine of a contiguous CPU tensor, without weights and biases, that ends before it
         returns; None as in `dispatch`.
         """
-        num_rows, num_tokens = handle.num_rows, handle.num_tokens
+        num_rows, record = handle.num_rows, handle.record
         if not (
             type(x) is Tensor
+            and record is not None
             and type(tag) is int
             and x.ndim == 2
             and x.is_cpu
@@ -233,6 +235,7 @@ class CompiledCalls:
             and self._engine.worker.pending is None
         ):
             return None
+        num_tokens = record.num_tokens
         got_rows, hidden = x.shape
         if got_rows != num_rows or (x.requires_grad and torch.is_grad_enabled()):
             return None
@@ -278,7 +281,7 @@ class CompiledCalls:
         table[at.X], table[at.OUT] = address, sums.data_ptr()
         table[at.COPIES], table[at.BLOCK] = copies, segment.address
         head[say.OFFER : say.OFFER + 5] = not copies, *segment.told, begin
-        handle.record.tell(table)
+        record.tell(table)
         self._agreement.engaged = True
         while verdict := call():
             what, which = verdict >> 32, verdict & LOW
@@ -339,14 +342,12 @@ class CompiledCalls:
         try:
             placement = self._engine.local.placement(num_experts)
             self._engine.local.config(config)
+            validate.integer("expert_alignment", expert_alignment, at_least=1)
+            validate.tag(tag)
         except ValueError:
             return None
         payload = 1 + placement.most_experts + self.size
-        if (
-            dtype not in ROW_DTYPES
-            or min(hidden, num_topk, expert_alignment) < 1
-            or payload > say.PAYLOAD_WORDS
-        ):
+        if dtype not in ROW_DTYPES or min(hidden, num_topk) < 1 or payload > say.PAYLOAD_WORDS:
             return None
         call = Call(
             stage=1,
@@ -390,6 +391,7 @@ class CompiledCalls:
     ) -> _Plan | None:
         try:
             self._engine.local.config(config)
+            validate.tag(tag)
         except ValueError:
             return None
         if dtype not in SUMMABLE or hidden < 1:

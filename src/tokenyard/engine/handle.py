@@ -13,6 +13,8 @@ from torch import Tensor
 from tokenyard.types import Flow, Handle, Route
 from tokenyard.wire import exchange_table as at
 
+_new = object.__new__
+
 
 class Record:
     """What a compiled dispatch writes down of its route.
@@ -76,10 +78,18 @@ class Record:
 
 
 class CompiledHandle(Handle):
-    """A Handle that makes the tensors of its fields when they are first read."""
+    """A Handle that makes the tensors of its fields when they are first read.
 
-    def __init__(
-        self,
+    `written` makes one. Its constructor is Handle's, whose fields are given: then there is no
+    record.
+    """
+
+    record: Record | None = None
+    num_rows = num_copies = 0  # that came, and that were sent
+    _rank = -1
+
+    @staticmethod
+    def written(
         buffer_id: int,
         call: int,
         hidden: int,
@@ -89,18 +99,21 @@ class CompiledHandle(Handle):
         rank: int,
         num_rows: int,
         num_copies: int,
-    ) -> None:
+    ) -> CompiledHandle:
+        self = _new(CompiledHandle)
         self.buffer_id, self.call, self.hidden = buffer_id, call, hidden
         self.combine_dtype, self.num_channels = combine_dtype, num_channels
         self.record, self._rank = record, rank
         self.num_rows, self.num_copies = num_rows, num_copies
+        return self
 
     @property
     def num_tokens(self) -> int:
-        return self.record.num_tokens
+        return self.is_token_in_rank.shape[0] if self.record is None else self.record.num_tokens
 
     @cached_property
     def flow(self) -> Flow:  # type: ignore[override]
+        assert self.record is not None
         sent_RR, tokens_R = self.record.sent_RR(), self.record.tokens_R()
         starts, ranks, slots, _ = self.record.lists(self.num_copies, self.num_rows)
         # Rows by rank: a stable sort of the copies, which are by token.
@@ -116,14 +129,15 @@ class CompiledHandle(Handle):
 
     @cached_property
     def is_token_in_rank(self) -> Tensor:  # type: ignore[override]
-        marks = torch.zeros(self.num_tokens, self.record.num_ranks, dtype=torch.bool)
         route = self.flow.route
+        marks = torch.zeros(self.num_tokens, len(route.send_counts), dtype=torch.bool)
         tokens = torch.repeat_interleave(torch.arange(self.num_tokens), route.copy_start.diff())
         marks[tokens, route.copy_rank.long()] = True
         return marks
 
     @cached_property
     def recv_src_idx(self) -> Tensor:  # type: ignore[override]
+        assert self.record is not None
         return self.record.lists(self.num_copies, self.num_rows)[3]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
