@@ -16,7 +16,7 @@ import tokenyard
 from tests.cases.clock import scaled
 from tokenyard.kernels.numba.signals import _await_kernel
 from tokenyard.testing import Processes
-from tokenyard.wire.exchange_table import HEARD
+from tokenyard.wire.exchange_table import POSTED
 
 pytestmark = [pytest.mark.faults, pytest.mark.processes]
 
@@ -41,7 +41,7 @@ def out_of_descriptors(group: Any, room: int) -> list[str]:
         )
 
     assert _await_kernel.signatures, "a rank without descriptors could not wait"
-    buffer._engine.compiled.leave_at = HEARD
+    buffer._engine.compiled.leave_at = POSTED
     go(4)  # the engine's kernels are loaded
     buffer._engine.compiled.leave_at = 0
     go(4)
