@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import fields as dataclass_fields
 from functools import cached_property
 from typing import Any
 
@@ -140,15 +141,12 @@ class CompiledHandle(Handle):
         assert self.record is not None
         return self.record.lists(self.num_copies, self.num_rows)[3]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce__(self) -> Any:
         """Pickled and copied as what it stands for."""
-        return Handle(
-            buffer_id=self.buffer_id,
-            call=self.call,
-            flow=self.flow,
-            hidden=self.hidden,
-            combine_dtype=self.combine_dtype,
-            num_channels=self.num_channels,
-            is_token_in_rank=self.is_token_in_rank,
-            recv_src_idx=self.recv_src_idx,
-        ).__reduce_ex__(protocol)
+        return _plain, (
+            {field.name: getattr(self, field.name) for field in dataclass_fields(self)},
+        )
+
+
+def _plain(fields: dict[str, Any]) -> Handle:
+    return Handle(**fields)
