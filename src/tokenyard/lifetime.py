@@ -59,7 +59,11 @@ class Use:
         buffer = self._buffer()
         assert buffer is not None
         try:
-            buffer._after_call(error)
+            if error is not None:
+                buffer._after_call(error)
+            elif buffer._engine is not None:
+                # The call has ended, or goes on on the Buffer's thread.
+                buffer._engine.agreement.engaged = False
         finally:
             self._lock.release()
 
@@ -150,7 +154,7 @@ class Lifetime:
             )
         return self._low_latency
 
-    def _after_call(self, error: BaseException | None) -> None:
+    def _after_call(self, error: BaseException) -> None:
         """Break the Buffer if the call failed after others had begun to rely on it."""
         engine, low_latency = self._engine, self._low_latency
         if engine is None:
@@ -158,9 +162,7 @@ class Lifetime:
         engaged = engine.agreement.engaged or engine.failure.error is not None
         if low_latency is not None:
             engaged |= low_latency.engaged
-        engine.agreement.engaged = False  # the call has ended, or goes on on the Buffer's thread
-        if error is None:
-            return
+        engine.agreement.engaged = False
         if isinstance(error, PeerError) or (engaged and not raised_on_all_ranks(error)):
             engine.failure.give_up(error)
             self._broken()

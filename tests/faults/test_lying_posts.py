@@ -35,7 +35,7 @@ class Liar:
 
     @property
     def block(self) -> np.ndarray:
-        return words(self._slots._blocks[self._place].address, 16)
+        return words(self._slots.blocks[self._place].address, 16)
 
     def table(self, rank: int) -> np.ndarray:
         """What a combine tells a rank: lines of 64 bytes here."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from tokenyard.low_latency.engine import LowLatency
 from tokenyard.low_latency.handle import LowLatencyHandle
 from tokenyard.low_latency.inputs import Fp8, most_bytes
+from tokenyard.low_latency.quick import QuickHandle
 from tokenyard.runtime.completion import Completion, RecvHook
 from tokenyard.runtime.events import EventOverlap
 
@@ -39,6 +40,7 @@ class LowLatencyCalls:
     """
 
     _use: Any  # a context of one call at a time
+    _low_latency: LowLatency | None
 
     def low_latency_dispatch(
         self,
@@ -65,11 +67,25 @@ class LowLatencyCalls:
         (int32, one a local expert), and the nanoseconds until each rank's tokens were there to
         dispatch_wait_recv_cost_stats (int64, one a rank).
         """
-        completion = Completion(
-            async_finish, False, return_recv_hook, dispatch_wait_recv_cost_stats
-        )
+        completion = None
+        if (
+            async_finish
+            or return_recv_hook
+            or cumulative_local_expert_recv_stats is not None
+            or dispatch_wait_recv_cost_stats is not None
+        ):
+            completion = Completion(
+                async_finish, False, return_recv_hook, dispatch_wait_recv_cost_stats
+            )
         with self._use:
-            engine = self._open_low_latency(is_open=True)
+            engine = self._low_latency or self._open_low_latency(is_open=True)
+            if completion is None and engine.quick is not None:
+                casts = use_fp8, round_scale, use_ue8m0
+                quick = engine.quick.dispatch(
+                    engine, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, casts
+                )
+                if quick is not None:
+                    return LowLatencyDispatched(*quick, EventOverlap(), None)
             got, handle, event, later = engine.dispatch(
                 x,
                 topk_idx,
@@ -77,7 +93,7 @@ class LowLatencyCalls:
                 num_experts,
                 cumulative_local_expert_recv_stats,
                 Fp8(use_fp8, round_scale, use_ue8m0),
-                completion,
+                completion or Completion(),
             )
         recv_x = got.x if got.scales is None else (got.x, got.scales)
         hook = partial(self._receive, later) if return_recv_hook and later else None
@@ -102,9 +118,21 @@ class LowLatencyCalls:
         shall not be summed. With zero_copy x is the tensor of get_next_low_latency_combine_buffer,
         which other ranks read where it lies: leave it alone afterwards, and ask for the next.
         """
-        completion = Completion(async_finish, False, return_recv_hook, combine_wait_recv_cost_stats)
+        is_plain = not (use_logfmt or zero_copy or async_finish or return_recv_hook)
         with self._use:
-            engine = self._open_low_latency(is_open=True)
+            engine = self._low_latency or self._open_low_latency(is_open=True)
+            if (
+                is_plain
+                and out is combine_wait_recv_cost_stats is None
+                and type(handle) is QuickHandle
+                and engine.quick is not None
+            ):
+                sums = engine.quick.combine(engine, x, topk_idx, topk_weights, handle)
+                if sums is not None:
+                    return LowLatencyCombined(sums, EventOverlap(), None)
+            completion = Completion(
+                async_finish, False, return_recv_hook, combine_wait_recv_cost_stats
+            )
             combined, event, later = engine.combine(
                 x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, out, completion
             )

@@ -31,6 +31,7 @@ from tokenyard.kernels import Kernels
 from tokenyard.low_latency.exchanged import ExchangedSlots
 from tokenyard.low_latency.handle import LowLatencyHandle, PendingCombine
 from tokenyard.low_latency.inputs import Fp8, Inputs, bad_pair, counters, known_handle, unsent_pair
+from tokenyard.low_latency.quick import QuickCalls
 from tokenyard.low_latency.results import Results
 from tokenyard.low_latency.shared import SharedSlots
 from tokenyard.runtime import memory
@@ -62,9 +63,9 @@ class LowLatency:
         need at most, 0 for no bound; `connect_all` gives connections of its own, if it needs any.
         """
         self._rank, self._size = engine.rank, engine.num_ranks
-        self._agreement, self._worker = engine.agreement, engine.worker
+        self._agreement, self.worker = engine.agreement, engine.worker
         self._failure = engine.failure  # after which nothing may be called again
-        self._buffer_id, self._shrink = engine.buffer_id, enable_shrink
+        self.buffer_id, self._shrink = engine.buffer_id, enable_shrink
         stage = "Buffer (low latency)"
         self.slots = _open_exchange(engine.transport, kernels, enable_shrink, stage, connect_all)
         watch = getattr(self.slots, "watch", None)
@@ -80,10 +81,11 @@ class LowLatency:
         # True from where a call has a number until it has ended, or has told all other ranks why it
         # will not. If an exception leaves the call in between, this rank is out of step with them.
         self.engaged = False
-        self._numbers = [0, 0]  # calls so far, by kind
-        self._unread: dict[tuple[int, int], tuple[int, weakref.ref[RecvHook]]] = {}
-        self._inputs = Inputs(engine.local, self._rank, self._size, self._buffer_id, num_bytes)
-        self._results = Results()
+        self.numbers = [0, 0]  # calls so far, by kind
+        self.unread: dict[tuple[int, int], tuple[int, weakref.ref[RecvHook]]] = {}
+        self.inputs = Inputs(engine.local, self._rank, self._size, self.buffer_id, num_bytes)
+        self.results = Results()
+        self.quick = QuickCalls(self.slots) if isinstance(self.slots, SharedSlots) else None
 
     def wait_to_leave(self) -> None:
         """Before the Buffer is closed: wait until all ranks have mapped memory that it named."""
@@ -105,8 +107,8 @@ class LowLatency:
         number, stage = self._begin(DISPATCH), _STAGES[DISPATCH]
         try:
             self._settle(DISPATCH, number)
-            self._inputs.completion(completion)
-            x, topk_idx, shape = self._inputs.tokens(x, topk_idx, num_max, num_experts, fp8)
+            self.inputs.completion(completion)
+            x, topk_idx, shape = self.inputs.tokens(x, topk_idx, num_max, num_experts, fp8)
             if totals is not None:
                 totals = counters(
                     "cumulative_local_expert_recv_stats", totals, shape.num_local, torch.int32
@@ -133,7 +135,7 @@ class LowLatency:
             layout_range=out.layout_range,
             shape=shape,
             sent=sent,
-            buffer_id=self._buffer_id,
+            buffer_id=self.buffer_id,
             number=number,
             hook=hook,
         )
@@ -153,19 +155,19 @@ class LowLatency:
         number, stage = self._begin(COMBINE), _STAGES[COMBINE]
         try:
             self._settle(COMBINE, number)
-            self._inputs.completion(completion)
+            self.inputs.completion(completion)
             if use_logfmt:
                 raise NotImplementedError(
                     f"{stage}: use_logfmt is True, want False: rows travel in their own dtype, "
                     f"on rank {self._rank}"
                 )
-            known, y, topk_idx, weights = self._inputs.rows(x, topk_idx, topk_weights, handle)
+            known, y, topk_idx, weights = self.inputs.rows(x, topk_idx, topk_weights, handle)
             validate.require(
                 not zero_copy or self.slots.is_shared(y),
                 "x is not the tensor of get_next_low_latency_combine_buffer, want that with "
                 "zero_copy=True",
             )
-            out = self._inputs.out(out, topk_idx.shape[0], y)
+            out = self.inputs.out(out, topk_idx.shape[0], y)
             picked = from_numpy(memory.empty_array(tuple(topk_idx.shape), np.int64))
             back = PendingCombine(y, y.dtype, topk_idx, weights, known, picked, zero_copy)
             if completion.is_later:  # the user may write to his tensors once this has returned
@@ -186,10 +188,14 @@ class LowLatency:
         self.engaged = False
         return out, event, hook
 
+    def go_on(self, kind: int, number: int, receive: Callable[..., None], *given: Any) -> None:
+        """Receive what a quick call (`quick.py`) has sent, and could not receive at once."""
+        self._end(kind, number, partial(receive, number, *given, None, _STAGES[kind]), Completion())
+
     def combine_buffer(self, handle: Any) -> Tensor:
         """[L, S, D] for the experts' output, where combine finds it without copying."""
         try:
-            known = known_handle(handle, self._buffer_id)
+            known = known_handle(handle, self.buffer_id)
         except ValueError as error:
             raise self._agreement.named("get_next_low_latency_combine_buffer", error) from None
         dtype = known.shape.dtype
@@ -222,34 +228,34 @@ class LowLatency:
 
     def _begin(self, kind: int) -> int:
         if self.slots.moves_alone:
-            self._worker.drain()
+            self.worker.drain()
         self.engaged = True
-        self._numbers[kind] += 1
-        return self._numbers[kind]
+        self.numbers[kind] += 1
+        return self.numbers[kind]
 
     def _take(self, shape: SlotShape, number: int) -> SlotResults:
         """Memory for what arrives. A call that ends on the Buffer's thread may still hold a result
         that the user has dropped: wait for that call, and try again.
         """
         try:
-            return self._results.take(shape, number)
+            return self.results.take(shape, number)
         except ValueError:
-            self._worker.drain()
+            self.worker.drain()
             time.sleep(_LET_GO)
-            return self._results.take(shape, number)
+            return self.results.take(shape, number)
 
     def _settle(self, kind: int, number: int) -> None:
         """What was sent two calls ago must have been received here: this call uses its place."""
-        unread = self._unread.pop((kind, number % 2), None)
+        unread = self.unread.pop((kind, number % 2), None)
         if unread is None:
             return
-        self._worker.drain()
+        self.worker.drain()
         earlier, reference = unread
         hook = reference()
         if hook is None:  # nobody can call it any more
             self.slots.skip(kind, earlier)
         elif not hook.is_over:
-            self._unread[kind, number % 2] = unread
+            self.unread[kind, number % 2] = unread
             raise _Unread(
                 f"the hook of call {earlier} was not called yet, want it called before call "
                 f"{number}: there are two buffers"
@@ -261,7 +267,7 @@ class LowLatency:
         """Receive now, on the Buffer's thread, or when the hook is called."""
         travel: Callable[[], None] = partial(self.slots.travel, kind, number, _STAGES[kind])
         if completion.return_recv_hook and self.slots.travels:
-            travel = self._worker.submit(travel).current_stream_wait
+            travel = self.worker.submit(travel).current_stream_wait
 
         # Results may have been made in inference mode, which writing to them needs too.
         mode = torch.inference_mode if completion.is_later or self.slots.travels else nullcontext
@@ -273,7 +279,7 @@ class LowLatency:
                     receive()
             except BaseException as error:
                 if kind == DISPATCH:
-                    self._results.release(number)
+                    self.results.release(number)
                 if isinstance(error, Stray):
                     error = self._stray(error, _STAGES[kind])
                 if raised_on_all_ranks(error):
@@ -283,14 +289,14 @@ class LowLatency:
                 raise error
 
         if not completion.is_later:
-            self._worker.drain()
+            self.worker.drain()
             work()
             return EventOverlap(None), None
         hook = RecvHook(work)
-        self._unread[kind, number % 2] = number, weakref.ref(hook)
+        self.unread[kind, number % 2] = number, weakref.ref(hook)
         if completion.return_recv_hook:
             return EventOverlap(None), hook
-        return EventOverlap(RecvEvent(self._worker.submit(hook.on_thread), hook)), hook
+        return EventOverlap(RecvEvent(self.worker.submit(hook.on_thread), hook)), hook
 
     def _differs(self, stage: str, rank: int, theirs: int | np.ndarray) -> None:
         """A rank has gone on to another call than this. Neither call can be undone: each rank waits
@@ -311,7 +317,7 @@ class LowLatency:
         """Tell the others, and give back what to raise here."""
         stage = _STAGES[kind]
         if kind == DISPATCH:
-            self._results.release(number)
+            self.results.release(number)
         unread = isinstance(error, _Unread)
         named = self._agreement.named(stage, ValueError(*error.args) if unread else error)
         if self.slots.travels:
@@ -328,9 +334,9 @@ class LowLatency:
             self.engaged = not raised_on_all_ranks(error)
         if self.slots.travels:
             self.slots.skip(kind, number)
-            self._numbers[kind] = number - 1
+            self.numbers[kind] = number - 1
             if kind == DISPATCH:
-                self._results.release(number)
+                self.results.release(number)
 
     def _agree(
         self, kind: int, number: int, shape: SlotShape, dtype: torch.dtype, handle: int = -1

@@ -23,7 +23,7 @@ _CASTABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 # All that a check asks of a tensor, read in one step. A form that has passed once is not checked
 # again, since that would take longer than sending a few tokens.
-_form = attrgetter("__class__", "shape", "dtype", "layout", "device")
+form = attrgetter("__class__", "shape", "dtype", "layout", "device")
 
 
 class Fp8(NamedTuple):
@@ -52,8 +52,8 @@ class Inputs:
         self._local, self._rank, self._size = local, rank, size
         self._buffer_id, self._num_bytes = buffer_id, num_bytes
         self._shapes: dict[tuple[Any, ...], SlotShape] = {}
-        self._checked: dict[tuple[Any, ...], SlotShape] = {}
-        self._checked_back: set[tuple[Any, ...]] = set()
+        self.checked: dict[tuple[Any, ...], SlotShape] = {}
+        self.checked_back: set[tuple[Any, ...]] = set()
 
     def tokens(
         self, x: Any, topk_idx: Any, num_max: Any, num_experts: Any, fp8: Fp8
@@ -61,14 +61,14 @@ class Inputs:
         key: tuple[Any, ...] | None = None
         shape = None
         with suppress(AttributeError, TypeError):  # no tensors, or no numbers
-            key = _form(x), _form(topk_idx), num_max, num_experts, fp8
-            shape = self._checked.get(key)
+            key = form(x), form(topk_idx), num_max, num_experts, fp8
+            shape = self.checked.get(key)
         if shape is None:
             cast = fp8.cast()
             x, topk_idx = self._check_tokens(x, topk_idx, num_max, cast)
             shape = self._shape(x, topk_idx.shape[1], num_max, num_experts, cast)
             if key is not None:
-                self._checked[key] = shape
+                self.checked[key] = shape
         elif x.requires_grad:
             x = validate.without_gradient("x", x)
         x, topk_idx = validate.held("x", x), validate.held("topk_idx", topk_idx)
@@ -85,11 +85,11 @@ class Inputs:
         )
         forms = None
         with suppress(AttributeError):
-            forms = _form(x), _form(topk_idx), _form(topk_weights)
+            forms = form(x), form(topk_idx), form(topk_weights)
         key = forms, known.shape, known.sent.shape
-        if forms is None or key not in self._checked_back:
+        if forms is None or key not in self.checked_back:
             x, topk_idx, topk_weights = self._check_rows(x, topk_idx, topk_weights, known)
-            self._checked_back.add(key)
+            self.checked_back.add(key)
         else:
             if x.requires_grad:
                 x = validate.without_gradient("x", x)

@@ -43,6 +43,7 @@ from tokenyard.shm.mailbox import SignalKernels
 from tokenyard.shm.node import SharedNode
 from tokenyard.types import round_up
 from tokenyard.wire.columns import LINE
+from tokenyard.wire.signals import MAIL
 from tokenyard.wire.slots import POST_WORDS, TEXT
 
 _POST = 8 * POST_WORDS
@@ -115,9 +116,10 @@ class Posts:
         self.masked = int(
             self._masked_R.ctypes.data
         )  # the address of [R]: is that rank left out here?
-        self._owed = [0] * 4  # by post: a call that failed while an earlier one was unread
-        self._made = [0, 0]  # by kind: the last call that was begun here
-        self._before = [
+        self.owed = [0] * 4  # by post: a call that failed while an earlier one was unread
+        self.mails = node.mailbox.epochs  # whose number of messages tells what came before a call
+        self.made = [0, 0]  # by kind: the last call that was begun here
+        self.before = [
             (0, 0)
         ] * 4  # by post: how many messages and calls of the other kind came before it
         words_of = [
@@ -166,8 +168,9 @@ class Posts:
 
     def begin(self, kind: int, number: int) -> None:
         """Note that this rank begins a call: it is about to send, or to say why it cannot."""
-        self._made[kind] = number
-        self._before[_place(kind, number)] = self._node.mailbox.num_sent, self._made[1 - kind]
+        self.made[kind] = number
+        sent = self.mails[MAIL]
+        self.before[2 * kind + number % 2] = sent, self.made[1 - kind]
 
     def left_out(self) -> list[int]:
         return np.flatnonzero(self._masked_R).tolist()
@@ -183,21 +186,21 @@ class Posts:
         failed because this rank has not yet read what was sent two calls ago.
         """
         post = self.of(kind, number)
-        self._made[kind] = number
+        self.made[kind] = number
         words(post.failure + LINE, TEXT_WORDS)[:] = text_to_words(text)
         self._kernels.signal(post.failure, number)
         if unread:
-            self._owed[post.place] = number
+            self.owed[post.place] = number
         else:
             self.done(post, number)
 
     def done(self, post: Post, number: int) -> None:
         """This rank will read nothing more of this call."""
-        self._kernels.signal(post.read, max(number, self._owed[post.place]))
+        self._kernels.signal(post.read, max(number, self.owed[post.place]))
 
     def pay(self, post: Post, number: int) -> None:
         """This rank has read the call: a later one that failed for lack of that is done too."""
-        if self._owed[post.place] > number:
+        if self.owed[post.place] > number:
             self.done(post, number)
 
     def wait_to_send(self, post: Post, number: int, stage: str) -> None:
@@ -277,7 +280,7 @@ class Posts:
     def _look_beyond_mail(self, stage: str) -> None:
         if self._differs is None:
             return
-        dispatches, combines = self._made
+        dispatches, combines = self.made
         made = [dispatches, dispatches, combines, combines]
         limits = np.array([self._node.mailbox.num_sent, *made, *made], np.int64)
         found = self._find_ahead(limits, self._node.mailbox.arrivals, self._node.mailbox.num_sent)
@@ -287,7 +290,7 @@ class Posts:
 
     def _limits(self, post: Post, number: int) -> np.ndarray:
         """The largest numbers (see `_MARKS`) of a rank that is not past this call."""
-        mails, others = self._before[post.place]
+        mails, others = self.before[post.place]
         own, other = [number] * 2, [others] * 2
         made = own + other if post.place < 2 else other + own
         return np.array([mails, *made, *made], np.int64)

@@ -27,13 +27,14 @@ class Results:
 
     def __init__(self) -> None:
         self._memory: list[np.ndarray | None] = [None] * 2
+        self._begins = [0] * 2  # addresses of it
         self._lent: list[tuple[int, weakref.ref[np.ndarray]] | None] = [None] * 2
 
     def take(self, shape: SlotShape, number: int) -> SlotResults:
         """Memory for what arrives. Rows and scales are the result whose life is watched."""
         num_local, num_slots, _ = shape.x_shape
         x_bytes = round_up(num_local * num_slots * shape.row_bytes, LINE)
-        array = self._lend(x_bytes + num_local * num_slots * shape.scale_bytes, number)
+        array, _ = self.lend(x_bytes + num_local * num_slots * shape.scale_bytes, number)
         scales = None
         if shape.cast != NO_CAST:
             width = shape.scale_bytes // 4
@@ -52,16 +53,18 @@ class Results:
             if lent is not None and lent[0] == number:
                 self._lent[place] = None
 
-    def _lend(self, num_bytes: int, number: int) -> np.ndarray:
+    def lend(self, num_bytes: int, number: int) -> tuple[np.ndarray, int]:
+        """Bytes for the result of a call, and where they begin. Raises if two are still lent."""
         for place, lent in enumerate(self._lent):
             if lent is None or lent[1]() is None:
                 room = self._memory[place]
                 if room is None or not num_bytes <= room.size <= 2 * num_bytes + _SMALL:
                     room = self._memory[place] = None  # so that the pool may lend it again
                     room = self._memory[place] = memory.take_bytes(num_bytes)
+                    self._begins[place] = int(room.ctypes.data)
                 array = room[:num_bytes]
                 self._lent[place] = number, weakref.ref(array)
-                return array
+                return array, self._begins[place]
         raise ValueError(
             "two results of low_latency_dispatch are still held, want at most one before the "
             "next call: there are two buffers, so drop recv_x (and what views it) of one first"

@@ -67,7 +67,7 @@ class SlotKernels(PostKernels, Protocol):
     def combine_calls(self, dtype: torch.dtype, send: int, receive: int) -> tuple[Call, Call]: ...
 
 
-class _Halves(NamedTuple):
+class Halves(NamedTuple):
     """Compiled calls that send and receive, and the tables that tell them what (`call_table`)."""
 
     send: Call
@@ -85,15 +85,15 @@ class SharedSlots:
         self._node, self._kernels, self._shrink = node, kernels, shrink
         self._rank, self._size = node.rank, node.size
         self.posts = Posts(node, kernels, shrink, stage)
-        self._blocks: list[Segment | None] = [None] * 4
+        self.blocks: list[Segment | None] = [None] * 4
         self._arrays: list[np.ndarray | None] = [None] * 4  # of blocks, which are lent meanwhile
         self._too_large = [0] * 4  # by post: the calls in a row that needed far less than they had
-        self._mapped: set[int] = set()  # segments of this rank that all others have mapped
+        self.mapped: set[int] = set()  # segments of this rank that all others have mapped
         self._held: dict[tuple[int, int, int], Mapped] = {}  # of others, as `peers` knows them
-        self._new: dict[int, tuple[int, int]] = {}  # by post: a call that named another, and which
-        self._lent: list[Tensor | None] = [None] * 2  # rows that others read where they are
+        self.new: dict[int, tuple[int, int]] = {}  # by post: a call that named another, and which
+        self.lent: list[Tensor | None] = [None] * 2  # rows that others read where they are
         # By post, shape, and the dtype of the rows of a combine.
-        self._halves: dict[tuple[int, SlotShape, torch.dtype | None], _Halves] = {}
+        self._halves: dict[tuple[int, SlotShape, torch.dtype | None], Halves] = {}
 
     def send_dispatch(
         self, number: int, x: Tensor, topk_idx: Tensor, shape: SlotShape, sent: Tensor, stage: str
@@ -177,7 +177,7 @@ class SharedSlots:
             code = halves.send()
             what, which = code >> 32, code & LOW
             if not code:
-                self._lent[number % 2] = None if given is None else y
+                self.lent[number % 2] = None if given is None else y
                 self._note_new(post.place, number, (given or block).identity)
                 return -1
             if what == LATE:
@@ -198,7 +198,7 @@ class SharedSlots:
         given: Segment | None,
     ) -> None:
         head, code = post.head, ROW_DTYPES.index(y.dtype)
-        signature = _combine_signature(shape, y.dtype)
+        signature = combine_signature(shape, y.dtype)
         own = block.identity
         if signature != head[SIGNATURE] or not own == head[IDENTITY] == head[ROWS_IDENTITY]:
             head[SIGNATURE], head[FD : IDENTITY + 1] = signature, block.told
@@ -284,7 +284,7 @@ class SharedSlots:
         for fd, to in ((FD, at.PEER_BLOCK), (ROWS_FD, at.PEER_ROWS))[: 1 + is_combine]:
             told = theirs[fd : fd + 3].tolist()
             if rank == self._rank:  # this rank reads its own rows where it was given them
-                block = self._blocks[post.place]
+                block = self.blocks[post.place]
                 assert block is not None
                 known[to : to + 3] = told[-1], block.address, block.size
             else:
@@ -301,13 +301,13 @@ class SharedSlots:
                 known[to : to + 3] = told[-1], mapped.address, mapped.array.size
 
     def _note_new(self, place: int, number: int, identity: int) -> None:
-        if identity not in self._mapped:
-            self._new[place] = number, identity
+        if identity not in self.mapped:
+            self.new[place] = number, identity
 
     def wait_to_leave(self, seconds: float) -> None:
         """Wait until all ranks have mapped what this rank named in calls that it has ended."""
         deadline = time.monotonic() + seconds
-        for place, (named, _) in self._new.items():
+        for place, (named, _) in self.new.items():
             self.posts.wait_to_leave(place, named, deadline)
 
     def _after_reading(self, post: Post, number: int, stage: str) -> None:
@@ -316,13 +316,13 @@ class SharedSlots:
         rank waits for this one meanwhile, a later call waits instead.
         """
         self.posts.pay(post, number)
-        for place, (named, identity) in list(self._new.items()):
+        for place, (named, identity) in list(self.new.items()):
             if not self.posts.wait_until_read(place, named, post, number, stage):
                 return
-            self._new.pop(place, None)
-            if len(self._mapped) >= _MANY:  # most of these segments are gone
-                self._mapped &= {segment.identity for segment in self._node.pool}
-            self._mapped.add(identity)
+            self.new.pop(place, None)
+            if len(self.mapped) >= _MANY:  # most of these segments are gone
+                self.mapped &= {segment.identity for segment in self._node.pool}
+            self.mapped.add(identity)
 
     def _block(self, post: Post, number: int, num_bytes: int, most: int, stage: str) -> Segment:
         """Memory for what this call sends: `num_bytes` now, at most `most` in calls of its sizes.
@@ -331,7 +331,7 @@ class SharedSlots:
         pool may lend it at once, so all ranks must have read it before.
         """
         place = post.place
-        block = self._blocks[place]
+        block = self.blocks[place]
         if block is not None and num_bytes <= block.size:
             if block.size <= _ALWAYS_KEPT or block.size <= 4 * most:
                 self._too_large[place] = 0
@@ -343,24 +343,24 @@ class SharedSlots:
         if block is not None:
             self.posts.wait_to_send(post, number, stage)
             is_larger = block.size > most
-            block = self._blocks[place] = self._arrays[place] = None
+            block = self.blocks[place] = self._arrays[place] = None
             if is_larger:  # the pool trims itself only when it is asked for more
                 self._node.pool.trim()
         block, self._arrays[place] = self._node.pool.take(num_bytes)
-        self._blocks[place] = block
+        self.blocks[place] = block
         return block
 
-    def _calls(self, post: Post, shape: SlotShape, dtype: torch.dtype | None) -> _Halves:
+    def _calls(self, post: Post, shape: SlotShape, dtype: torch.dtype | None) -> Halves:
         """The calls of a post: of a dispatch, or of a combine if the dtype of its rows is given.
 
         All that follows from the arguments is in their tables.
         """
         halves = self._halves.get((post.place, shape, dtype))
         if halves is None:
-            halves = self._halves[post.place, shape, dtype] = self._make_calls(post, shape, dtype)
+            halves = self._halves[post.place, shape, dtype] = self.make_calls(post, shape, dtype)
         return halves
 
-    def _make_calls(self, post: Post, shape: SlotShape, dtype: torch.dtype | None) -> _Halves:
+    def make_calls(self, post: Post, shape: SlotShape, dtype: torch.dtype | None) -> Halves:
         send_table, receive_table = new_table(shape), new_table(shape)
         for table in (send_table, receive_table):
             table[at.PATIENCE] = self._node.mailbox.patience
@@ -372,15 +372,15 @@ class SharedSlots:
             table[at.POST] = post.own
             table[at.HEAD] = post.head_at
             if dtype is not None:
-                table[at.SIGNATURE] = _combine_signature(shape, dtype)
+                table[at.SIGNATURE] = combine_signature(shape, dtype)
                 table[at.ROW_BYTES] = shape.hidden * dtype.itemsize
         tables = address_of(send_table), address_of(receive_table)
         if dtype is None:
             send, receive = self._kernels.dispatch_calls(shape, *tables)
         else:
             send, receive = self._kernels.combine_calls(dtype, *tables)
-        return _Halves(send, send_table, receive, receive_table)
+        return Halves(send, send_table, receive, receive_table)
 
 
-def _combine_signature(shape: SlotShape, dtype: torch.dtype) -> int:
+def combine_signature(shape: SlotShape, dtype: torch.dtype) -> int:
     return shape.signature ^ 2 + ROW_DTYPES.index(dtype)

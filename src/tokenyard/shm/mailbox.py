@@ -56,7 +56,7 @@ class Mailbox:
         self.patience = 2000 if has_core_each(layout.size) else 20  # looks of a kernel that spins
         # Given the stage, raises if a rank whose message is awaited has gone on to something else.
         self.look: Callable[[str], None] | None = None
-        self._epochs = array("q", [0] * KINDS)  # compiled calls advance them too
+        self.epochs = array("q", [0] * KINDS)  # compiled calls advance them too
         self._tables: list[np.ndarray] = []
         rank, bases = liveness.rank, [control.address for control in controls]
         # By kind of signal: where this rank raises it, and where it waits for the others.
@@ -82,8 +82,8 @@ class Mailbox:
             starts = range(0, message_RM.shape[1], self._box)
             parts = [self.exchange(message_RM[:, at : at + self._box], stage) for at in starts]
             return np.concatenate(parts, axis=1)
-        self._epochs[MAIL] += 1
-        epoch = self._epochs[MAIL]
+        self.epochs[MAIL] += 1
+        epoch = self.epochs[MAIL]
         outgoing, incoming = self._lines[MAIL]
         outboxes, inbox = self._boxes[epoch % 2]
         first = self._kernels.post(
@@ -97,8 +97,8 @@ class Mailbox:
         """Signal to all ranks and wait until they have signalled as often: spin, then yield, then
         sleep. Whatever this thread wrote to their memory comes before the signal.
         """
-        self._epochs[kind] += 1
-        epoch = self._epochs[kind]
+        self.epochs[kind] += 1
+        epoch = self.epochs[kind]
         outgoing, incoming = self._lines[kind]
         first = self._kernels.meet(outgoing, incoming, self._size, epoch, self.patience)
         if first < self._size:
@@ -107,7 +107,7 @@ class Mailbox:
     def wait_for(self, kind: int, stage: str) -> None:
         """Wait until all ranks have signalled as often as this one, which has done so before."""
         look = self.look if kind == MAIL else None
-        self._wait_long(self._lines[kind][1], self._epochs[kind], 0, stage, look)
+        self._wait_long(self._lines[kind][1], self.epochs[kind], 0, stage, look)
 
     def last_messages(self) -> np.ndarray:
         """[R, box]: what all ranks have sent in the last exchange."""
@@ -116,7 +116,7 @@ class Mailbox:
     def tell_calls(self, table: array[int]) -> None:
         """Tell a compiled call where signals and messages are (`wire.exchange_table`)."""
         table[at.PATIENCE], table[at.YIELDS] = self.patience, _YIELDS
-        table[at.EPOCHS] = self._epochs.buffer_info()[0]
+        table[at.EPOCHS] = self.epochs.buffer_info()[0]
         table[at.OUT_LINES] = self._table([outgoing for outgoing, _ in self._lines])
         table[at.IN_LINES] = self._table([incoming for _, incoming in self._lines])
         table[at.OUT_BOXES] = self._table([outboxes for outboxes, _ in self._boxes])
@@ -126,7 +126,7 @@ class Mailbox:
     @property
     def num_sent(self) -> int:
         """How many messages this rank has sent to each of the others."""
-        return self._epochs[MAIL]
+        return self.epochs[MAIL]
 
     @property
     def arrivals(self) -> int:

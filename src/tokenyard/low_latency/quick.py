@@ -1,0 +1,299 @@
+"""Low-latency calls of shapes that were seen before, in few steps of Python.
+
+A call of a plain kind (no cast, no hook, not asynchronous, no statistics) whose tensors look like
+those of an earlier one needs no checks but of its numbers, and the compiled functions make those.
+Such a call is made here, on the same posts and tables as others (`shared.py`). Whatever is unusual
+is left to `engine`: the whole call if nothing was sent, else what is left to receive.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenyard.low_latency.handle import LowLatencyHandle, PendingCombine
+from tokenyard.low_latency.inputs import Fp8, form
+from tokenyard.low_latency.posts import Post
+from tokenyard.low_latency.shared import Halves, SharedSlots, combine_signature
+from tokenyard.shm.segment import Segment
+from tokenyard.wire import call_table as at
+from tokenyard.wire.fp8 import NO_CAST
+from tokenyard.wire.signals import MAIL
+from tokenyard.wire.slots import (
+    COMBINE,
+    DISPATCH,
+    IDENTITY,
+    ROWS_IDENTITY,
+    SIGNATURE,
+    SlotResults,
+    SlotShape,
+)
+
+if TYPE_CHECKING:
+    from tokenyard.low_latency.engine import LowLatency
+
+_MOST_PLANS = 64
+_new = object.__new__
+
+
+class QuickHandle(LowLatencyHandle):
+    """A handle whose numbers lie in one piece of memory; its tensors are made when they are read.
+
+    The memory holds layout_range and `sent` in int64, then src_info in int32.
+    """
+
+    memory: Tensor | None = None
+    num_tokens = 0
+
+    @cached_property
+    def layout_range(self) -> Tensor:  # type: ignore[override]
+        assert self.memory is not None
+        shape = self.shape
+        return self.memory[: shape.num_local * shape.num_ranks].view(shape.num_local, -1)
+
+    @cached_property
+    def sent(self) -> Tensor:  # type: ignore[override]
+        assert self.memory is not None
+        begin = self.shape.num_local * self.shape.num_ranks
+        end = begin + 2 * self.num_tokens * self.shape.num_topk
+        return self.memory[begin:end].view(2, self.num_tokens, self.shape.num_topk)
+
+    @cached_property
+    def src_info(self) -> Tensor:  # type: ignore[override]
+        assert self.memory is not None
+        shape = self.shape
+        begin = shape.num_local * shape.num_ranks + 2 * self.num_tokens * shape.num_topk
+        count = shape.num_local * shape.num_slots
+        return self.memory[begin:].view(torch.int32)[:count].view(shape.num_local, -1)
+
+
+class _Plan(NamedTuple):
+    """What follows from the form of a call's tensors."""
+
+    shape: SlotShape
+    num_tokens: int
+    dtype: torch.dtype
+    halves: tuple[Halves, Halves]  # of even and of odd calls
+    posts: tuple[Post, Post]
+    signature: int
+    most_bytes: int  # of a block that is not far too large
+    num_elements: int  # of recv_x
+    num_words: int  # of a handle's memory
+    picked: Tensor | None  # of a combine
+
+
+class QuickCalls:
+    """The engine of the mode is handed to each call: it holds this object."""
+
+    def __init__(self, slots: SharedSlots) -> None:
+        self._slots = slots
+        self._plans: dict[Any, _Plan] = {}
+
+    def dispatch(
+        self,
+        engine: LowLatency,
+        x: Any,
+        topk_idx: Any,
+        num_max: Any,
+        num_experts: Any,
+        fp8: tuple[Any, Any, Any],
+    ) -> tuple[Tensor, Tensor, LowLatencyHandle] | None:
+        """recv_x, the counts and the handle; None if the engine must make this call."""
+        try:
+            key = form(x), form(topk_idx), num_max, num_experts, fp8
+            plan = self._plans.get(key)
+        except (AttributeError, TypeError):  # no tensors, or no numbers
+            return None
+        if plan is None:
+            plan = self._plan_dispatch(engine, key)
+        if (
+            plan is None
+            or engine.unread
+            or engine.worker.pending is not None
+            or (x.requires_grad and torch.is_grad_enabled())
+        ):
+            return None
+        shape, num_tokens, dtype, both_halves, both_posts, *_, num_elements, num_words, _ = plan
+        number = engine.numbers[DISPATCH] + 1
+        halves, post = both_halves[number % 2], both_posts[number % 2]
+        block = self._block(plan, post)
+        if block is None:
+            return None
+        send, receive = halves.send_table, halves.receive_table
+        try:
+            send[at.X] = x_at = x.data_ptr()
+            send[at.TOPK_IDX] = ids_at = topk_idx.data_ptr()
+            if not (x_at and ids_at and x.is_contiguous() and topk_idx.is_contiguous()):
+                return None
+            if x.is_neg():
+                return None
+            array, receive[at.X] = engine.results.lend(num_elements * dtype.itemsize, number)
+        except (RuntimeError, ValueError, MemoryError):  # no memory of its own, or none left
+            return None
+        memory = torch.empty(num_words, dtype=torch.int64)
+        counts = torch.empty(shape.num_local, dtype=torch.int32)
+        recv_x = torch.frombuffer(array, dtype=dtype, count=num_elements).view(shape.x_shape)
+        begin = memory.data_ptr()
+        send[at.NUMBER] = receive[at.NUMBER] = number
+        send[at.NUM_TOKENS], send[at.BLOCK] = num_tokens, block.address
+        send[at.SENT] = sent_at = begin + 8 * shape.num_local * shape.num_ranks
+        receive[at.COUNTS], receive[at.LAYOUT_RANGE] = counts.data_ptr(), begin
+        receive[at.SRC_INFO] = sent_at + 16 * num_tokens * shape.num_topk
+        receive[at.SCALES] = receive[at.TOTALS] = 0
+        engine.engaged = True
+        posts = self._slots.posts  # as `Posts.begin` does
+        posts.made[DISPATCH] = number
+        posts.before[post.place] = posts.mails[MAIL], posts.made[COMBINE]
+        if halves.send():  # nothing is sent: the engine begins anew, and finds out why
+            engine.engaged = False
+            return None
+        engine.numbers[DISPATCH] = number
+        handle = _new(QuickHandle)
+        handle.shape, handle.buffer_id, handle.number = shape, engine.buffer_id, number
+        handle.memory, handle.num_tokens = memory, num_tokens
+        if halves.receive():
+            out = SlotResults(recv_x, None, counts, handle.src_info, handle.layout_range)
+            engine.go_on(DISPATCH, number, self._slots.receive_dispatch, shape, out, None)
+        engine.engaged = False
+        return recv_x, counts, handle
+
+    def combine(
+        self, engine: LowLatency, x: Any, topk_idx: Any, topk_weights: Any, handle: QuickHandle
+    ) -> Tensor | None:
+        """The sums; None if the engine must make this call."""
+        slots, memory = self._slots, handle.memory
+        try:
+            key = form(x), form(topk_idx), form(topk_weights), handle.shape, handle.num_tokens
+            plan = self._plans.get(key)
+        except (AttributeError, TypeError):
+            return None
+        if plan is None:
+            plan = self._plan_combine(engine, key)
+        if (
+            plan is None
+            or memory is None
+            or handle.buffer_id != engine.buffer_id
+            or engine.unread
+            or engine.worker.pending is not None
+            or ((x.requires_grad or topk_weights.requires_grad) and torch.is_grad_enabled())
+        ):
+            return None
+        shape, num_tokens, dtype, both_halves, both_posts, *_, picked = plan
+        assert picked is not None
+        number = engine.numbers[COMBINE] + 1
+        halves, post = both_halves[number % 2], both_posts[number % 2]
+        block = self._block(plan, post)
+        if block is None or post.head[ROWS_IDENTITY] != block.identity:
+            return None
+        send, receive = halves.send_table, halves.receive_table
+        try:
+            send[at.Y] = receive[at.Y] = y_at = x.data_ptr()
+            send[at.TOPK_IDX] = receive[at.TOPK_IDX] = ids_at = topk_idx.data_ptr()
+            receive[at.WEIGHTS] = weights_at = topk_weights.data_ptr()
+            if not (y_at and ids_at and weights_at):
+                return None
+            if not (
+                x.is_contiguous() and topk_idx.is_contiguous() and topk_weights.is_contiguous()
+            ):
+                return None
+            if x.is_neg() or topk_weights.is_neg():
+                return None
+        except RuntimeError:
+            return None
+        out = torch.empty(num_tokens, shape.hidden, dtype=dtype)
+        tables = shape.num_ranks * shape.table_bytes
+        send[at.NUMBER] = receive[at.NUMBER] = number
+        send[at.HANDLE] = receive[at.HANDLE] = handle.number
+        send[at.NUM_TOKENS] = receive[at.NUM_TOKENS] = num_tokens
+        send[at.LAYOUT_RANGE] = begin = memory.data_ptr()
+        send[at.SENT], send[at.COPIES_OWN] = begin + 8 * shape.num_local * shape.num_ranks, 0
+        send[at.BLOCK], send[at.ROWS] = block.address, block.address + tables
+        send[at.ROOM] = (block.size - tables) // (shape.hidden * dtype.itemsize)
+        receive[at.OUT] = out.data_ptr()
+        engine.engaged = True
+        posts = slots.posts
+        posts.made[COMBINE] = number
+        posts.before[post.place] = posts.mails[MAIL], posts.made[DISPATCH]
+        if halves.send():
+            engine.engaged = False
+            return None
+        engine.numbers[COMBINE] = number
+        slots.lent[number % 2] = None
+        if halves.receive():
+            back = PendingCombine(x, dtype, topk_idx, topk_weights, handle, picked, False)
+            engine.go_on(COMBINE, number, slots.receive_combine, back, out)
+        engine.engaged = False
+        return out
+
+    def _block(self, plan: _Plan, post: Post) -> Segment | None:
+        """The block of a post that calls like this one have used, which all ranks have mapped."""
+        slots, head = self._slots, post.head
+        block = slots.blocks[post.place]
+        if (
+            block is None
+            or slots.new
+            or block.size > plan.most_bytes
+            or block.identity not in slots.mapped
+            or head[IDENTITY] != block.identity
+            or head[SIGNATURE] != plan.signature
+            or slots.posts.owed[post.place]
+        ):
+            return None
+        return block
+
+    def _plan_dispatch(self, engine: LowLatency, key: tuple[Any, ...]) -> _Plan | None:
+        """For a form that the engine has checked."""
+        x, topk_idx, num_max, num_experts, fp8 = key
+        shape = engine.inputs.checked.get((x, topk_idx, num_max, num_experts, Fp8(*fp8)))
+        if shape is None or shape.cast != NO_CAST or not shape.num_local:
+            return None
+        num_tokens = topk_idx[1][0]
+        slots = shape.num_local * shape.num_slots
+        words = shape.num_local * shape.num_ranks + 2 * num_tokens * shape.num_topk
+        made = self._plan(
+            DISPATCH, shape, num_tokens, None, shape.signature, shape.block_bytes
+        )._replace(num_elements=slots * shape.hidden, num_words=words + (slots + 1) // 2)
+        self._plans[key] = made
+        return made
+
+    def _plan_combine(self, engine: LowLatency, key: tuple[Any, ...]) -> _Plan | None:
+        x, topk_idx, topk_weights, shape, num_tokens = key
+        if not shape.num_local:
+            return None
+        sent = torch.Size((2, num_tokens, shape.num_topk))
+        if ((x, topk_idx, topk_weights), shape, sent) not in engine.inputs.checked_back:
+            return None
+        dtype = x[2]
+        row_bytes = shape.hidden * dtype.itemsize
+        most = shape.num_ranks * (shape.table_bytes + shape.most_back * row_bytes)
+        signature = combine_signature(shape, dtype)
+        made = self._plan(COMBINE, shape, num_tokens, dtype, signature, most)
+        picked = torch.empty(num_tokens, shape.num_topk, dtype=torch.int64)
+        for halves in made.halves:
+            halves.send_table[at.PICKED] = halves.receive_table[at.PICKED] = picked.data_ptr()
+        self._plans[key] = made._replace(picked=picked)
+        return self._plans[key]
+
+    def _plan(
+        self,
+        kind: int,
+        shape: SlotShape,
+        num_tokens: int,
+        dtype: torch.dtype | None,
+        signature: int,
+        most: int,
+    ) -> _Plan:
+        if len(self._plans) >= _MOST_PLANS:
+            self._plans.clear()
+        slots = self._slots
+        even, odd = slots.posts.of(kind, 0), slots.posts.of(kind, 1)
+        # Tables of their own: PICKED stays as it is.
+        halves = slots.make_calls(even, shape, dtype), slots.make_calls(odd, shape, dtype)
+        most_bytes = max(1 << 20, 4 * most)
+        used = shape.row_dtype if dtype is None else dtype
+        return _Plan(
+            shape, num_tokens, used, halves, (even, odd), signature, most_bytes, 0, 0, None
+        )
