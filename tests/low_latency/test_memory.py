@@ -39,7 +39,7 @@ def ascend(group: Any) -> tuple[int, int]:
                         x, idx, NUM_MAX, 2, use_fp8=False, return_recv_hook=True
                     )
         slots: Any = buffer._low_latency.slots
-        return shared_bytes()[1], len(slots._mapped)
+        return shared_bytes()[1], len(slots.mapped)
 
 
 @pytest.mark.processes
