@@ -131,7 +131,7 @@ def test_handles_of_both_ways_are_alike() -> None:
 
 
 def grow(group: Any) -> int:
-    """More and more rows arrive, until a block, and a record, are too small again and again."""
+    """More and more rows arrive, until a block, and a ledger, are too small again and again."""
     made = 0
     with tokenyard.Buffer(group, transport="direct") as buffer:
         for turn, num_tokens in enumerate([1, 40, 3, 700, 2, 699, 5000, 1]):

@@ -20,7 +20,7 @@ from torch import Tensor, from_numpy
 
 from tokenyard import validate
 from tokenyard.engine.agreement import Call, Heard
-from tokenyard.engine.handle import CompiledHandle, Record
+from tokenyard.engine.handle import CompiledHandle, Ledger
 from tokenyard.engine.inputs import DispatchRequest
 from tokenyard.errors import SharedMemoryError
 from tokenyard.runtime.completion import Completion
@@ -65,7 +65,7 @@ class _Plan(NamedTuple):
     row_bytes: int
     combine_dtype: torch.dtype
     per_expert: np.ndarray
-    src_room: list[int]  # rows of others that a record has room for, a number that grows
+    src_room: list[int]  # rows of others that a ledger has room for, a number that grows
     kept: tuple[Any, ...]
 
 
@@ -149,12 +149,12 @@ class CompiledCalls:
             segment, memory = self._pool.take(self._transport.last_bytes)
         except SharedMemoryError:
             return None
-        record = Record(num_tokens, most, src_room[0], self.size)
+        ledger = Ledger(num_tokens, most, src_room[0], self.size)
         table[at.PHASE], table[at.LEAVE_AT] = at.START, self.leave_at
         table[at.NUMBER], table[at.NUM_TOKENS] = number, num_tokens
         table[at.BLOCK] = segment.address
         head[say.OFFER : say.OFFER + 3] = segment.told
-        record.tell(table)
+        ledger.tell(table)
         self._agreement.engaged = True
         while verdict := call():
             what, which = verdict >> 32, verdict & LOW
@@ -162,7 +162,7 @@ class CompiledCalls:
                 self._agreement.engaged = False
                 return None
             if what == GENERAL:
-                sent = record.send_counts(table[at.NUM_COPIES])
+                sent = ledger.send_counts(table[at.NUM_COPIES])
                 block = SharedRows(memory, segment.told, segment.address)
                 heard = Heard(Offer(block.told, (block,)), self._node.mailbox.last_messages(), sent)
                 del block, memory
@@ -186,8 +186,8 @@ class CompiledCalls:
                 return got.x, got.topk_idx, got.topk_weights, got.num_tokens_per_expert, handle
             if what == ROOM:
                 src_room[0] = which + which // 4
-                record = record.with_room(src_room[0])
-                record.tell(table)
+                ledger = ledger.with_room(src_room[0])
+                ledger.tell(table)
             else:
                 self._answer(what, which, "dispatch", say.OFFER)
         self._agreement.number = number + 1
@@ -201,7 +201,7 @@ class CompiledCalls:
             hidden,
             combine_dtype,
             num_channels,
-            record,
+            ledger,
             self.rank,
             num_rows,
             table[at.NUM_COPIES],
@@ -224,10 +224,10 @@ class CompiledCalls:
         """A combine of a contiguous CPU tensor, without weights and biases, that ends before it
         returns; None as in `dispatch`.
         """
-        num_rows, record = handle.num_rows, handle.record
+        num_rows, ledger = handle.num_rows, handle.ledger
         if not (
             type(x) is Tensor
-            and record is not None
+            and ledger is not None
             and type(tag) is int
             and x.ndim == 2
             and x.is_cpu
@@ -235,7 +235,7 @@ class CompiledCalls:
             and self._engine.worker.pending is None
         ):
             return None
-        num_tokens = record.num_tokens
+        num_tokens = ledger.num_tokens
         got_rows, hidden = x.shape
         if got_rows != num_rows or (x.requires_grad and torch.is_grad_enabled()):
             return None
@@ -281,7 +281,7 @@ class CompiledCalls:
         table[at.X], table[at.OUT] = address, sums.data_ptr()
         table[at.COPIES], table[at.BLOCK] = copies, segment.address
         head[say.OFFER : say.OFFER + 5] = not copies, *segment.told, begin
-        record.tell(table)
+        ledger.tell(table)
         self._agreement.engaged = True
         while verdict := call():
             what, which = verdict >> 32, verdict & LOW

@@ -17,7 +17,7 @@ from tokenyard.wire import exchange_table as at
 _new = object.__new__
 
 
-class Record:
+class Ledger:
     """What a compiled dispatch writes down of its route.
 
     Its memory holds, in int64, the rows from each rank to each, and the tokens of each rank; then,
@@ -34,9 +34,9 @@ class Record:
         self.num_tokens, self.num_ranks = num_tokens, num_ranks
         self.room, self.src_room = room, src_room
 
-    def with_room(self, src_room: int) -> Record:
+    def with_room(self, src_room: int) -> Ledger:
         """The same with room for so many rows that come, which are yet to be written."""
-        made = Record(self.num_tokens, self.room, src_room, self.num_ranks)
+        made = Ledger(self.num_tokens, self.room, src_room, self.num_ranks)
         same = min(made.memory.shape[0], self.memory.shape[0])
         made.memory[:same] = self.memory[:same]
         return made
@@ -45,7 +45,7 @@ class Record:
         """Tell a compiled call where everything is."""
         starts = self.address + 8 * self.num_ranks * (self.num_ranks + 1)
         ranks = starts + 4 * (self.num_tokens + 1)
-        table[at.RECORD] = self.address
+        table[at.LEDGER] = self.address
         table[at.STARTS] = starts
         table[at.COPY_RANKS] = ranks
         table[at.COPY_SLOTS] = ranks + 4 * self.room
@@ -82,10 +82,10 @@ class CompiledHandle(Handle):
     """A Handle that makes the tensors of its fields when they are first read.
 
     `written` makes one. Its constructor is Handle's, whose fields are given: then there is no
-    record.
+    ledger.
     """
 
-    record: Record | None = None
+    ledger: Ledger | None = None
     num_rows = num_copies = 0  # that came, and that were sent
     _rank = -1
 
@@ -96,7 +96,7 @@ class CompiledHandle(Handle):
         hidden: int,
         combine_dtype: torch.dtype,
         num_channels: int,
-        record: Record,
+        ledger: Ledger,
         rank: int,
         num_rows: int,
         num_copies: int,
@@ -104,19 +104,19 @@ class CompiledHandle(Handle):
         self = _new(CompiledHandle)
         self.buffer_id, self.call, self.hidden = buffer_id, call, hidden
         self.combine_dtype, self.num_channels = combine_dtype, num_channels
-        self.record, self._rank = record, rank
+        self.ledger, self._rank = ledger, rank
         self.num_rows, self.num_copies = num_rows, num_copies
         return self
 
     @property
     def num_tokens(self) -> int:
-        return self.is_token_in_rank.shape[0] if self.record is None else self.record.num_tokens
+        return self.is_token_in_rank.shape[0] if self.ledger is None else self.ledger.num_tokens
 
     @cached_property
     def flow(self) -> Flow:  # type: ignore[override]
-        assert self.record is not None
-        sent_RR, tokens_R = self.record.sent_RR(), self.record.tokens_R()
-        starts, ranks, slots, _ = self.record.lists(self.num_copies, self.num_rows)
+        assert self.ledger is not None
+        sent_RR, tokens_R = self.ledger.sent_RR(), self.ledger.tokens_R()
+        starts, ranks, slots, _ = self.ledger.lists(self.num_copies, self.num_rows)
         # Rows by rank: a stable sort of the copies, which are by token.
         order = torch.argsort(ranks, stable=True)
         tokens = torch.repeat_interleave(
@@ -138,8 +138,8 @@ class CompiledHandle(Handle):
 
     @cached_property
     def recv_src_idx(self) -> Tensor:  # type: ignore[override]
-        assert self.record is not None
-        return self.record.lists(self.num_copies, self.num_rows)[3]
+        assert self.ledger is not None
+        return self.ledger.lists(self.num_copies, self.num_rows)[3]
 
     def __reduce__(self) -> Any:
         """Pickled and copied as what it stands for."""

@@ -223,8 +223,8 @@ def _hear_counts(table):
     rank, size, most = words[at.RANK], words[at.SIZE], words[at.MOST_EXPERTS]
     num_local, alignment = words[at.NUM_LOCAL], words[at.ALIGNMENT]
     sent, tokens = (
-        pointer(words[at.RECORD], INT64),
-        pointer(words[at.RECORD] + 8 * size * size, INT64),
+        pointer(words[at.LEDGER], INT64),
+        pointer(words[at.LEDGER] + 8 * size * size, INT64),
     )
     per_expert = pointer(words[at.PER_EXPERT], INT64)
     for i in range(num_local):
@@ -257,7 +257,7 @@ def _find_blocks(table):
     """
     words = pointer(table, INT64)
     rank, size = words[at.RANK], words[at.SIZE]
-    sent = pointer(words[at.RECORD], INT64)
+    sent = pointer(words[at.LEDGER], INT64)
     scratch_at = words[at.SCRATCH] + 8 * (words[at.NUM_EXPERTS] + 1)
     blocks, rows = pointer(scratch_at + 8 * size, INT64), pointer(scratch_at + 16 * size, INT64)
     firsts = pointer(scratch_at + 24 * size, INT64)
@@ -371,7 +371,7 @@ def _post_offer(table):
     """Say where each rank's rows lie. The message has what names the segment already."""
     words = pointer(table, INT64)
     rank, size, row_bytes = words[at.RANK], words[at.SIZE], words[at.ROW_BYTES]
-    sent, head = pointer(words[at.RECORD], INT64), pointer(words[at.HEAD], INT64)
+    sent, head = pointer(words[at.LEDGER], INT64), pointer(words[at.HEAD], INT64)
     head[say.NUMBER], head[say.HANDLE] = words[at.NUMBER], words[at.HANDLE]
     begin = head[say.OFFER + 4]
     before = np.int64(0)
@@ -388,7 +388,7 @@ def _find_rows(table):
     """Where the rows of this rank's tokens lie in each rank's memory: `bases` of the scratch."""
     words = pointer(table, INT64)
     rank, size, row_bytes = words[at.RANK], words[at.SIZE], words[at.ROW_BYTES]
-    sent, bases = pointer(words[at.RECORD], INT64), pointer(words[at.SCRATCH], INT64)
+    sent, bases = pointer(words[at.LEDGER], INT64), pointer(words[at.SCRATCH], INT64)
     before = np.int64(0)
     for r in range(size):
         theirs = pointer(_box_from(table, r), INT64)
@@ -415,7 +415,7 @@ def _copy_for_others(table):
     """Copy the rows that others read, and not those that came from this rank, to the block."""
     words = pointer(table, INT64)
     rank, size, row_bytes = words[at.RANK], words[at.SIZE], words[at.ROW_BYTES]
-    sent = pointer(words[at.RECORD], INT64)
+    sent = pointer(words[at.LEDGER], INT64)
     before = total = np.int64(0)
     for r in range(size):
         if r < rank:
