@@ -31,7 +31,7 @@ from tokenyard.kernels.numba.llvm.pointers import (
     trailing_zeros,
 )
 from tokenyard.kernels.numba.reduce import scratch, streams_sums, sum_token
-from tokenyard.kernels.numba.rows import copy_row, streams
+from tokenyard.kernels.numba.rows import copy_row, stream_row_to, streams
 from tokenyard.kernels.numba.signals import raise_signals, reaches
 from tokenyard.wire import exchange_table as at
 from tokenyard.wire import message as say
@@ -297,6 +297,10 @@ def _write_rows(table):
     starts, ranks = pointer(words[at.STARTS], INT32), pointer(words[at.COPY_RANKS], INT32)
     slots = pointer(words[at.COPY_SLOTS], INT32)
     streaming = streams(row_bytes, words[at.NUM_COPIES] * row_bytes)
+    # Blocks begin on lines, so rows of whole lines do: one reading for all ranks.
+    together = streaming and row_bytes % LINE == 0
+    targets_at = scratch_at + 32 * size
+    targets = pointer(targets_at, INT64)
     for t in range(words[at.NUM_TOKENS]):
         x = words[at.X] + t * row_bytes
         topk_idx, weights = (
@@ -306,13 +310,18 @@ def _write_rows(table):
         for c in range(starts[t], starts[t + 1]):
             r = np.int64(ranks[c])
             row, target = firsts[r] + np.int64(slots[c]), blocks[r]
-            copy_row(target + row * row_bytes, x, row_bytes, streaming)
+            if together:
+                targets[c - starts[t]] = target + row * row_bytes
+            else:
+                copy_row(target + row * row_bytes, x, row_bytes, streaming)
             target += _column_bytes(rows[r], row_bytes)
             copy_bytes(target + row * 8 * num_topk, topk_idx, 8 * num_topk)
             target += _column_bytes(rows[r], 8 * num_topk)
             copy_bytes(target + row * 4 * num_topk, weights, 4 * num_topk)
             target += _column_bytes(rows[r], 4 * num_topk)
             pointer(target, INT32)[row] = t
+        if together:
+            stream_row_to(targets_at, starts[t + 1] - starts[t], x, row_bytes)
 
 
 @njit(nogil=True, cache=True)

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from tokenyard.kernels.numba.caching import njit
-from tokenyard.kernels.numba.llvm.atomics import fence_stores, stream_line
+from tokenyard.kernels.numba.llvm.atomics import fence_stores, prefetch, stream_line
 from tokenyard.kernels.numba.llvm.pointers import FLOAT32, INT32, INT64, copy_bytes, pointer
 from tokenyard.runtime.threads import in_threads
 from tokenyard.types import Route
@@ -20,6 +20,8 @@ from tokenyard.wire.columns import LINE
 
 _LONG_ROW = 1024
 _MUCH = 1 << 20
+_PIECE = 512  # bytes of a row that go to all its ranks before the next ones
+_AHEAD = 1024  # bytes that are read before they are needed
 
 
 @njit(nogil=True, cache=True)
@@ -42,6 +44,21 @@ def copy_row(target, source, num_bytes, streaming):
         _stream_row(target, source, num_bytes)
     else:
         copy_bytes(target, source, num_bytes)
+
+
+@njit(nogil=True, cache=True)
+def stream_row_to(targets, count, source, num_bytes):
+    """Whole lines of a row to the `count` addresses that `targets` points to, all on lines: each
+    piece is read once, and the next ones are on their way meanwhile.
+    """
+    to = pointer(targets, INT64)
+    for begin in range(0, num_bytes, _PIECE):
+        end = min(begin + _PIECE, num_bytes)
+        for i in range(begin, end, LINE):
+            prefetch(source + i + _AHEAD)
+        for c in range(count):
+            for i in range(begin, end, LINE):
+                stream_line(to[c] + i, source + i)
 
 
 @njit(nogil=True, cache=True)
@@ -99,9 +116,20 @@ def _targets(columns, blocks, firsts, rows):
 def _scatter_kernel(columns, starts, ranks, slots, blocks, firsts, rows, begin, end, much):
     first, to, at = pointer(starts, INT32), pointer(ranks, INT32), pointer(slots, INT32)
     targets = _targets(columns, blocks, firsts, rows)
+    together = np.empty(blocks.shape[0], np.int64)
     for t in range(begin, end):
         for j in range(columns.shape[0]):
             row, width = columns[j, 0] + np.int64(t) * columns[j, 2], columns[j, 1]
+            if much and width >= _LONG_ROW and width % LINE == 0:
+                count, bits = 0, np.int64(0)
+                for c in range(first[t], first[t + 1]):
+                    if blocks[to[c]] != 0:
+                        together[count] = targets[j, to[c]] + np.int64(at[c]) * width
+                        bits |= together[count]
+                        count += 1
+                if bits % LINE == 0:
+                    stream_row_to(together.ctypes.data, count, row, width)
+                    continue
             for c in range(first[t], first[t + 1]):
                 if blocks[to[c]] != 0:
                     target = targets[j, to[c]] + np.int64(at[c]) * width

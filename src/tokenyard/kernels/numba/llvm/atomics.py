@@ -87,6 +87,20 @@ def yield_core(typingctx):
 
 
 @intrinsic
+def prefetch(typingctx, address):
+    """Read a line into the cache, soon; the address may be of no memory at all."""
+
+    def codegen(context, builder, signature, args):
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+        builder.call(function, [builder.inttoptr(args[0], byte), number(0), number(3), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic
 def stream_line(typingctx, target, source):
     """Copy a line to a multiple of 64, without reading what it overwrites into the cache."""
 
