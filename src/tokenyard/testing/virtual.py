@@ -58,7 +58,7 @@ def run_virtual(
         world.end()
         # A thread that still runs when the interpreter ends may abort the process in torch.
         _let_end(threads, 0.2)
-        atexit.register(_let_end, threads, 5.0)
+        atexit.register(_let_end, threads, 30.0)
     if failed:
         first = min(failed, key=lambda rank: (isinstance(failed[rank], PeerError), rank))
         error = failed[first]
