@@ -58,7 +58,7 @@ class Engine:
         self.topology = topology
         self.buffer_id = buffer_id
         self.rank, self.num_ranks = transport.rank, transport.size
-        self._kernels = kernels
+        self.kernels = kernels
         self.agreement = agreement
         self.failure = Failure(self.rank, transport.tell)
         self.worker = Worker(f"tokenyard-rank-{self.rank}", self.failure.give_up)
@@ -162,9 +162,9 @@ class Engine:
         previous_event: Any,
         tag: Any,
         completion: Completion,
+        stage: str = "combine",
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         """The sums of each token's rows, in `out` if it is given, and of its weights."""
-        stage = "combine"
         self._before_words()
         with self._scope(completion, previous_event):
             try:
@@ -199,7 +199,9 @@ class Engine:
             known = validate.handle(handle, self.buffer_id)
         except ValueError as error:
             raise self.agreement.named("get_next_combine_buffer", error) from None
-        return self.transport.empty(known.flow.num_rows, known.hidden, known.combine_dtype)
+        by_expert = known.by_expert
+        num_rows = known.flow.num_rows if by_expert is None else by_expert.num_rows
+        return self.transport.empty(num_rows, known.hidden, known.combine_dtype)
 
     def local_experts(self, num_experts: Any) -> list[int]:
         try:
@@ -342,7 +344,7 @@ class Engine:
                     column[flow.num_received :] = -1
         own_src_idx.copy_(src_idx[:, 0])
         if topk_idx is not None:
-            self._kernels.localise(topk_idx, topk_weights, placement.local_table(self.rank))
+            self.kernels.localise(topk_idx, topk_weights, placement.local_table(self.rank))
 
     def _finish(
         self,
