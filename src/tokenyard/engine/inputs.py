@@ -180,16 +180,16 @@ class Preparation:
             shape = (num_rows, "topk")
             weights = validate.topk_weights(topk_weights, shape, pending, self._device)
         if out is None:
-            out = self._empty_sum(rows, num_tokens)
+            out = self.empty_sum(rows, num_tokens)
         else:
             read = [rows, *biases] if weights is None else [rows, *biases, weights]
             out = validate.out(out, num_tokens, rows, read)
         sums = [Sum(rows, biases, out)]
         if weights is not None:
-            sums.append(Sum(weights, (), self._empty_sum(weights, num_tokens)))
+            sums.append(Sum(weights, (), self.empty_sum(weights, num_tokens)))
         return sums
 
-    def _empty_sum(self, rows_ND: Tensor, num_tokens: int) -> Tensor:
+    def empty_sum(self, rows_ND: Tensor, num_tokens: int) -> Tensor:
         """Memory for the sums of these rows."""
         width, dtype = rows_ND.shape[1], rows_ND.dtype
         if num_tokens * width * rows_ND.element_size() < _SMALL:

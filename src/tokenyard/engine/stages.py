@@ -103,7 +103,18 @@ class Engine:
         work = partial(self._receive, move, flow, arrive, out.placement, received.src_idx)
         used = [*columns, *arrive, received.src_idx]
         event = self._finish(work, completion, None, used)
-        handle = Handle(
+        return received, self.handle(number, out, flow, received.src_idx, event.event), event
+
+    def handle(
+        self,
+        number: int,
+        out: Outgoing,
+        flow: Flow,
+        src_idx_N: Tensor,
+        arrived: EventHandle | None,
+    ) -> Handle:
+        """Of dispatch `number`."""
+        return Handle(
             buffer_id=self.buffer_id,
             call=number,
             flow=flow,
@@ -111,10 +122,9 @@ class Engine:
             combine_dtype=out.x.dtype if out.x.dtype in validate.SUMMABLE else torch.bfloat16,
             num_channels=out.config.num_channels,
             is_token_in_rank=out.layout.is_token_in_rank,
-            recv_src_idx=received.src_idx,
-            arrived=event.event,
+            recv_src_idx=src_idx_N,
+            arrived=arrived,
         )
-        return received, handle, event
 
     def dispatch_cached(
         self,
