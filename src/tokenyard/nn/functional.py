@@ -96,7 +96,7 @@ def dispatch_by_expert(
     get gradients.
     """
     require_plain("dispatch_by_expert", x=x, topk_idx=topk_idx, topk_weights=topk_weights)
-    require_known_rows("dispatch_by_expert", x, "dispatch and permute")
+    require_known_rows("dispatch_by_expert", x, "dispatch with num_worst_tokens")
     number, graph = number_of(buffer), _makes_graph(x, topk_weights)
     return RowsByExpert(
         *operators.dispatch_by_expert(

@@ -137,19 +137,23 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
         chosen = self.router(tokens)
-        exchange = self._through_experts if self._num_rows is None else self._with_fixed_sizes
-        out = exchange(functional.autocast(tokens), chosen.topk_idx, chosen.topk_weights)
+        x, topk_idx, topk_weights = (
+            functional.autocast(tokens),
+            chosen.topk_idx,
+            chosen.topk_weights,
+        )
+        if self._num_rows is not None:
+            out = self._with_fixed_sizes(x, topk_idx, topk_weights)
+        else:
+            rows = functional.dispatch_by_expert(
+                self.buffer, x, topk_idx, topk_weights, self.num_experts
+            )
+            y = self.experts(rows.x, rows.offsets)
+            out = functional.combine_by_expert(self.buffer, y, rows, tokens.shape[0])
         if self.shared is not None:
             out = out + self.shared(tokens)
         self._balance(chosen.scores, chosen.topk_idx)
         return out if x.dim() == 2 else out.reshape(x.shape)
-
-    def _through_experts(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
-        rows = functional.dispatch_by_expert(
-            self.buffer, x, topk_idx, topk_weights, self.num_experts
-        )
-        y = self.experts(rows.x, rows.offsets)
-        return functional.combine_by_expert(self.buffer, y, rows, x.shape[0])
 
     def _with_fixed_sizes(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         """The same for num_worst_tokens: no size depends on values."""
