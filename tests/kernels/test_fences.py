@@ -44,8 +44,7 @@ STREAM = {
     "rearrange.boxes._rearrange_kernel": (I64,) * 6 + (BFLOAT16,),
     "reduce._reduce_kernel": (WORDS, types.int32[::1], *(I64,) * 7, FLAG, BFLOAT16, WIDE),
     "reduce._reduce_pairs_kernel": (
-        *(WORDS, WORDS, types.int32[::1], PAIRS, *(I64,) * 4, FLAG, BFLOAT16),
-        *(types.uint8[::1], WIDE),
+        *(WORDS, WORDS, types.int32[::1], PAIRS, *(I64,) * 4, FLAG, BFLOAT16, WIDE),
     ),
     "ring.combine._combine_kernel": (CALL, SUMS, TABLE, I64, I64, I64, BFLOAT16, WIDE, WIDE),
     "ring.dispatch._dispatch_kernel": (CALL, WORDS, WORDS, I64, I64, I64),

@@ -24,6 +24,7 @@ from tokenyard.kernels.numba.llvm.sums import (
     fold_one,
     put_lanes,
     put_one,
+    sum_groups,
     sum_rows,
     sum_rows_streaming,
     sum_scaled,
@@ -218,51 +219,49 @@ class _PairLists(NamedTuple):
 
 @njit(nogil=True, cache=True)
 def _reduce_pairs_kernel(
-    bases, kinds, nodes, lists, out, hidden, begin, end, streaming, like, shares, sums
+    bases, kinds, nodes, lists, out, hidden, begin, end, streaming, like, sums
 ):
-    """`bases` are the addresses of each rank's rows, and `kinds` say which rows these are. `shares`
-    has room for a row of each rank.
+    """`bases` are the addresses of each rank's rows, and `kinds` say which rows these are. `sums`
+    is from `scratch`, with room for a row of each rank after it if there are several nodes.
     """
     starts, ranks = pointer(lists.copy_start, INT32), pointer(lists.copy_rank, INT32)
-    slots, homes_of = pointer(lists.copy_slot, INT32), pointer(lists.ranks, INT32)
+    slots, homes = pointer(lists.copy_slot, INT32), pointer(lists.ranks, INT32)
     places, weights = pointer(lists.places, INT64), pointer(lists.weights, sums)
     num_ranks, num_nodes, num_topk = nodes.shape[0], np.int64(1), lists.num_topk
     row_bytes = hidden * np.int64(like.itemsize)
     for r in range(num_ranks):
         num_nodes = max(num_nodes, np.int64(nodes[r]) + 1)
     terms, factors = np.empty(num_topk, np.int64), np.empty(num_topk, sums.dtype)
-    sources, homes = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int32)
+    ends, group_nodes = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int32)
+    shares = np.empty(num_ranks, np.int64)
     for t in range(begin, end):
-        count = np.int64(0)
+        count, groups = np.int64(0), np.int64(0)
         for c in range(starts[t], starts[t + 1]):
             r = ranks[c]
-            homes[count] = nodes[r]
             if kinds[r] == SHARES:
-                sources[count] = bases[r] + np.int64(slots[c]) * row_bytes
+                terms[count] = bases[r] + np.int64(slots[c]) * row_bytes
+                factors[count] = 1
+                count += 1
             else:
-                num_terms = 0
                 for i in range(t * num_topk, (t + 1) * num_topk):
-                    if homes_of[i] == r:
-                        terms[num_terms] = bases[r] + places[i] * row_bytes
-                        factors[num_terms] = weights[i] if kinds[r] == WEIGHED else 1
-                        num_terms += 1
-                share = shares.ctypes.data + count * row_bytes
-                sum_scaled(
-                    share, terms.ctypes.data, factors.ctypes.data, num_terms, hidden, False, like
-                )
-                sources[count] = share
-            count += 1
-        sum_token(
-            out + t * row_bytes,
-            sources.ctypes.data,
-            homes.ctypes.data,
-            count,
-            num_nodes,
-            hidden,
-            streaming,
-            like,
-            sums,
-        )
+                    if homes[i] == r:
+                        terms[count] = bases[r] + places[i] * row_bytes
+                        factors[count] = weights[i] if kinds[r] == WEIGHED else 1
+                        count += 1
+            ends[groups], group_nodes[groups] = count, nodes[r]
+            groups += 1
+        target, sources, scales = out + t * row_bytes, terms.ctypes.data, factors.ctypes.data
+        if num_nodes == 1:
+            sum_groups(target, sources, scales, ends.ctypes.data, groups, hidden, streaming, like)
+            continue
+        first = np.int64(0)
+        for g in range(groups):
+            shares[g] = sums.ctypes.data + 2 * _PIECE * sums.itemsize + g * row_bytes
+            rows, each = sources + 8 * first, scales + sums.itemsize * first
+            sum_scaled(shares[g], rows, each, ends[g] - first, hidden, False, like)
+            first = ends[g]
+        found, at = shares.ctypes.data, group_nodes.ctypes.data
+        sum_token(target, found, at, groups, num_nodes, hidden, streaming, like, sums)
     fence_stores()
 
 
@@ -296,8 +295,10 @@ def reduce_by_expert(
     streaming = may_stream(out, row_bytes, num_tokens * row_bytes)
 
     def part(begin: int, end: int) -> None:
+        sums = scratch(like)
+        if nodes.any():
+            sums = np.empty(len(sums) + len(nodes) * hidden, sums.dtype)
         where = bases_R, kinds_R, nodes, lists, out, hidden, begin, end, streaming, like
-        shares = np.empty(len(nodes) * row_bytes, np.uint8)
-        _reduce_pairs_kernel(*where, shares, scratch(like))
+        _reduce_pairs_kernel(*where, sums)
 
     in_threads(part, num_tokens, moved)
