@@ -25,9 +25,10 @@ def experts(x: Tensor, offsets: Tensor, own: list[int], y: Tensor) -> Tensor:
     return y
 
 
-def job(group: Any, case: Case) -> dict[str, Any]:
+def job(group: Any, case: Case, least_bytes: int = 0) -> dict[str, Any]:
     """What a user does: two dispatches in flight, experts, and combines of rows that lie in memory
-    of the user, in the Buffer's, or in both, by rank.
+    of the user, in the Buffer's, or in both, by rank. From so many bytes on, rows are written by
+    expert in one step, where they can be.
     """
     rank = group.rank()
     own = case.world.experts_of(rank)
@@ -39,6 +40,9 @@ def job(group: Any, case: Case) -> dict[str, Any]:
         ranks_per_node=case.ranks_per_node,
         placement=placement,
     ) as buffer:
+        pairs: Any = buffer._engine and buffer._engine.transport.pairs
+        if pairs is not None:
+            pairs.least_bytes = least_bytes
         out: dict[str, Any] = {}
         got = [_dispatch(buffer, case, inputs(case, rank, turn), turn, out) for turn in range(2)]
         for turn in (1, 0):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+import tokenyard
 from tests.cases.by_expert import check, job
 from tests.cases.conformance import BASE, CASES, case_of
 from tests.cases.exchange import Case
 from tests.cases.processes import Pools
-from tokenyard.testing import poisoned, run_virtual
+from tokenyard.testing import assert_same, numbered_tokens, poisoned, routing, run_virtual
 from tokenyard.transports import available
 
 # Biases, a fixed number of rows and channels are no concern of these calls.
@@ -60,6 +62,43 @@ def test_processes(name: str, transport: str, processes: Pools) -> None:
     if transport == "hierarchical":
         case = replace(case, ranks_per_node=2)
     check(case, processes(4).run(job, case))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", FEW)
+def test_in_one_step_and_not(name: str, processes: Pools) -> None:
+    """The second dispatch is of another way than the first, which all ranks make in one step."""
+    case = replace(case_of(name, 2), transport="direct")
+    check(case, processes(2).run(job, case, 1 << 40))
+
+
+def mixed(group: Any, transport: str) -> None:
+    """Calls of all kinds, with more and fewer tokens, while others are on their way."""
+    with tokenyard.Buffer(group, transport=transport) as buffer:
+        for turn, num_tokens in enumerate((3, 700, 5, 0, 900, 900)):
+            x = numbered_tokens(num_tokens, 512, first=1000 * (turn + 10 * buffer.rank))
+            topk_idx, weights = routing("holes", num_tokens, 4, 8, seed=turn)
+            routed: Any = {"topk_idx": topk_idx, "topk_weights": weights, "num_experts": 8}
+            later: Any = buffer.dispatch(x, **routed, async_finish=True)
+            rows: Any = buffer.dispatch_by_expert(x, **routed)
+            later.event.current_stream_wait()
+            want = tokenyard.permute(
+                later.recv_x, later.recv_topk_idx, len(rows.num_tokens_per_expert)
+            )
+            assert_same(rows.x, want.x)
+            assert_same(rows.offsets, want.offsets)
+            share = tokenyard.unpermute(want.x, want.row_of, weights=later.recv_topk_weights)
+            sums = buffer.combine(share, later.handle, async_finish=True)
+            weights.zero_()  # the user's again
+            got = buffer.combine_by_expert(rows.x, rows.handle)
+            sums.event.current_stream_wait()
+            assert_same(got, sums.x)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("transport", ["direct", "collective"])
+def test_among_other_calls(transport: str, processes: Pools) -> None:
+    processes(2).run(mixed, transport)
 
 
 @pytest.mark.processes

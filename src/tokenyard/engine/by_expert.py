@@ -1,7 +1,8 @@
 """Rows by expert: dispatch and permute as one call, unpermute and combine as another.
 
-Where the transport can (`Transport.pairs`), each pair's row is written once, straight to its place.
-Elsewhere rows are dispatched, and then copied to their places.
+Where the transport can (`Transport.pairs`), and there is much to copy, each pair's row is written
+once, straight to its place. Else rows are dispatched, and then copied to their places. All ranks
+take the same way: how much there was in the last call decides.
 """
 
 from __future__ import annotations
@@ -48,9 +49,17 @@ def dispatch_by_expert(engine: Engine, request: DispatchRequest) -> tuple[RowsBy
         )
     except ValueError as error:
         raise _refused(engine, _DISPATCH, error) from None
-    if engine.transport.pairs is not None:
-        return _dispatch_in_one_step(engine, engine.transport.pairs, request)
-    return _dispatch_and_spread(engine, request, alignment)
+    pairs = engine.transport.pairs
+    if pairs is None:
+        return _dispatch_and_spread(engine, request, alignment)
+    if pairs.had_much:
+        rows, handle = _dispatch_in_one_step(engine, pairs, request)
+    else:
+        rows, handle = _dispatch_and_spread(engine, request, alignment)
+    assert handle.by_expert is not None
+    num_pairs = int(handle.flow.tokens_R.sum()) * handle.by_expert.row_of.shape[1]
+    pairs.learn(num_pairs * rows.x.shape[1] * rows.x.element_size())
+    return rows, handle
 
 
 def _dispatch_and_spread(
@@ -172,7 +181,7 @@ def combine_by_expert(
         validate.switch("weigh", weigh)
         if out is not None:
             out = validate.out(out, known.num_tokens, rows, [rows])
-        pairs = engine.transport.pairs
+        pairs = None if by_expert.sent is None else engine.transport.pairs
         if pairs is not None and pairs.lies_here(rows):
             kind = WEIGHED if weigh else UNWEIGHED
         else:

@@ -83,10 +83,17 @@ class PairsBack(NamedTuple):
 
 
 class DirectPairs:
+    least_bytes = 4 << 20  # of all ranks' pairs, from which it pays to spare a copy
+
     def __init__(self, node: SharedNode, kernels: PairKernels, node_of_rank: Sequence[int]) -> None:
         self._node, self._kernels, self._node_of_rank = node, kernels, node_of_rank
         self.rank, self.size = node.rank, node.size
         self._last_bytes = 0  # of a dispatch by expert
+        self.had_much = True  # the same on all ranks, whose calls are the same
+
+    def learn(self, num_bytes: int) -> None:
+        """So many bytes the pairs of all ranks had in the call that has just ended."""
+        self.had_much = num_bytes >= self.least_bytes
 
     def offer(self) -> Offer:
         block = shared_rows.take(self._node.pool, self._last_bytes)
