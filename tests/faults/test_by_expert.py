@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import tokenyard
 from tests.cases.clock import scaled
 from tests.cases.processes import Pools
+from tokenyard.engine import pair_counts
 from tokenyard.testing import Processes
 
 pytestmark = pytest.mark.processes
@@ -114,3 +116,32 @@ def test_calls_that_differ_raise_on_all_ranks(ranks: Processes, transport: str, 
     texts = ranks.run(misuse, transport, wrong)
     assert "nothing" not in texts
     assert texts[0].startswith(DIFFER[wrong])
+
+
+def lie(group: Any, wrong: int) -> str:
+    """The culprit tells a number of pairs, or an alignment, that cannot be."""
+    with tokenyard.Buffer(group, transport="direct", timeout=scaled(20)) as buffer:
+        given = good(buffer.rank)
+        if buffer.rank == CULPRIT:
+            honest = pair_counts.tell
+
+            def tell(*known: Any) -> np.ndarray:
+                told_RM = honest(*known).copy()
+                told_RM[:, wrong] = -9
+                return told_RM
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(pair_counts, "tell", tell)
+                with pytest.raises(tokenyard.PeerError) as raised:
+                    buffer.dispatch_by_expert(**given)
+        else:
+            with pytest.raises(tokenyard.PeerError) as raised:
+                buffer.dispatch_by_expert(**given)
+        return str(raised.value)
+
+
+@pytest.mark.parametrize("wrong", [0, NUM_RANKS, -1], ids=["rows", "pairs", "alignment"])
+def test_a_rank_that_tells_nonsense_is_named(wrong: int) -> None:
+    with Processes(NUM_RANKS, timeout=scaled(120)) as ranks:
+        for text in ranks.run(lie, wrong):
+            assert "rank 1 wrote what no rank writes" in text

@@ -103,6 +103,8 @@ def _dispatch_in_one_step(
     agreed = engine.agreement.meet(_DISPATCH, terms)
     one_node = engine.topology.num_nodes == 1
     flow, counts = pair_counts.hear(agreed, out.route, out.placement, rank, one_node)
+    if counts.liar >= 0:
+        raise pairs.stray(counts.liar, _DISPATCH)
     assert out.topk_idx is not None
     assert out.topk_weights is not None
     place_TK, rank_TK = pairs.place(out.topk_idx, out.placement.rank_of_expert, counts.first_E)

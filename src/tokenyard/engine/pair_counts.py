@@ -22,6 +22,7 @@ class PairCounts(NamedTuple):
     pair_rows_R: np.ndarray  # int64, the rows of pairs on each rank, padding included
     ends_L: list[int]  # of this rank's experts, the end of their rows with their padding
     counts_L: list[int]  # of this rank's experts, their rows without it
+    liar: int  # the first rank that told what no rank tells, or -1
 
 
 def tell(route: Route, layout: Layout, alignment: int) -> np.ndarray:
@@ -35,10 +36,11 @@ def hear(
     agreed: Agreed, route: Route, placement: Placement, rank: int, one_node: bool
 ) -> tuple[Flow, PairCounts]:
     """Read what `tell` wrote on all ranks."""
-    flow_and_pairs, tokens_R = agreed.payload, agreed.num_tokens
+    told_RM, tokens_R = agreed.payload, agreed.num_tokens
     num_ranks = len(tokens_R)
-    sent_RR, pairs_RE = flow_and_pairs[:, :num_ranks], flow_and_pairs[:, num_ranks:-1]
-    alignment_R1 = flow_and_pairs[:, -1:]
+    sent_RR, pairs_RE = told_RM[:, :num_ranks], told_RM[:, num_ranks:-1]
+    wrong_R = (told_RM < 0).any(1) | (told_RM[:, -1] < 1)
+    alignment_R1 = np.maximum(told_RM[:, -1:], 1)
     rows_R = sent_RR.sum(0)
     flow = Flow(
         route,
@@ -63,4 +65,5 @@ def hear(
         pair_rows_R=ends_RL[:, -1].copy(),
         ends_L=ends_RL[rank, :num_local].tolist(),
         counts_L=counts_RL[rank, :num_local].tolist(),
+        liar=int(wrong_R.argmax()) if wrong_R.any() else -1,
     )

@@ -18,6 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from tokenyard.comm.base import Move
+from tokenyard.errors import PeerError
 from tokenyard.kernels.base import RowKernels
 from tokenyard.shm import shared_rows
 from tokenyard.shm.control import READ, ROWS
@@ -121,7 +122,9 @@ class DirectPairs:
                 block = shared_rows.take(self._node.pool, self._last_bytes)
             told_R3 = self._node.mailbox.exchange(np.tile(block.told, (self.size, 1)), stage)
             shared_rows.check(told_R3[:, :1], [block.error], stage, self.rank)
-        self._check(out, needed_R, told_R3)
+        for rank, (needed, size) in enumerate(zip(needed_R, told_R3[:, 1].tolist())):
+            if flow.route.send_counts[rank] and not 0 <= needed <= size:
+                raise self.stray(rank, stage)
         blocks_R, mapped = self._node.map_blocks(told_R3, flow.route.send_counts, block, stage)
         later_R = np.where(blocks_R > 0, blocks_R + np.array(begins_R), 0)
         starts_R = out.sent_RR[: self.rank].sum(0)
@@ -138,14 +141,9 @@ class DirectPairs:
         begins = [begins[-1] + at for at in column_offsets(flow.num_rows, row_widths(out.rows))]
         return pairs, shared_rows.views(block, begins, flow.num_rows, out.rows), move
 
-    def _check(self, out: PairsOut, needed_R: Sequence[int], told_R3: np.ndarray) -> None:
-        """Raise if what ranks told would become a place outside a segment."""
-        for rank, (needed, size) in enumerate(zip(needed_R, told_R3[:, 1].tolist())):
-            if out.flow.route.send_counts[rank] and not 0 <= needed <= size:
-                raise self._node.liveness.stray(rank, out.stage)
-        for source, told in enumerate(out.sent_RR.min(1).tolist()):
-            if told < 0:
-                raise self._node.liveness.stray(source, out.stage)
+    def stray(self, rank: int, stage: str) -> PeerError:
+        """The error if what a rank told would become a place outside a segment."""
+        return self._node.liveness.stray(rank, stage)
 
     def lies_here(self, y_MD: Tensor) -> bool:
         """Whether other ranks can read these rows where they lie."""
@@ -165,14 +163,14 @@ class DirectPairs:
 
     def sum_back(self, back: PairsBack) -> Move:
         """Each token's sum of all ranks' rows."""
-        flow, stage, rows, liveness = back.flow, back.stage, back.rows, self._node.liveness
+        flow, stage, rows = back.flow, back.stage, back.rows
         width = rows.shape[1] * rows.element_size()
         bases, held = [0] * self.size, []
         kinds = back.told_RW[:, 0].tolist()
         for rank, (kind, *told, begin) in enumerate(back.told_RW[:, :5].tolist()):
             count = flow.route.send_counts[rank]
             if not SHARES <= kind <= UNWEIGHED:
-                raise liveness.stray(rank, stage)
+                raise self.stray(rank, stage)
             if rank == self.rank:
                 own = sum(flow.recv_counts[:rank]) if kind == SHARES else 0
                 bases[rank] = rows.data_ptr() + own * width
