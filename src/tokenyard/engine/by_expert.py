@@ -192,8 +192,10 @@ def combine_by_expert(
         raise _refused(engine, _COMBINE, error) from None
     if pairs is not None:
         return _sum_in_one_step(engine, pairs, rows, kind, known, out, config, tag)
-    completion = Completion()
-    sums, *_ = engine.combine(rows, known, None, None, out, config, None, tag, completion, _COMBINE)
+    at_once = Completion()
+    sums, *_ = engine.combine(
+        rows, known, None, None, out, config, None, tag, at_once, stage=_COMBINE
+    )
     return sums
 
 
