@@ -137,17 +137,11 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
         chosen = self.router(tokens)
-        x, topk_idx, topk_weights = (
-            functional.autocast(tokens),
-            chosen.topk_idx,
-            chosen.topk_weights,
-        )
+        routed = functional.autocast(tokens), chosen.topk_idx, chosen.topk_weights
         if self._num_rows is not None:
-            out = self._with_fixed_sizes(x, topk_idx, topk_weights)
+            out = self._with_fixed_sizes(*routed)
         else:
-            rows = functional.dispatch_by_expert(
-                self.buffer, x, topk_idx, topk_weights, self.num_experts
-            )
+            rows = functional.dispatch_by_expert(self.buffer, *routed, self.num_experts)
             y = self.experts(rows.x, rows.offsets)
             out = functional.combine_by_expert(self.buffer, y, rows, tokens.shape[0])
         if self.shared is not None:
