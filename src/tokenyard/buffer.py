@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tokenyard import validate
+from tokenyard.engine.by_expert import combine_by_expert, dispatch_by_expert
 from tokenyard.engine.gather import all_gather
 from tokenyard.engine.handle import CompiledHandle
 from tokenyard.engine.inputs import DispatchRequest
@@ -56,6 +57,13 @@ class Combined(NamedTuple):
     x: Tensor
     topk_weights: Tensor | None
     event: EventOverlap
+
+
+class DispatchedByExpert(NamedTuple):
+    x: Rows
+    offsets: Tensor
+    num_tokens_per_expert: list[int]
+    handle: Handle
 
 
 class Gathered(NamedTuple):
@@ -298,6 +306,72 @@ class Buffer(Lifetime, LowLatencyCalls):
                 )
             )
 
+    def dispatch_by_expert(
+        self,
+        x: Rows,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        *,
+        num_experts: int,
+        expert_alignment: int = 1,
+        tag: int = -1,
+    ) -> DispatchedByExpert:
+        """Send every token to each of its experts: rows arrive as a grouped GEMM wants them.
+
+        What comes back is that of dispatch and then tokenyard.permute:
+
+            x                      [M, D], or the pair (x, scales) of quantised rows: a row for each
+                                   (token, local expert), by (expert, source rank, token)
+            offsets                [L] int32, where each expert's rows end: `offs` of grouped_mm
+            num_tokens_per_expert  L, how many rows each expert has
+            handle                 for combine_by_expert
+
+        Zeros pad each expert's rows to a multiple of expert_alignment, and count. A tag is that of
+        dispatch. The handle also is that of dispatch: combine takes rows by (source rank, token)
+        with it.
+        """
+        request = DispatchRequest(
+            x,
+            topk_idx,
+            topk_weights,
+            None,
+            None,
+            None,
+            num_experts,
+            expert_alignment,
+            0,
+            _default_config(Buffer.num_sms),
+            None,
+            tag,
+        )
+        with self._use as engine:
+            got, handle = dispatch_by_expert(engine, request)
+        return DispatchedByExpert(
+            _pair(got.x, got.scales), got.offsets, got.num_tokens_per_expert, handle
+        )
+
+    def combine_by_expert(
+        self,
+        y: Tensor,
+        handle: Handle,
+        *,
+        weigh: bool = True,
+        out: Tensor | None = None,
+        tag: int = -1,
+    ) -> Tensor:
+        """[T, D]: for each token the sum over its experts of weight times their row of y [M, D].
+
+        The weights are those that dispatch_by_expert was given; with weigh=False rows are summed as
+        they are. Each rank's rows of a token are summed in float32, by k, and rounded; then the
+        ranks' sums are added as combine adds rows. So it is tokenyard.unpermute and then combine.
+
+        Rows in the memory of dispatch_by_expert's x or of get_next_combine_buffer are read by other
+        ranks where they lie. out and tag are those of combine.
+        """
+        with self._use as engine:
+            config = _default_config(Buffer.num_sms)
+            return combine_by_expert(engine, y, handle, weigh, out, config, tag)
+
     def all_gather(self, x: Tensor, handle: Handle | None = None) -> Gathered:
         """x [T, ...] of every rank, one rank after the other, on all ranks: [sum of T, ...].
 
@@ -313,7 +387,8 @@ class Buffer(Lifetime, LowLatencyCalls):
             return Gathered(*all_gather(engine, x, handle, _default_config(Buffer.num_sms)))
 
     def get_next_combine_buffer(self, handle: Handle) -> Tensor:
-        """[N, D] memory for the experts' output, which combine need not copy.
+        """[N, D] memory for the experts' output, which combine need not copy; [M, D] for
+        combine_by_expert with a handle of dispatch_by_expert.
 
         Its dtype is x's, or bfloat16 where x was quantised. It stays yours while you hold it.
         """

@@ -138,6 +138,29 @@ class UnpermuteGrads(NamedTuple):
     weights: Tensor  # [N, K]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SentPairs:
+    """Where the rows of this rank's pairs lie on their experts' ranks."""
+
+    place_TK: Tensor  # int64, the pair's row there, -1 where there is no expert
+    rank_TK: Tensor  # int32, the expert's rank, or -1
+    topk_weights_TK: Tensor  # float32
+    rows_R: np.ndarray  # int64, the rows of pairs on each rank, padding included
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ByExpert:
+    """What a handle of dispatch_by_expert knows besides: the rows of this rank's pairs.
+
+    A pair is one (token, k) with an expert. Here every pair has a row, M with their padding.
+    """
+
+    num_rows: int  # M
+    row_of: Tensor  # [N, K] int64, the pair's row of x, -1 where its expert lives elsewhere
+    topk_weights: Tensor  # [N, K] float32, 0.0 where row_of is -1
+    sent: SentPairs | None = None  # where ranks write each other's rows by expert in one step
+
+
 class Route(NamedTuple):
     """A layout's rows, listed twice: as they are sent, and as each token finds its copies again.
 
@@ -208,6 +231,7 @@ class Handle:
     # dispatch's event is over; handle[3] waits for that.
     recv_src_idx: Tensor
     arrived: EventHandle | None = None  # over when rows have arrived; None if dispatch waited
+    by_expert: ByExpert | None = None  # of dispatch_by_expert
 
     @property
     def num_tokens(self) -> int:

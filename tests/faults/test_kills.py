@@ -40,6 +40,8 @@ def rounds(group: Any, transport: str, num_buffers: int, timeout: float) -> None
                 with got.event:
                     pass
                 buffer.combine(got.recv_x.sin(), got.handle)
+                rows: Any = buffer.dispatch_by_expert(x, topk_idx, weights, num_experts=16)
+                buffer.combine_by_expert(rows.x, rows.handle)
 
 
 def live_until_a_peer_dies(

@@ -21,6 +21,7 @@ from numba.core.extending import _Intrinsic
 from numba.extending import is_jitted
 
 from tokenyard.kernels import numba as kernels
+from tokenyard.kernels.numba.reduce import _PairLists
 from tokenyard.kernels.numba.ring.combine import _Sum
 from tokenyard.kernels.numba.ring.protocol import RingCall
 
@@ -30,6 +31,7 @@ I64, FLAG = types.int64, types.boolean
 BFLOAT16, WIDE = types.uint16[::1], types.float32[::1]
 WORDS, TABLE = types.int64[::1], types.int64[:, ::1]
 CALL = typeof(RingCall(*[0] * 12))
+PAIRS = typeof(_PairLists(*[0] * 7))
 SUMS = typeof(_Sum(*[0] * 10, False, 0, 0))  # type: ignore[call-arg, arg-type]
 
 # Kernels in which something may be streamed, as Python calls them.
@@ -41,9 +43,13 @@ STREAM = {
     "quantize.to_fp8_groups": (I64,) * 6 + (BFLOAT16,),
     "rearrange.boxes._rearrange_kernel": (I64,) * 6 + (BFLOAT16,),
     "reduce._reduce_kernel": (WORDS, types.int32[::1], *(I64,) * 7, FLAG, BFLOAT16, WIDE),
+    "reduce._reduce_pairs_kernel": (
+        *(WORDS, WORDS, types.int32[::1], PAIRS, *(I64,) * 4, FLAG, BFLOAT16, WIDE),
+    ),
     "ring.combine._combine_kernel": (CALL, SUMS, TABLE, I64, I64, I64, BFLOAT16, WIDE, WIDE),
     "ring.dispatch._dispatch_kernel": (CALL, WORDS, WORDS, I64, I64, I64),
     "rows._pack_kernel": (I64,) * 8 + (FLAG,),
+    "rows._scatter_pairs_kernel": (TABLE, I64, I64, I64, WORDS, WORDS, I64, I64, FLAG),
     "rows._scatter_kernel": (TABLE, I64, I64, I64, WORDS, WORDS, WORDS, I64, I64, FLAG),
     "low_latency.calls._combine_receive_kernel": (BFLOAT16, WIDE, I64),
     "low_latency.calls._combine_send_kernel": (I64,),

@@ -167,8 +167,8 @@ def test_compile_without_a_graph_break(two_processes: Processes, backend: str) -
 
 @pytest.mark.processes
 def test_graphs(two_processes: Processes) -> None:
-    """One where sizes are fixed. Where they are not, dispatch and permute are left out of the two
-    that remain, unless fullgraph=True, which makes torch take them too.
+    """One where sizes are fixed. Where they are not, dispatch_by_expert is left out of the two that
+    remain, unless fullgraph=True, which makes torch take them too.
     """
     two_processes.run(jobs.compiled, "aot_eager", 0)
     assert two_processes.run(jobs.num_graphs, jobs.NUM_TOKENS) == [1, 1]

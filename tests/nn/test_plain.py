@@ -107,7 +107,8 @@ def test_meta_tensors_give_shapes() -> None:
 META: dict[str, tuple[Callable[[Any], Any], str]] = {
     "dispatch": (
         lambda buffer: layer(buffer, device="meta")(X.to("meta")),
-        "dispatch: x is on meta, and how many rows come depends on values, want num_worst_tokens",
+        "dispatch_by_expert: x is on meta, and how many rows come depends on values, want dispatch "
+        "with num_worst_tokens",
     ),
     "permute": (
         lambda buffer: functional.permute(X.to("meta"), TOPK_IDX.to("meta"), 4),

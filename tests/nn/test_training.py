@@ -226,7 +226,9 @@ def test_experts_that_one_rank_trains_alone_are_told_of() -> None:
             layer, x = make(buffer), tokens(group.rank())
             layer.router.requires_grad_(False)
             layer.experts.requires_grad_(group.rank() == 0)
-            with pytest.raises(tokenyard.CallMismatch, match="y of combine requires grad") as info:
+            with pytest.raises(
+                tokenyard.CallMismatch, match="of combine_by_expert requires grad"
+            ) as info:
                 layer(x)
             return str(info.value)
 

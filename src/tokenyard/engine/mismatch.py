@@ -19,6 +19,8 @@ STAGES = (
     "all_gather",
     "low-latency dispatch",
     "low-latency combine",
+    "dispatch by expert",
+    "combine by expert",
 )
 
 CASTS = {NO_CAST: "none", PLAIN: "use_fp8", ROUNDED: "round_scale", PACKED: "use_ue8m0"}

@@ -62,7 +62,7 @@ class Engine:
         self.topology = topology
         self.buffer_id = buffer_id
         self.rank, self.num_ranks = transport.rank, transport.size
-        self._kernels = kernels
+        self.kernels = kernels
         self.agreement = agreement
         self.failure = Failure(self.rank, transport.tell)
         self.worker = Worker(f"tokenyard-rank-{self.rank}", self.failure.give_up)
@@ -115,7 +115,18 @@ class Engine:
         work = partial(self._receive, move, flow, arrive, out.placement, received.src_idx)
         used = [*columns, *arrive, received.src_idx]
         event = self._finish(work, completion, None, used)
-        handle = Handle(
+        return received, self.handle(number, out, flow, received.src_idx, event.event), event
+
+    def handle(
+        self,
+        number: int,
+        out: Outgoing,
+        flow: Flow,
+        src_idx_N: Tensor,
+        arrived: EventHandle | None,
+    ) -> Handle:
+        """Of dispatch `number`."""
+        return Handle(
             buffer_id=self.buffer_id,
             call=number,
             flow=flow,
@@ -123,10 +134,9 @@ class Engine:
             combine_dtype=out.x.dtype if out.x.dtype in validate.SUMMABLE else torch.bfloat16,
             num_channels=out.config.num_channels,
             is_token_in_rank=out.layout.is_token_in_rank,
-            recv_src_idx=received.src_idx,
-            arrived=event.event,
+            recv_src_idx=src_idx_N,
+            arrived=arrived,
         )
-        return received, handle, event
 
     def dispatch_cached(
         self,
@@ -175,11 +185,11 @@ class Engine:
         tag: Any,
         completion: Completion,
         heard: Heard | None = None,
+        stage: str = "combine",
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         """The sums of each token's rows, in `out` if it is given, and of its weights. `heard` is as
         in `dispatch`.
         """
-        stage = "combine"
         self._before_words()
         with self._scope(completion, previous_event):
             try:
@@ -219,7 +229,9 @@ class Engine:
             known = validate.handle(handle, self.buffer_id)
         except ValueError as error:
             raise self.agreement.named("get_next_combine_buffer", error) from None
-        return self.transport.empty(known.flow.num_rows, known.hidden, known.combine_dtype)
+        by_expert = known.by_expert
+        num_rows = known.flow.num_rows if by_expert is None else by_expert.num_rows
+        return self.transport.empty(num_rows, known.hidden, known.combine_dtype)
 
     def local_experts(self, num_experts: Any) -> list[int]:
         try:
@@ -371,7 +383,7 @@ class Engine:
                     column[flow.num_received :] = -1
         own_src_idx.copy_(src_idx[:, 0])
         if topk_idx is not None:
-            self._kernels.localise(topk_idx, topk_weights, placement.local_table(self.rank))
+            self.kernels.localise(topk_idx, topk_weights, placement.local_table(self.rank))
 
     def _finish(
         self,

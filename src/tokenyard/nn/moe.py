@@ -93,7 +93,7 @@ class SharedExpert(nn.Module):
 
 
 class MoE(nn.Module):
-    """router -> dispatch -> permute -> experts -> unpermute -> combine.
+    """router -> dispatch_by_expert -> experts -> combine_by_expert.
 
     buffer            where rows travel; its placement says which experts live here
     intermediate      the inner width of an expert
@@ -137,11 +137,25 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
         chosen = self.router(tokens)
+        routed = functional.autocast(tokens), chosen.topk_idx, chosen.topk_weights
+        if self._num_rows is not None:
+            out = self._with_fixed_sizes(*routed)
+        else:
+            rows = functional.dispatch_by_expert(self.buffer, *routed, self.num_experts)
+            y = self.experts(rows.x, rows.offsets)
+            out = functional.combine_by_expert(self.buffer, y, rows, tokens.shape[0])
+        if self.shared is not None:
+            out = out + self.shared(tokens)
+        self._balance(chosen.scores, chosen.topk_idx)
+        return out if x.dim() == 2 else out.reshape(x.shape)
+
+    def _with_fixed_sizes(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
+        """The same for num_worst_tokens: no size depends on values."""
         rows = functional.dispatch(
             self.buffer,
-            functional.autocast(tokens),
-            chosen.topk_idx,
-            chosen.topk_weights,
+            x,
+            topk_idx,
+            topk_weights,
             self.num_experts,
             num_worst_tokens=self.num_worst_tokens,
         )
@@ -150,11 +164,7 @@ class MoE(nn.Module):
         )
         y = self.experts(grouped.x, grouped.offsets)
         y = functional.unpermute(y, grouped.row_of, rows.topk_weights)
-        out = functional.combine(self.buffer, y, rows.ticket, tokens.shape[0])
-        if self.shared is not None:
-            out = out + self.shared(tokens)
-        self._balance(chosen.scores, chosen.topk_idx)
-        return out if x.dim() == 2 else out.reshape(x.shape)
+        return functional.combine(self.buffer, y, rows.ticket, x.shape[0])
 
     def _balance(self, scores: Tensor, topk_idx: Tensor) -> None:
         coefficient = self.router.config.auxiliary_loss

@@ -16,6 +16,7 @@ from torch import Tensor
 from tokenyard.errors import SharedMemoryError, name_ranks
 from tokenyard.kernels.base import RowKernels
 from tokenyard.runtime.memory import as_bytes
+from tokenyard.runtime.pool import size_class
 from tokenyard.shm.pool import SegmentPool, rows
 from tokenyard.types import Flow
 from tokenyard.wire.message import NO_MEMORY
@@ -41,6 +42,11 @@ def take(pool: SegmentPool, num_bytes: int) -> SharedRows:
     except SharedMemoryError as error:
         return SharedRows(None, error=error)
     return SharedRows(array, segment.told, segment.address)
+
+
+def fits(needed: int, size: int) -> bool:
+    """Does a block of `size` bytes hold this many, without being far too large?"""
+    return needed <= size <= 2 * size_class(needed)
 
 
 def find_or_take(pool: SegmentPool, column: Tensor, num_rows: int) -> tuple[SharedRows, int]:

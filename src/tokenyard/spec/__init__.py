@@ -5,10 +5,12 @@ right. Tests compare every kernel set and transport with it. Only tests and `tok
 import it; it is far too slow for anything else.
 
     exchange     layout, notify, dispatch, combine, and the gradients of the last two
+    by_expert    dispatch whose rows arrive by local expert, and combine of such rows
     low_latency  the mode with fixed slots and no counting round
     local        align, permute, rearrange and FP8: what happens to rows inside one rank
 """
 
+from tokenyard.spec.by_expert import ReceivedByExpert, combine_by_expert, dispatch_by_expert
 from tokenyard.spec.exchange import (
     Notice,
     World,
@@ -39,13 +41,16 @@ __all__ = [
     "LowLatencyReceived",
     "Notice",
     "Permuted",
+    "ReceivedByExpert",
     "World",
     "cast_back",
     "cast_to_fp8",
     "combine",
     "combine_backward",
+    "combine_by_expert",
     "dispatch",
     "dispatch_backward",
+    "dispatch_by_expert",
     "layout",
     "low_latency_combine",
     "low_latency_dispatch",

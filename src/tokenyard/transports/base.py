@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from tokenyard.shm.node import SharedNode
 from tokenyard.shm.shared_rows import SharedRows
 from tokenyard.types import Config, Flow, Handle
 from tokenyard.wire.signals import ROWS
+
+if TYPE_CHECKING:
+    from tokenyard.transports.direct_pairs import DirectPairs
 
 
 @dataclass(slots=True)
@@ -92,6 +95,7 @@ class Transport:
     # raise if one has none.
     offers_memory = False
     node: SharedNode | None = None  # of all ranks, if they share one: low-latency calls use it
+    pairs: DirectPairs | None = None  # where rows can be written by expert in one step
 
     def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
         """Row r of an int64 message goes to rank r; row r of the answer came from it."""

@@ -20,28 +20,17 @@ import numpy as np
 from torch import Tensor
 
 from tokenyard.comm.base import Move
-from tokenyard.kernels.base import RowKernels
-from tokenyard.runtime.pool import size_class
 from tokenyard.shm import shared_rows
-from tokenyard.shm.mailbox import SignalKernels
 from tokenyard.shm.node import SharedNode
 from tokenyard.shm.shared_rows import SharedRows
 from tokenyard.transports.base import Offer, RowsBack, RowsOut, SharedMemoryTransport
+from tokenyard.transports.direct_pairs import DirectPairs, PairKernels
 from tokenyard.types import Flow, Route
 from tokenyard.wire.columns import column_offsets, row_widths
 from tokenyard.wire.signals import READ, ROWS
 
 
-class DirectKernels(RowKernels, SignalKernels, Protocol):
-    def scatter(
-        self,
-        columns: Sequence[Tensor],
-        route: Route,
-        blocks_R: np.ndarray,
-        starts_R: np.ndarray,
-        rows_R: np.ndarray,
-    ) -> None: ...
-
+class DirectKernels(PairKernels, Protocol):
     def reduce_at(
         self,
         addresses_R: np.ndarray,
@@ -64,6 +53,7 @@ class DirectTransport(SharedMemoryTransport):
         self._node_of_rank = node_of_rank
         self.rank, self.size = node.rank, node.size
         self.last_bytes = 0  # of a dispatch
+        self.pairs = DirectPairs(node, kernels, node_of_rank)
 
     def offer_rows(self, flow: Flow | None, widths: Sequence[int]) -> Offer:
         num_bytes = self.last_bytes
@@ -82,20 +72,15 @@ class DirectTransport(SharedMemoryTransport):
         if sent_RR is not None and rows_R is not None and _all_fit(rows_R, widths, told_RW[:, 1]):
             starts_R = sent_RR[: self.rank].sum(0)
         else:
-            if block.error is not None or not _fits(offsets[-1], block.told[1]):
+            if block.error is not None or not shared_rows.fits(offsets[-1], block.told[1]):
                 del block  # so that its memory can be taken again
                 block = shared_rows.take(self._node.pool, offsets[-1])
             told_RW = self._offer_again(block, flow, stage)
             starts_R, rows_R = told_RW[:, 3].copy(), told_RW[:, 4].copy()
             self._check_places(flow, widths, told_RW, stage)
-        counts, memory = flow.route.send_counts, self._node.attached.memory
-        # Nothing is mapped of ranks to which no rows go.
-        mapped = [
-            memory(rank, told, stage) if counts[rank] and rank != self.rank else None
-            for rank, told in enumerate(told_RW[:, :3].tolist())
-        ]
-        blocks_R = np.array([one.address if one else 0 for one in mapped], np.int64)
-        blocks_R[self.rank] = block.address
+        blocks_R, mapped = self._node.map_blocks(
+            told_RW[:, :3], flow.route.send_counts, block, stage
+        )
 
         def move(held: Any = (block, mapped)) -> None:
             # `held` lives until all ranks have written, even if nobody wants the result any more.
@@ -167,11 +152,6 @@ class DirectTransport(SharedMemoryTransport):
 def _all_fit(rows_R: np.ndarray, widths: tuple[int, ...], sizes_R: np.ndarray) -> bool:
     """Does every rank's block hold what comes to it? All ranks see the same."""
     for num_rows, size in zip(rows_R.tolist(), sizes_R.tolist()):
-        if not _fits(column_offsets(num_rows, widths)[-1], size):
+        if not shared_rows.fits(column_offsets(num_rows, widths)[-1], size):
             return False
     return True
-
-
-def _fits(needed: int, size: int) -> bool:
-    """Does a block of `size` bytes hold this many, without being far too large?"""
-    return needed <= size <= 2 * size_class(needed)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import tokenyard
 from tokenyard.nn import functional as tf
-from tokenyard.testing import routing
+from tokenyard.testing import assert_same, routing
 
 NUM_EXPERTS, NUM_TOPK = 6, 3
 TOKENS = (4, 2, 3)  # by rank
@@ -49,12 +49,35 @@ def combined(buffer: Any, y: Tensor) -> Tensor:
     return tf.combine(buffer, y, rows.ticket, num_tokens)
 
 
+def dispatched_by_expert(buffer: Any, x: Tensor) -> Tensor:
+    """The rows that arrive by expert, padded, of x [T, D]."""
+    topk_idx, weights = routed(buffer.rank, len(x))
+    return tf.dispatch_by_expert(buffer, x, topk_idx, weights, NUM_EXPERTS, expert_alignment=2).x
+
+
 def layer(buffer: Any, x: Tensor, **options: Any) -> Tensor:
     """All of it, with weights that depend on x, as a router's do."""
+    return _routed_layer(moe, buffer, x, **options)
+
+
+def layer_by_expert(buffer: Any, x: Tensor) -> Tensor:
+    return _routed_layer(moe_by_expert, buffer, x)
+
+
+def _routed_layer(run: Any, buffer: Any, x: Tensor, **options: Any) -> Tensor:
     topk_idx, weights = routed(buffer.rank, len(x))
     weights = weights * (1 + x[:, :NUM_TOPK].float().tanh())
     matrices = expert_matrices(x.shape[1], x.dtype)[buffer.rank :: buffer.group_size]
-    return moe(buffer, x, topk_idx, weights, matrices, **options)
+    return run(buffer, x, topk_idx, weights, matrices, **options)
+
+
+def moe_by_expert(
+    buffer: Any, x: Tensor, topk_idx: Tensor, weights: Tensor, matrices: Tensor
+) -> Tensor:
+    """As `moe`, in one call each way."""
+    rows = tf.dispatch_by_expert(buffer, x, topk_idx, weights, NUM_EXPERTS)
+    y = torch.tanh(tf.grouped_mm(rows.x, matrices, rows.offsets))
+    return tf.combine_by_expert(buffer, y, rows, x.shape[0])
 
 
 def moe(
@@ -102,6 +125,18 @@ def pull_back(
         x = inputs[group.rank()].detach().requires_grad_()
         out = globals()[name](buffer, x)
         return torch.autograd.grad(out, x, grads[group.rank()])[0]
+
+
+def same_by_expert(group: Any, transport: str, dtype: torch.dtype) -> None:
+    """`moe_by_expert` has the results and gradients of `moe`, by bits."""
+    with open_buffer(group, transport=transport) as buffer:
+        x, topk_idx, weights, matrices = _leaves(group.rank(), dtype, group.size())
+        outs = []
+        for run in (moe, moe_by_expert):
+            out = run(buffer, x, topk_idx, weights, matrices)
+            grads = torch.autograd.grad(out.square().sum(), (x, weights, matrices))
+            outs.append([out.detach(), *grads])
+        assert_same(outs[1], outs[0])
 
 
 def sizes(group: Any) -> int:

@@ -19,6 +19,7 @@ from tokenyard.integrations.transformers.experts import (
     Experts,
     experts_forward,
     linear,
+    run_by_expert,
     run_spread,
     through_experts,
 )
@@ -114,7 +115,7 @@ def _llama4(self: Experts, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _run_weighed(module: Experts, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
-    """As `run_experts`, with weights times what goes into the experts, not what comes out."""
+    """As `through_experts`, with weights times what goes into the experts, not what comes out."""
     grouped = functional.permute(x, topk_idx, module.num_experts)
     chosen = grouped.row_of >= 0
     weights = x.new_zeros(len(grouped.x), dtype=topk_weights.dtype)
@@ -201,16 +202,14 @@ def _dbrx(
 
 
 def _jetmoe(self: Experts, layer_input: Tensor) -> Tensor:
-    def run(module: Experts, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
-        grouped = functional.permute(x, topk_idx, module.num_experts)
-        gate, up = linear(self.input_linear, "weight", grouped.x, grouped.offsets).chunk(2, -1)
-        y = linear(self.output_linear, "weight", self.activation(gate) * up, grouped.offsets)
-        return functional.unpermute(y.to(x.dtype), grouped.row_of, topk_weights)
+    def through(module: Experts, x: Tensor, offsets: Tensor) -> Tensor:
+        gate, up = linear(self.input_linear, "weight", x, offsets).chunk(2, -1)
+        return linear(self.output_linear, "weight", self.activation(gate) * up, offsets)
 
     x = layer_input.reshape(-1, layer_input.shape[-1])
     logits = self.router(x)[-1]
     chosen, topk_idx = logits.topk(self.router.top_k, dim=1)
-    y = run_spread(self.input_linear, x, topk_idx, chosen.softmax(1), run)
+    y = run_by_expert(self.input_linear, x, topk_idx, chosen.softmax(1), through)
     return y.view(layer_input.shape) + self.bias
 
 

@@ -20,6 +20,7 @@ from tokenyard.topology import Placement
 NAME = "tokenyard"  # in transformers' registry of expert functions
 Experts = Any  # a module of transformers that holds stacked experts
 Run = Callable[[Experts, Tensor, Tensor, Tensor], Tensor]
+Through = Callable[[Experts, Tensor, Tensor], Tensor]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -45,19 +46,37 @@ def experts_forward(
     self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """[T, D]: the weighted sum of what each token's experts say, wherever they are."""
-    return run_spread(self, hidden_states, top_k_index, top_k_weights, run_experts)
+    return run_by_expert(self, hidden_states, top_k_index, top_k_weights, through_experts)
+
+
+def run_by_expert(
+    module: Experts, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, through: Through
+) -> Tensor:
+    """As `experts_forward`, with a function that takes rows x [M, D] and their offsets through this
+    rank's experts.
+    """
+    plan = _plan_of(module)
+    if plan.everyone is None:
+        x, weights = x.contiguous(), topk_weights.float()
+        rows = functional.dispatch_by_expert(plan.buffer, x, topk_idx, weights, plan.num_experts)
+        y = through(module, rows.x, rows.offsets).to(x.dtype)
+        return functional.combine_by_expert(plan.buffer, y, rows, len(x))
+
+    def run(module: Experts, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
+        grouped = functional.permute(x, topk_idx, module.num_experts)
+        y = through(module, grouped.x, grouped.offsets)
+        return functional.unpermute(y.to(x.dtype), grouped.row_of, topk_weights)
+
+    return run_spread(module, x, topk_idx, topk_weights, run)
 
 
 def run_spread(
     module: Experts, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, run: Run
 ) -> Tensor:
-    """As `experts_forward`, with a function that runs this rank's experts."""
-    plan = getattr(module, "tokenyard", None)
-    if plan is None:
-        raise ValueError(
-            f"{type(module).__name__} has no Buffer, want a model that was given to "
-            "tokenyard.integrations.transformers.expert_parallel"
-        )
+    """As `experts_forward`, with a function that runs this rank's experts: [N, D], the sum of what
+    a row's own experts say.
+    """
+    plan = _plan_of(module)
     x, weights = x.contiguous(), topk_weights.float()
     if plan.everyone is None:
         rows = functional.dispatch(plan.buffer, x, topk_idx, weights, plan.num_experts)
@@ -73,11 +92,14 @@ def run_spread(
 ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
 
-def run_experts(module: Experts, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
-    """This rank's experts: [N, D], the weighted sum of what a row's own experts say."""
-    grouped = functional.permute(x, topk_idx, module.num_experts)
-    y = through_experts(module, grouped.x, grouped.offsets)
-    return functional.unpermute(y.to(x.dtype), grouped.row_of, topk_weights)
+def _plan_of(module: Experts) -> Plan:
+    plan = getattr(module, "tokenyard", None)
+    if plan is None:
+        raise ValueError(
+            f"{type(module).__name__} has no Buffer, want a model that was given to "
+            "tokenyard.integrations.transformers.expert_parallel"
+        )
+    return plan
 
 
 def through_experts(module: Experts, x: Tensor, offsets: Tensor) -> Tensor:

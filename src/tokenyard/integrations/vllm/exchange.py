@@ -17,7 +17,6 @@ from torch import Tensor
 
 from tokenyard.buffer import Buffer, Rows
 from tokenyard.integrations.vllm.settings import Settings
-from tokenyard.ops.permute import permute, unpermute
 from tokenyard.topology import Placement
 from tokenyard.types import Handle, Permuted
 
@@ -69,33 +68,30 @@ class Exchange:
     def send(self, x: Rows, topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> Arrived:
         """Each token to the ranks of its experts; and there a row for each (token, expert)."""
         experts, topk_ids = self.experts(num_experts), topk_ids.to(torch.int64)
-        got = self.buffer.dispatch(
+        got = self.buffer.dispatch_by_expert(
             x,
-            topk_idx=topk_ids if experts.known_as is None else experts.known_as[topk_ids],
-            topk_weights=topk_weights.float(),
+            topk_ids if experts.known_as is None else experts.known_as[topk_ids],
+            topk_weights.float(),
             num_experts=experts.num_known,
         )
-        assert got.recv_topk_idx is not None
-        assert got.recv_topk_weights is not None
-        assert got.handle is not None
-        rows = permute(got.recv_x, got.recv_topk_idx, experts.num_local)
-        return Arrived(rows=rows, weights=got.recv_topk_weights, handle=got.handle)
+        by_expert = got.handle.by_expert
+        assert by_expert is not None
+        values, scales = got.x if isinstance(got.x, tuple) else (got.x, None)
+        rows = Permuted(x=values, scales=scales, row_of=by_expert.row_of, offsets=got.offsets)
+        return Arrived(rows=rows, weights=by_expert.topk_weights, handle=got.handle)
 
     def send_back(
         self, y: Tensor, arrived: Arrived, weights: Tensor | None, out: Tensor | None = None
     ) -> Tensor:
-        """[T, D] the sums of what experts made of each token's rows, y [M, D], times weights. They
-        are written to `out`, if it is given.
+        """[T, D] the sums of what experts made of each token's rows, y [M, D], times weights, which
+        are those that arrived, or None. They are written to `out`, if it is given.
         """
-        summed = self.buffer.get_next_combine_buffer(arrived.handle)
-        unpermute(y, arrived.rows.row_of, weights=weights, out=summed)
+        weigh, handle = weights is not None, arrived.handle
         if out is None:
-            return self.buffer.combine(summed, arrived.handle).x
-        if out.dtype == summed.dtype and out.is_contiguous():
-            self.buffer.combine(summed, arrived.handle, out=out)
-        else:
-            out.copy_(self.buffer.combine(summed, arrived.handle).x)
-        return out
+            return self.buffer.combine_by_expert(y, handle, weigh=weigh)
+        if out.dtype == y.dtype and out.is_contiguous():
+            return self.buffer.combine_by_expert(y, handle, weigh=weigh, out=out)
+        return out.copy_(self.buffer.combine_by_expert(y, handle, weigh=weigh))
 
     def gather(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Handle]:
         """Each of these [T, ...] of all ranks, by rank; and the way back for their sums."""

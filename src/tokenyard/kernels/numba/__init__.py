@@ -34,11 +34,17 @@ from tokenyard.kernels.numba.permute import place, spread, unpermute
 from tokenyard.kernels.numba.permute_backward import unpermute_backward
 from tokenyard.kernels.numba.quantize import plan_from_fp8, plan_to_fp8
 from tokenyard.kernels.numba.rearrange.boxes import rearrange
-from tokenyard.kernels.numba.reduce import reduce, reduce_at
+from tokenyard.kernels.numba.reduce import reduce, reduce_at, reduce_by_expert
 from tokenyard.kernels.numba.ring.combine import plan_ring_combine, ring_combine
 from tokenyard.kernels.numba.ring.dispatch import plan_ring_dispatch, ring_dispatch
 from tokenyard.kernels.numba.ring.protocol import make_rings, ring_bytes, ring_slots
-from tokenyard.kernels.numba.rows import localise, pack, scatter
+from tokenyard.kernels.numba.rows import (
+    localise,
+    pack,
+    place_pairs,
+    scatter,
+    scatter_by_expert,
+)
 from tokenyard.kernels.numba.signals import await_signals, meet, post
 
 shares_memory = True
@@ -62,6 +68,7 @@ __all__ = [
     "pack",
     "pick_slots",
     "place",
+    "place_pairs",
     "plan_from_fp8",
     "plan_ring_combine",
     "plan_ring_dispatch",
@@ -71,12 +78,14 @@ __all__ = [
     "rearrange",
     "reduce",
     "reduce_at",
+    "reduce_by_expert",
     "ring_bytes",
     "ring_combine",
     "ring_dispatch",
     "ring_slots",
     "route",
     "scatter",
+    "scatter_by_expert",
     "shares_memory",
     "signal",
     "spread",

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, from_numpy
 
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.llvm.atomics import fence_stores, prefetch, stream_line
 from tokenyard.kernels.numba.llvm.pointers import FLOAT32, INT32, INT64, copy_bytes, pointer
+from tokenyard.runtime import memory
 from tokenyard.runtime.threads import in_threads
-from tokenyard.types import Route
+from tokenyard.types import Route, SentPairs
 from tokenyard.wire.columns import LINE
 
 _LONG_ROW = 1024
@@ -153,12 +154,7 @@ def scatter(
     num_tokens = columns[0].shape[0]
     if num_tokens == 0:
         return
-    table, width = [], 0
-    for column in columns:
-        each = column.shape[1] * column.element_size()
-        table.append((column.data_ptr(), each, column.stride(0) * column.element_size()))
-        width += each
-    values = np.array(table, np.int64)
+    values, width = _column_table(columns)
     starts, ranks = route.copy_start.data_ptr(), route.copy_rank.data_ptr()
     slots, moved = route.copy_slot.data_ptr(), route.copy_rank.shape[0] * width
     much = moved >= _MUCH
@@ -167,6 +163,87 @@ def scatter(
         _scatter_kernel(values, starts, ranks, slots, blocks_R, starts_R, rows_R, begin, end, much)
 
     in_threads(part, num_tokens, moved)
+
+
+@njit(nogil=True, cache=True)
+def _place_pairs_kernel(topk_idx, rank_of_expert, following, num_pairs, places, ranks):
+    """`following` has the next row of each expert, and is counted up."""
+    ids, homes = pointer(topk_idx, INT64), pointer(rank_of_expert, INT32)
+    place_of, rank_of = pointer(places, INT64), pointer(ranks, INT32)
+    for i in range(num_pairs):
+        expert = ids[i]
+        if expert < 0:
+            place_of[i] = -1
+            rank_of[i] = -1
+        else:
+            place_of[i] = following[expert]
+            rank_of[i] = homes[expert]
+            following[expert] += 1
+
+
+def place_pairs(
+    topk_idx_TK: Tensor, rank_of_expert_E: Tensor, first_E: np.ndarray
+) -> tuple[Tensor, Tensor]:
+    """[T, K] int64 and int32: the row of each pair on its expert's rank, and that rank; -1 where
+    there is no expert. An expert's rows begin with number `first`.
+    """
+    places = from_numpy(memory.empty_array(tuple(topk_idx_TK.shape), np.int64))
+    ranks = from_numpy(memory.empty_array(tuple(topk_idx_TK.shape), np.int32))
+    _place_pairs_kernel(
+        topk_idx_TK.data_ptr(),
+        rank_of_expert_E.data_ptr(),
+        first_E.copy(),
+        topk_idx_TK.numel(),
+        places.data_ptr(),
+        ranks.data_ptr(),
+    )
+    return places, ranks
+
+
+@njit(nogil=True, cache=True)
+def _scatter_pairs_kernel(columns, places, ranks, num_topk, blocks, rows, begin, end, much):
+    place_of, rank_of = pointer(places, INT64), pointer(ranks, INT32)
+    targets = _targets(columns, blocks, np.zeros_like(rows), rows)
+    for t in range(begin, end):
+        for j in range(columns.shape[0]):
+            row, width = columns[j, 0] + np.int64(t) * columns[j, 2], columns[j, 1]
+            for i in range(t * num_topk, (t + 1) * num_topk):
+                if place_of[i] >= 0:
+                    target = targets[j, rank_of[i]] + place_of[i] * width
+                    copy_row(target, row, width, much and width >= _LONG_ROW)
+    fence_stores()
+
+
+def scatter_by_expert(columns: Sequence[Tensor], sent: SentPairs, blocks_R: np.ndarray) -> None:
+    """Each token's row to the place of each of its pairs: read once, written to all.
+
+    A rank's block has `sent.rows_R` rows of each column, one column after the other, each from a
+    new cache line.
+    """
+    num_tokens, num_topk = sent.place_TK.shape
+    if num_tokens == 0:
+        return
+    values, width = _column_table(columns)
+    places, ranks = sent.place_TK.data_ptr(), sent.rank_TK.data_ptr()
+    moved = num_tokens * num_topk * width
+    rows_R, much = sent.rows_R, moved >= _MUCH
+
+    def part(begin: int, end: int) -> None:
+        _scatter_pairs_kernel(values, places, ranks, num_topk, blocks_R, rows_R, begin, end, much)
+
+    in_threads(part, num_tokens, moved)
+
+
+def _column_table(columns: Sequence[Tensor]) -> tuple[np.ndarray, int]:
+    """[columns, 3] int64: where each begins, the bytes of a row, and how far rows lie apart. And
+    the bytes of a row of all columns.
+    """
+    table, width = [], 0
+    for column in columns:
+        each = column.shape[1] * column.element_size()
+        table.append((column.data_ptr(), each, column.stride(0) * column.element_size()))
+        width += each
+    return np.array(table, np.int64), width
 
 
 @njit(nogil=True, cache=True)

@@ -8,11 +8,15 @@
     grouped_mm      grouped_mm, grouped_outer   grouped_mm
     sum_over_ranks  sum_over_ranks              sum_over_ranks
 
+dispatch_by_expert has the gradients of permute after dispatch, combine_by_expert those of combine
+after unpermute.
+
 Every gradient is made of these operators again, so gradients of gradients need no more code. Where
 autograd has no gradient for an output it passes zeros, so a rank still exchanges rows like the
 others.
 """
 
+from tokenyard.nn.operators.by_expert import combine_by_expert, dispatch_by_expert
 from tokenyard.nn.operators.exchange import (
     combine,
     combine_both,
@@ -27,8 +31,10 @@ from tokenyard.nn.operators.permute import permute, spread, unpermute, unpermute
 __all__ = [
     "combine",
     "combine_both",
+    "combine_by_expert",
     "dispatch",
     "dispatch_again",
+    "dispatch_by_expert",
     "gather_over_ranks",
     "grouped_mm",
     "grouped_outer",

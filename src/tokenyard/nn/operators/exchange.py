@@ -26,7 +26,7 @@ def dispatch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """recv_x, recv_topk_idx, recv_topk_weights and the ticket. graph: a backward pass may come."""
     known = tickets.buffer_of(buffer)
-    with _same_on_all_ranks("x or topk_weights of dispatch", graph):
+    with same_on_all_ranks("x or topk_weights of dispatch", graph):
         got = known.dispatch(
             x,
             topk_idx=topk_idx,
@@ -75,7 +75,7 @@ def _(x: Tensor, ticket: Tensor, buffer: int, num_rows: int) -> Tensor:
 
 @torch.library.custom_op("tokenyard::combine", mutates_args=())
 def combine(y: Tensor, ticket: Tensor, buffer: int, num_tokens: int, graph: bool) -> Tensor:
-    with _same_on_all_ranks("y of combine", graph):
+    with same_on_all_ranks("y of combine", graph):
         got = tickets.buffer_of(buffer).combine(y, tickets.redeem(ticket), tag=int(graph)).x
     if got.shape[0] != num_tokens:
         raise ValueError(f"num_tokens is {num_tokens}, want {got.shape[0]}, those of dispatch's x")
@@ -88,7 +88,7 @@ def _(y: Tensor, ticket: Tensor, buffer: int, num_tokens: int, graph: bool) -> T
 
 
 @contextmanager
-def _same_on_all_ranks(what: str, graph: bool) -> Iterator[None]:
+def same_on_all_ranks(what: str, graph: bool) -> Iterator[None]:
     """Explain the CallMismatch of a forward pass whose backward pass some ranks would not make."""
     try:
         yield

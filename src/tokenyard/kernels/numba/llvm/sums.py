@@ -108,6 +108,76 @@ def sum_scaled(out, sources, factors, count, hidden, streaming, like):
         _sum_one(out, sources, factors, count, d, like)
 
 
+def _make_grouped(num_vectors: Any, lanes: Any, streaming: Any = False) -> Any:
+    @intrinsic
+    def grouped_sum(typingctx, out, sources, factors, ends, num_groups, at, like):
+        """out[at:] = narrow(0 + narrow(the sum of group 0) + narrow(that of group 1) ...)
+
+        For num_vectors * lanes elements. A group's sum is that of `scaled_sum`. `ends` points to
+        the end of each group among `sources` and `factors`.
+        """
+        dtype = like.dtype
+        sig = types.void(*[types.int64] * 6, like)
+
+        def codegen(context, builder, signature, args):
+            out, sources, factors, ends, num_groups, at, _ = args
+            narrow, wide = vectors.element(dtype), vectors.element(vectors.wide(dtype))
+            zero = vectors.splat(wide, 0.0, lanes)
+            sums = [cgutils.alloca_once_value(builder, zero) for _ in range(num_vectors)]
+            first = cgutils.alloca_once_value(builder, at.type(0))
+            addresses, limits = (
+                builder.inttoptr(one, at.type.as_pointer()) for one in (sources, ends)
+            )
+            weights = builder.inttoptr(factors, wide.as_pointer())
+            with cgutils.for_range(builder, num_groups) as group:
+                parts = [cgutils.alloca_once_value(builder, zero) for _ in range(num_vectors)]
+                end = builder.load(builder.gep(limits, [group.index]))
+                with cgutils.for_range(builder, end, start=builder.load(first)) as loop:
+                    row = builder.load(builder.gep(addresses, [loop.index]))
+                    row = builder.inttoptr(row, narrow.as_pointer())
+                    weight = builder.load(builder.gep(weights, [loop.index]))
+                    weight = _broadcast(builder, weight, lanes)
+                    for i, part in enumerate(parts):
+                        place = builder.add(at, at.type(i * lanes))
+                        term = vectors.load(builder, row, place, narrow, lanes)
+                        term = builder.fmul(weight, vectors.widen(builder, term, dtype, lanes))
+                        builder.store(builder.fadd(builder.load(part), term), part)
+                builder.store(end, first)
+                for part, total in zip(parts, sums):
+                    share = vectors.narrow(builder, builder.load(part), dtype, lanes)
+                    share = vectors.widen(builder, share, dtype, lanes)
+                    builder.store(builder.fadd(builder.load(total), share), total)
+            pointer = builder.inttoptr(out, narrow.as_pointer())
+            for i, total in enumerate(sums):
+                value = vectors.narrow(builder, builder.load(total), dtype, lanes)
+                place = builder.add(at, at.type(i * lanes))
+                _put(builder, value, pointer, place, dtype, lanes, streaming)
+            return context.get_dummy_value()
+
+        return sig, codegen
+
+    return grouped_sum
+
+
+_groups_wide = _make_grouped(WIDE_LANES // LANES, LANES)
+_groups_wide_streaming = _make_grouped(WIDE_LANES // LANES, LANES, streaming=True)
+_groups_one = _make_grouped(1, 1)
+
+
+@njit(nogil=True, cache=True)
+def sum_groups(out, sources, factors, ends, num_groups, hidden, streaming, like):
+    """out[:] = the sum of each group's sum of scaled rows, rounded, at the addresses `sources`."""
+    wide = hidden - hidden % WIDE_LANES
+    if streaming:
+        for d in range(0, wide, WIDE_LANES):
+            _groups_wide_streaming(out, sources, factors, ends, num_groups, d, like)
+    else:
+        for d in range(0, wide, WIDE_LANES):
+            _groups_wide(out, sources, factors, ends, num_groups, d, like)
+    for d in range(wide, hidden):
+        _groups_one(out, sources, factors, ends, num_groups, d, like)
+
+
 def _add_to(builder: Any, total: Any, index: Any, term: Any, wide: Any, lanes: Any) -> None:
     """total[index:] += term"""
     term = builder.fadd(vectors.load(builder, total, index, wide, lanes), term)

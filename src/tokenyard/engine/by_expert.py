@@ -1,0 +1,252 @@
+"""Rows by expert: dispatch and permute as one call, unpermute and combine as another.
+
+Where the transport can (`Transport.pairs`), and there is much to copy, each pair's row is written
+once, straight to its place. Else rows are dispatched, and then copied to their places. All ranks
+take the same way: how much there was in the last call decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenyard import validate
+from tokenyard.engine import pair_counts
+from tokenyard.engine.agreement import Call, Terms
+from tokenyard.engine.inputs import DispatchRequest, Outgoing
+from tokenyard.engine.pair_counts import PairCounts
+from tokenyard.engine.stages import Engine
+from tokenyard.kernels.base import wide_dtype
+from tokenyard.runtime.completion import Completion
+from tokenyard.runtime.memory import as_bytes
+from tokenyard.transports import DirectPairs, Offer, PairsBack, PairsOut
+from tokenyard.types import ByExpert, Config, Handle, SentPairs
+from tokenyard.wire.pairs import SHARES, UNWEIGHED, WEIGHED
+
+_DISPATCH, _COMBINE = "dispatch by expert", "combine by expert"
+# More than any kernel wants. With far more, padding alone would not fit offsets of int32.
+_MOST_ALIGNED = 1 << 16
+
+
+class RowsByExpert(NamedTuple):
+    """What dispatch_by_expert brings to one rank: M rows by (local expert, source rank, token)."""
+
+    x: Tensor  # [M, D]
+    scales: Tensor | None  # [M, S]; FP8 only
+    offsets: Tensor  # [L] int32, the end of each expert's rows with their padding
+    num_tokens_per_expert: list[int]  # L, padding included
+
+
+def dispatch_by_expert(engine: Engine, request: DispatchRequest) -> tuple[RowsByExpert, Handle]:
+    try:
+        validate.require(request.topk_idx is not None, "topk_idx is None, want a torch.Tensor")
+        alignment = validate.integer(
+            "expert_alignment", request.expert_alignment, at_least=1, at_most=_MOST_ALIGNED
+        )
+    except ValueError as error:
+        raise _refused(engine, _DISPATCH, error) from None
+    pairs = engine.transport.pairs
+    if pairs is None:
+        return _dispatch_and_spread(engine, request, alignment)
+    if pairs.had_much:
+        rows, handle = _dispatch_in_one_step(engine, pairs, request)
+    else:
+        rows, handle = _dispatch_and_spread(engine, request, alignment)
+    assert handle.by_expert is not None
+    num_pairs = int(handle.flow.tokens_R.sum()) * handle.by_expert.row_of.shape[1]
+    pairs.learn(num_pairs * rows.x.shape[1] * rows.x.element_size())
+    return rows, handle
+
+
+def _dispatch_and_spread(
+    engine: Engine, request: DispatchRequest, alignment: int
+) -> tuple[RowsByExpert, Handle]:
+    received, handle, _ = engine.dispatch(request, Completion(), _DISPATCH)
+    assert received.topk_idx is not None
+    assert received.topk_weights is not None
+    kernels, per_expert = engine.kernels, received.num_tokens_per_expert
+    places, _ = kernels.place(received.topk_idx, len(per_expert), alignment)
+
+    def spread(rows: Tensor) -> Tensor:
+        out = engine.transport.empty(places.num_rows, rows.shape[1], rows.dtype)
+        kernels.spread(as_bytes(rows), places.row_of, as_bytes(out))
+        return out
+
+    rows = RowsByExpert(
+        x=spread(received.x),
+        scales=None if received.scales is None else spread(received.scales),
+        offsets=places.offsets,
+        num_tokens_per_expert=per_expert,
+    )
+    handle.by_expert = ByExpert(
+        num_rows=places.num_rows,
+        row_of=places.row_of,
+        # A copy: the handle must not keep the memory in which the rows lie.
+        topk_weights=received.topk_weights.clone(),
+    )
+    return rows, handle
+
+
+def _dispatch_in_one_step(
+    engine: Engine, pairs: DirectPairs, request: DispatchRequest
+) -> tuple[RowsByExpert, Handle]:
+    number, rank = engine.agreement.number, engine.rank
+    try:
+        out = engine.local.dispatch(request)
+        terms = _dispatch_terms(out, pairs.offer())
+    except Exception as error:
+        engine.agreement.reject(_DISPATCH, error)
+    agreed = engine.agreement.meet(_DISPATCH, terms)
+    one_node = engine.topology.num_nodes == 1
+    flow, counts = pair_counts.hear(agreed, out.route, out.placement, rank, one_node)
+    if counts.liar >= 0:
+        raise pairs.stray(counts.liar, _DISPATCH)
+    assert out.topk_idx is not None
+    assert out.topk_weights is not None
+    place_TK, rank_TK = pairs.place(out.topk_idx, out.placement.rank_of_expert, counts.first_E)
+    sent = SentPairs(
+        place_TK=place_TK,
+        rank_TK=rank_TK,
+        topk_weights_TK=out.topk_weights.clone(),  # the user may change his own
+        rows_R=counts.pair_rows_R,
+    )
+    columns = [out.x] if out.scales is None else [out.x, out.scales]
+    known = [out.topk_idx, out.topk_weights, engine.local.token_numbers(out.x.shape[0])]
+    told = agreed.offer, agreed.offers, _DISPATCH
+    (x, *scales), (topk_idx, topk_weights, src_idx), move = pairs.send(
+        PairsOut(columns, known, flow, counts.sent_RR, sent, *told)
+    )
+    engine.worker.drain()
+    move()
+    _zero_padding(counts, [x, *scales])
+    engine.kernels.localise(topk_idx, topk_weights, out.placement.local_table(rank))
+    places, _ = engine.kernels.place(topk_idx, len(counts.ends_L), out.expert_alignment)
+    per_expert = [end - begin for begin, end in pairwise((0, *counts.ends_L))]
+    handle = engine.handle(number, out, flow, src_idx[:, 0].clone(), None)
+    handle.by_expert = ByExpert(
+        num_rows=places.num_rows,
+        row_of=places.row_of,
+        # A copy: the handle must not keep the memory in which the rows lie.
+        topk_weights=topk_weights.clone(),
+        sent=sent,
+    )
+    rows = RowsByExpert(
+        x=x,
+        scales=scales[0] if scales else None,
+        offsets=places.offsets,
+        num_tokens_per_expert=per_expert,
+    )
+    return rows, handle
+
+
+def _dispatch_terms(out: Outgoing, offer: Offer) -> Terms:
+    assert out.topk_idx is not None
+    call = Call.of_rows(
+        _DISPATCH,
+        out.x,
+        out.scales,
+        out.config,
+        num_topk=out.topk_idx.shape[1],
+        num_experts=out.placement.num_experts,
+        tag=out.tag,
+    )
+    payload = pair_counts.tell(out.route, out.layout, out.expert_alignment)
+    return Terms(call, offer, payload, out.x.shape[0])
+
+
+def _zero_padding(counts: PairCounts, columns: Sequence[Tensor]) -> None:
+    """The rows after each expert's own."""
+    begin = 0
+    for end, count in zip(counts.ends_L, counts.counts_L):
+        if begin + count < end:
+            for column in columns:
+                column[begin + count : end].view(torch.uint8).zero_()
+        begin = end
+
+
+def combine_by_expert(
+    engine: Engine, y: Any, handle: Any, weigh: Any, out: Any, config: Config, tag: Any
+) -> Tensor:
+    try:
+        known, by_expert = _handle(handle, engine.buffer_id)
+        rows = validate.rows(
+            "y",
+            y,
+            num_rows=by_expert.num_rows,
+            dtypes=validate.SUMMABLE,
+            device=engine.transport.device,
+        )
+        validate.switch("weigh", weigh)
+        if out is not None:
+            out = validate.out(out, known.num_tokens, rows, [rows])
+        pairs = None if by_expert.sent is None else engine.transport.pairs
+        if pairs is not None and pairs.lies_here(rows):
+            kind = WEIGHED if weigh else UNWEIGHED
+        else:
+            rows, kind = _sum_own(engine, rows, by_expert, weigh), SHARES
+    except Exception as error:
+        raise _refused(engine, _COMBINE, error) from None
+    if pairs is not None:
+        return _sum_in_one_step(engine, pairs, rows, kind, known, out, config, tag)
+    at_once = Completion()
+    sums, *_ = engine.combine(
+        rows, known, None, None, out, config, None, tag, at_once, stage=_COMBINE
+    )
+    return sums
+
+
+def _sum_in_one_step(
+    engine: Engine,
+    pairs: DirectPairs,
+    rows: Tensor,
+    kind: int,
+    known: Handle,
+    out: Tensor | None,
+    config: Config,
+    tag: Any,
+) -> Tensor:
+    """Sums of rows in shared memory, of this kind (`wire.pairs`)."""
+    by_expert = known.by_expert
+    assert by_expert is not None
+    assert by_expert.sent is not None
+    try:
+        if out is None:
+            out = engine.local.empty_sum(rows, known.num_tokens)
+        more = {"handle": known.call, "tag": validate.tag(tag)}
+        call = Call.of_rows(_COMBINE, rows, None, config, **more)
+        terms = Terms(call, pairs.offer_back(rows, kind, known.flow))
+    except Exception as error:
+        engine.agreement.reject(_COMBINE, error)
+    agreed = engine.agreement.meet(_COMBINE, terms)
+    move = pairs.sum_back(PairsBack(rows, known.flow, by_expert.sent, agreed.offers, out, _COMBINE))
+    engine.worker.drain()
+    move()
+    return out
+
+
+def _handle(handle: Any, buffer_id: int) -> tuple[Handle, ByExpert]:
+    known = validate.handle(handle, buffer_id)
+    if known.by_expert is None:
+        raise ValueError(
+            f"handle is of dispatch call {known.call}, want one that dispatch_by_expert returned"
+        )
+    return known, known.by_expert
+
+
+def _sum_own(engine: Engine, y_MD: Tensor, by_expert: ByExpert, weigh: bool) -> Tensor:
+    """[N, D]: this rank's share of each token that it got, where combine need not copy it."""
+    row_of = by_expert.row_of
+    share = engine.transport.empty(row_of.shape[0], y_MD.shape[1], y_MD.dtype)
+    weights = by_expert.topk_weights.to(wide_dtype(y_MD.dtype)) if weigh else None
+    engine.kernels.unpermute(y_MD, row_of, weights, share)
+    return share
+
+
+def _refused(engine: Engine, stage: str, error: Exception) -> Exception:
+    """All ranks raise: this one the error, the others PeerInputError."""
+    engine.refuse(engine.agreement.named(stage, error))
+    return AssertionError("a refusal raises")
