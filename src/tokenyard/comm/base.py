@@ -23,13 +23,19 @@ Move = Callable[[], None]
 
 
 class Exchange(NamedTuple):
-    """One all-to-all: counts[r] rows go to each rank r, in order; out_counts[r] come from it."""
+    """One all-to-all: counts[r] rows go to each rank r, in order; out_counts[r] come from it.
+
+    With `at_most` no more than out_counts[r] come from rank r, and the rest of its share of `out`
+    is left alone. Parts of a group can do that, since gloo and loopback take shorter messages.
+    """
 
     out_NB: Tensor
     rows_NB: Tensor
     out_counts: Sequence[int]
     counts: Sequence[int]
     stage: str
+    at_most: bool = False
+    enclosed: Sequence[int] = ()  # how many of `counts` are rows that travel with a message
 
 
 class Communicator:
