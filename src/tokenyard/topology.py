@@ -109,6 +109,11 @@ class Topology:
         ranks = self.ranks_of_node[node]
         return ranks[rail] if rail < len(ranks) else None
 
+    def sources(self, rail: int) -> list[int]:
+        """The ranks that send on a rail, by node."""
+        found = (self.source(rail, node) for node in range(self.num_nodes))
+        return [source for source in found if source is not None]
+
     def upstream(self, rank: int) -> list[tuple[int, int]]:
         """(rail, rank) of all ranks that send this one rows for its node, by rail, then by node."""
         own = self.node_of_rank[rank]

@@ -127,7 +127,7 @@ class Agreement:
             room = min(width, _ROOM)
             message[:, _INLINE : _INLINE + room] = payload[:, :room]
         self.engaged = True
-        answer = self._transport.exchange(message, f"{stage} (notify)")
+        answer, offer = self._transport.meet(message, offer, f"{stage} (notify)")
 
         # Comparing bytes takes a third of the time that comparing arrays takes.
         if failed or answer[:, :_TOKENS].tobytes() != message[:, :_TOKENS].tobytes():

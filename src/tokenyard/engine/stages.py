@@ -79,7 +79,14 @@ class Engine:
         with self._scope(completion, request.previous_event):
             try:
                 out = self.local.dispatch(request)
-                terms = self._dispatch_terms(stage, out)
+                columns = [
+                    out.x,
+                    out.scales,
+                    out.topk_idx,
+                    out.topk_weights,
+                    self.local.token_numbers(out.x.shape[0]),
+                ]
+                terms = self._dispatch_terms(stage, out, columns)
             except Exception as error:
                 self.agreement.reject(stage, error)
 
@@ -87,13 +94,6 @@ class Engine:
             flow, per_expert = counts.hear(agreed, out.route, out.placement, self.rank)
             self._check_worst(stage, agreed, flow)
 
-            columns = [
-                out.x,
-                out.scales,
-                out.topk_idx,
-                out.topk_weights,
-                self.local.token_numbers(out.x.shape[0]),
-            ]
             rows = self.transport.learn_route(
                 _rows_out(columns, flow, agreed, out.config, stage), out.layout.is_token_in_rank
             )
@@ -137,7 +137,11 @@ class Engine:
                 validate.same_tokens(columns[0], known.num_tokens)
                 self.local.config(config)
                 call = Call.of_rows(stage, *columns, config, handle=known.call)
-                terms = Terms(call, self.transport.offer_rows(known.flow, _widths(columns)))
+                present = [column for column in columns if column is not None]
+                offer = self.transport.enclose_rows(
+                    present, known.is_token_in_rank, pending is None
+                ) or self.transport.offer_rows(known.flow, _widths(columns))
+                terms = Terms(call, offer)
             except Exception as error:
                 self.agreement.reject(stage, error)
 
@@ -251,7 +255,7 @@ class Engine:
         pending.current_stream_wait()
         return None
 
-    def _dispatch_terms(self, stage: str, out: Outgoing) -> Terms:
+    def _dispatch_terms(self, stage: str, out: Outgoing, columns: Sequence[Tensor | None]) -> Terms:
         call = Call.of_rows(
             stage,
             out.x,
@@ -262,7 +266,10 @@ class Engine:
             tag=out.tag,
         )
         payload = counts.tell(out.route, out.layout, out.placement, self._one_node)
-        offer = self.transport.offer_rows(None, ())
+        present = [column for column in columns if column is not None]
+        offer = self.transport.enclose_rows(
+            present, out.layout.is_token_in_rank, True
+        ) or self.transport.offer_rows(None, ())
         return Terms(call, offer, payload, out.x.shape[0], out.num_worst_tokens)
 
     def _combine_terms(
@@ -271,9 +278,10 @@ class Engine:
         num_topk = sums[1].rows_ND.shape[1] if len(sums) > 1 else -1
         more = {"handle": known.call, "num_topk": num_topk, "tag": validate.tag(tag)}
         call = Call.of_rows(stage, sums[0].rows_ND, None, config, **more)
-        return Terms(
-            call, self.transport.offer_back([one.rows_ND for one in sums], known.flow, ready)
+        offer = self.transport.enclose_back(sums, known, ready) or self.transport.offer_back(
+            [one.rows_ND for one in sums], known.flow, ready
         )
+        return Terms(call, offer)
 
     def _check_worst(self, stage: str, agreed: Agreed, flow: Flow) -> None:
         """Where some rank's num_worst_tokens is too small for the worst routing, which all ranks

@@ -21,8 +21,9 @@ from tokenyard.types import round_up
 from tokenyard.wire.columns import LINE
 
 FAILURE, LEFT, BEAT, DROPS = range(4)  # int64s of the head
-MAIL, ROWS, READ = range(3)  # signals: a message is there; rows were written; rows were read
-KINDS = 3
+# Signals: a message is there; rows were written; rows were read; rows lie where others may sum them
+MAIL, ROWS, READ, STAGED = range(4)
+KINDS = 4
 NUM_DROPS = 64  # identities
 
 

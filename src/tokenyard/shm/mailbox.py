@@ -9,6 +9,7 @@ no box is overwritten before it was read.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -16,6 +17,8 @@ import numpy as np
 
 from tokenyard.shm.control import KINDS, MAIL, Control, ControlLayout
 from tokenyard.shm.liveness import Liveness, has_core_each
+
+_PAUSE = 1e-5  # seconds between two looks for ranks that may come soon
 
 
 class SignalKernels(Protocol):
@@ -97,6 +100,19 @@ class Mailbox:
         first = self._kernels.meet(outgoing, incoming, self._size, epoch, self.patience)
         if first < self._size:
             self._wait_long(incoming, epoch, first, stage)
+
+    def meet_soon(self, kind: int, epoch: int, seconds: float) -> bool:
+        """Signal that this rank has reached an epoch. Whether all ranks have reached it within so
+        many seconds: if not, nobody is to blame.
+        """
+        outgoing, incoming = self._lines[kind]
+        patience = self.patience if seconds else 0
+        first = self._kernels.meet(outgoing, incoming, self._size, epoch, patience)
+        deadline = time.monotonic() + seconds
+        while first < self._size and time.monotonic() < deadline:
+            time.sleep(_PAUSE)
+            first = self._kernels.await_signals(incoming, self._size, epoch, first, 20)
+        return first == self._size
 
     @property
     def num_sent(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +37,9 @@ class Offer:
 
     words: Sequence[int] | np.ndarray = ()  # [W] for all ranks, or [R, W]: row r for rank r
     blocks: tuple[SharedRows, ...] = ()
+    enclosed: Any = None  # rows so few that they travel with the words
+    came: Any = None  # once ranks have met: the rows of all ranks, if all enclosed theirs
+    is_mixed: bool = False  # once ranks have met: some have offered nothing, and not all enclosed
 
     def take_blocks(self) -> tuple[SharedRows, ...]:
         """The memory, which the offer lets go: what does not fit can be taken again at once."""
@@ -97,9 +100,21 @@ class Transport:
         """Row r of an int64 message goes to rank r; row r of the answer came from it."""
         raise NotImplementedError
 
+    def meet(self, message_RM: np.ndarray, offer: Offer, stage: str) -> tuple[np.ndarray, Offer]:
+        """As `exchange`, with the rows that the offer encloses. Returns it with what came."""
+        return self.exchange(message_RM, stage), offer
+
     def offer_rows(self, flow: Flow | None, widths: Sequence[int]) -> Offer:
         """Before a dispatch: along this flow, or along one that is not known yet."""
         return Offer()
+
+    def enclose_rows(
+        self, columns: Sequence[Tensor], is_token_in_rank_TR: Tensor, ready: bool
+    ) -> Offer | None:
+        """Before a dispatch, instead of `offer_rows`: an offer that encloses the rows. None if this
+        transport does not do so, or not with so many, or they are not `ready` to be read.
+        """
+        return None
 
     def learn_route(self, rows: RowsOut, is_token_in_rank_TR: Tensor) -> RowsOut:
         """Complete a new dispatch, whose counts are known by now: with what this transport needs to
@@ -117,6 +132,10 @@ class Transport:
     def offer_back(self, columns: Sequence[Tensor], flow: Flow, ready: bool) -> Offer:
         """Before a combine of these rows; `ready` if they can be read already."""
         return Offer()
+
+    def enclose_back(self, sums: Sequence[Sum], handle: Handle, ready: bool) -> Offer | None:
+        """Before a combine, instead of `offer_back`: an offer that encloses the rows, or None."""
+        return None
 
     def sum_back(self, back: RowsBack) -> Move:
         """Combine's exchange: rows go back the way they came, and each token's are summed."""

@@ -11,6 +11,7 @@ apply to them, since they read raw addresses: to step through a kernel, take the
     rearrange/   copies between any two strides
     quantize     to FP8 and back
     low_latency/ the steps of the low-latency mode, and whole calls for ranks that share memory
+    parcels      few rows on their way to the ranks of another node
     signals      signals between ranks that share memory
     ring/        rows through a fixed amount of shared memory: the protocol and its two uses
     llvm/        what Numba has no word for
@@ -28,6 +29,7 @@ from tokenyard.kernels.numba.low_latency.steps import (
     stage_slots,
     sum_slots,
 )
+from tokenyard.kernels.numba.parcels import fill_parcel, take_parcels
 from tokenyard.kernels.numba.permute import place, spread, unpermute
 from tokenyard.kernels.numba.permute_backward import unpermute_backward
 from tokenyard.kernels.numba.quantize import plan_from_fp8, plan_to_fp8
@@ -48,6 +50,7 @@ __all__ = [
     "await_slots",
     "combine_calls",
     "dispatch_calls",
+    "fill_parcel",
     "fill_slots",
     "find_ahead",
     "find_failure",
@@ -79,6 +82,7 @@ __all__ = [
     "stage_back",
     "stage_slots",
     "sum_slots",
+    "take_parcels",
     "unpermute",
     "unpermute_backward",
 ]

@@ -85,6 +85,11 @@ class Links:
             answer[rail] = np.split(out.numpy()[:, 0], np.cumsum(sizes[rail])[:-1])
         return answer
 
+    def swap(self, rail: int, exchange: Exchange) -> None:
+        """Exchange messages on a rail."""
+        if rail in self._messages:
+            self._messages[rail].all_to_all(exchange)
+
     def stream(self, stream: ChunkStream, stage: str) -> None:
         """Send and receive all chunks. A few are on their way while this rank fills and takes
         others, so that the network always has work.

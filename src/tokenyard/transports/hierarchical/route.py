@@ -14,7 +14,7 @@ which rows are in it, and all rows of a token are in one chunk.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -72,11 +72,10 @@ class TwoLevelRoute:
     hops: Hops
     relays: dict[int, list[Relay]]  # by rail, then by node
     starts: np.ndarray  # [L] where this rank's own rows begin in each local rank's result
-    num_rows: np.ndarray  # [L] of each local rank's result
     _chunks: dict[int, Chunks] = field(default_factory=dict)
 
-    def chunks(self, width: int) -> Chunks:
-        tokens = chunk_tokens(width)
+    def chunks(self, tokens: int) -> Chunks:
+        """The route in chunks of so many tokens."""
         if tokens not in self._chunks:
             self._chunks[tokens] = self._cut(tokens)
         return self._chunks[tokens]
@@ -105,6 +104,67 @@ class TwoLevelRoute:
         flat = torch.cat(order) if order else torch.empty(0, dtype=torch.int32)
         sent = np.diff(first_hop, axis=0).tolist()
         return Chunks(tokens, flat, sent, relayed, first_hop, num_chunks)
+
+
+def build_route(
+    marks_TR: np.ndarray,
+    tokens_R: Sequence[int],
+    starts_RL: Mapping[int, np.ndarray],
+    bits_R: Mapping[int, np.ndarray],
+    topology: Topology,
+    rank: int,
+    kernels: RowKernels,
+) -> TwoLevelRoute:
+    """The route of a dispatch as `rank` knows it, whose tokens go to the ranks that `marks` says.
+
+    Of this rank and of its partners `starts` says where their rows begin in each local rank's
+    result, and of the partners `bits` are what their `pack_marks` made for this rank's node.
+    """
+    rails = topology.rails_of(rank)
+    sources = {rail: topology.sources(rail) for rail in rails}
+    path = TwoLevelRoute(
+        topology=topology,
+        own_rail=topology.place(rank),
+        num_tokens={rail: max(tokens_R[one] for one in sources[rail]) for rail in rails},
+        hops=list_hops(marks_TR, topology, rank, kernels),
+        relays={rail: [] for rail in rails},
+        starts=starts_RL[rank],
+    )
+    for rail, source in topology.upstream(rank):
+        home, starts_L = topology.node_of_rank[source], starts_RL[source]
+        relay = read_relay(bits_R[source], home, tokens_R[source], starts_L, kernels)
+        path.relays[rail].append(relay)
+    return path
+
+
+@dataclass(eq=False)
+class KnownMarks:
+    """What the ranks of a node know after a dispatch whose rows came with the agreement's words:
+    which ranks of the node get each token of every rank. The route follows from that, and most
+    dispatches never need it.
+    """
+
+    marks_TR: np.ndarray  # of this rank's tokens
+    bits_R: list[np.ndarray]  # what the `pack_marks` of every rank made for this node
+    topology: Topology
+    rank: int
+    _path: TwoLevelRoute | None = None
+
+    def path(self, kernels: RowKernels) -> TwoLevelRoute:
+        if self._path is None:
+            node = self.topology.ranks_of_node[self.topology.node_of_rank[self.rank]]
+            each = -(-len(node) // 8)  # bytes of a token's marks
+            tokens_R = [len(bits) // each for bits in self.bits_R]
+            counts_RL = np.zeros((len(tokens_R) + 1, len(node)), np.int64)
+            for source, bits in enumerate(self.bits_R):
+                marks_TL = np.unpackbits(bits.reshape(-1, each), axis=1)[:, : len(node)]
+                counts_RL[source + 1] = marks_TL.sum(0)
+            starts_RL = dict(enumerate(counts_RL.cumsum(0)))
+            bits_R = dict(enumerate(self.bits_R))
+            self._path = build_route(
+                self.marks_TR, tokens_R, starts_RL, bits_R, self.topology, self.rank, kernels
+            )
+        return self._path
 
 
 def list_hops(marks_TR: np.ndarray, topology: Topology, rank: int, kernels: RowKernels) -> Hops:
