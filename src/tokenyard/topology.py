@@ -177,6 +177,11 @@ class Placement:
         ]
         return np.array(padded, np.int64)
 
+    @cached_property
+    def padded_experts(self) -> Tensor:
+        """`padded_experts_RL` on the device of the experts' ranks."""
+        return torch.from_numpy(self.padded_experts_RL).to(self.rank_of_expert.device)
+
     def local_table(self, rank: int) -> Tensor:
         """[E] int64: an expert's id on `rank`, -1 where it lives elsewhere."""
         if rank not in self._local_tables:

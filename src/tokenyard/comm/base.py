@@ -66,6 +66,18 @@ class Communicator:
         self.all_to_all(Exchange(as_bytes(answer), as_bytes(message), one_each, one_each, stage))
         return to_host(answer)
 
+    def exchange_counted(
+        self, message_RM: Tensor, numbers: Tensor, stage: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As `exchange`, of a message that lies on this communicator's device. The host reads the
+        answer together with `numbers`, an int64 tensor of this rank: it waits once for both.
+        """
+        one_each = [1] * self.size
+        answer = torch.zeros_like(message_RM)
+        self.all_to_all(Exchange(as_bytes(answer), as_bytes(message_RM), one_each, one_each, stage))
+        here = to_host(torch.cat([answer.flatten(), numbers]))
+        return here[: answer.numel()].reshape(answer.shape), here[answer.numel() :]
+
     def gather(self, numbers: Sequence[int], stage: str) -> list[list[int]]:
         """These numbers of every rank: answer[i][r] is number i of rank r."""
         return self.exchange(np.array([numbers] * self.size, np.int64), stage).T.tolist()

@@ -7,6 +7,7 @@ ranks before any row moves, and the group goes on working. Messages are integers
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from tokenyard.engine.mismatch import STAGES, differ
 from tokenyard.errors import rejected, text_to_words
+from tokenyard.runtime.streams import to_device
 from tokenyard.transports import Offer, Transport
 from tokenyard.types import ROW_DTYPES, SCALE_DTYPES, Config
 
@@ -62,7 +64,15 @@ _TOKENS = _CALL + len(Call._fields)
 _WORST, _OFFER = _TOKENS + 1, _TOKENS + 2
 _INLINE = _OFFER + 12
 _MESSAGE = 128
-_ROOM = _MESSAGE - _INLINE
+ROOM = _MESSAGE - _INLINE
+
+
+class Counting(NamedTuple):
+    """Counts of a rank that lie on a device. The host reads them with the answer of the others."""
+
+    payload: Tensor  # [R, M] int64, as that of Terms; M is at most ROOM
+    numbers: Tensor  # int64, which the host needs; the first is below 0 unless the input is bad
+    find: Callable[[np.ndarray], Exception | None]  # what is wrong, by these numbers
 
 
 class Terms(NamedTuple):
@@ -73,6 +83,7 @@ class Terms(NamedTuple):
     payload: np.ndarray | None = None  # [R, M] int64, row r for rank r
     num_tokens: int = 0
     num_worst_tokens: int = 0
+    counting: Counting | None = None  # instead of a payload
 
 
 class Agreed(NamedTuple):
@@ -83,6 +94,7 @@ class Agreed(NamedTuple):
     payload: np.ndarray  # [R, M] int64, row r from rank r
     num_tokens: np.ndarray  # [R]
     num_worst_tokens: list[int]  # R
+    numbers: np.ndarray | None  # of the counting, if there was one
 
 
 class Agreement:
@@ -112,7 +124,7 @@ class Agreement:
         failure = terms if isinstance(terms, Exception) else None
         if isinstance(terms, Exception):
             terms = Terms(Call(stage=STAGES.index(stage)))
-        call, offer, payload, num_tokens, num_worst_tokens = terms
+        call, offer, payload, num_tokens, num_worst_tokens, counting = terms
         failed, (stage_number, _, _, *shapes) = failure is not None, call
         head = failed, stage_number, self._buffer_id, self.number, *shapes
         message = self._message
@@ -124,10 +136,18 @@ class Agreement:
         width = room = 0
         if payload is not None:
             width = payload.shape[1]
-            room = min(width, _ROOM)
+            room = min(width, ROOM)
             message[:, _INLINE : _INLINE + room] = payload[:, :room]
         self.engaged = True
-        answer, offer = self._transport.meet(message, offer, f"{stage} (notify)")
+        numbers = None
+        if counting is None:
+            answer, offer = self._transport.meet(message, offer, f"{stage} (notify)")
+        else:
+            answer, numbers = self._count(message, counting, f"{stage} (notify)")
+            room = counting.payload.shape[1]
+            found = counting.find(numbers)
+            if found is not None:
+                failed, failure = True, self.named(stage, found)
 
         # Comparing bytes takes a third of the time that comparing arrays takes.
         if failed or answer[:, :_TOKENS].tobytes() != message[:, :_TOKENS].tobytes():
@@ -143,7 +163,17 @@ class Agreement:
             more = self._transport.exchange(rest, f"{stage} (notify)")
             told = np.concatenate([told, more], axis=1)
         worst = answer[:, _WORST].tolist()
-        return Agreed(offer, answer[:, _OFFER:_INLINE], told, answer[:, _TOKENS], worst)
+        return Agreed(offer, answer[:, _OFFER:_INLINE], told, answer[:, _TOKENS], worst, numbers)
+
+    def _count(
+        self, message: np.ndarray, counting: Counting, stage: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Exchange a message whose counts, and whether they are good, only the device knows."""
+        payload, numbers = counting.payload, counting.numbers
+        there = to_device(message, payload.device).clone()
+        there[:, _FAILED] = numbers[0] >= 0
+        there[:, _INLINE : _INLINE + payload.shape[1]] = payload
+        return self._transport.exchange_counted(there, numbers, stage)
 
     def confirm(self, stage: str, failure: Exception | None) -> None:
         """Ask again about what only the counts could show. Raises on all ranks if one failed."""

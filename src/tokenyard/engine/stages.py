@@ -35,6 +35,7 @@ from tokenyard.shm.shared_rows import NO_MEMORY, check
 from tokenyard.topology import Placement, Topology
 from tokenyard.transports import RowsBack, RowsOut, Sum, Transport
 from tokenyard.types import Config, Flow, Handle, Layout, Received
+from tokenyard.wire.columns import row_widths
 
 _LARGE = 32 << 20  # bytes of a result that a rank may not have: ranks ask each other first
 _NOWHERE = nullcontext()
@@ -66,8 +67,9 @@ class Engine:
         nodes = None if self._one_node else topology.node_of_rank
         self._device, self._pid = communicator.device, os.getpid()
         self.streams = streams
+        on_device = streams is not None and kernels.counts_on_device and transport.tells_from_device
         self.local = Preparation(
-            kernels, self.num_ranks, nodes, placement, self._device, transport.empty
+            kernels, self.num_ranks, nodes, placement, self._device, transport.empty, on_device
         )
 
     def dispatch(
@@ -91,6 +93,8 @@ class Engine:
                 self.agreement.reject(stage, error)
 
             agreed = self.agreement.meet(stage, terms)
+            if out.counted is not None and agreed.numbers is not None:
+                out = out._replace(route=out.counted.settle(agreed.numbers))
             flow, per_expert = counts.hear(agreed, out.route, out.placement, self.rank)
             self._check_worst(stage, agreed, flow)
 
@@ -137,10 +141,9 @@ class Engine:
                 validate.same_tokens(columns[0], known.num_tokens)
                 self.local.config(config)
                 call = Call.of_rows(stage, *columns, config, handle=known.call)
-                present = [column for column in columns if column is not None]
-                offer = self.transport.enclose_rows(
-                    present, known.is_token_in_rank, pending is None
-                ) or self.transport.offer_rows(known.flow, _widths(columns))
+                offer = self.transport.offer_dispatch(
+                    known.flow, columns, known.is_token_in_rank, pending is None
+                )
                 terms = Terms(call, offer)
             except Exception as error:
                 self.agreement.reject(stage, error)
@@ -265,12 +268,13 @@ class Engine:
             num_experts=out.placement.num_experts,
             tag=out.tag,
         )
-        payload = counts.tell(out.route, out.layout, out.placement, self._one_node)
-        present = [column for column in columns if column is not None]
-        offer = self.transport.enclose_rows(
-            present, out.layout.is_token_in_rank, True
-        ) or self.transport.offer_rows(None, ())
-        return Terms(call, offer, payload, out.x.shape[0], out.num_worst_tokens)
+        payload, counting = None, None
+        if out.counted is None:
+            payload = counts.tell(out.route, out.layout, out.placement, self._one_node)
+        else:
+            counting = counts.tell_from_device(out, out.counted, self._one_node)
+        offer = self.transport.offer_dispatch(None, columns, out.layout.is_token_in_rank, True)
+        return Terms(call, offer, payload, out.x.shape[0], out.num_worst_tokens, counting)
 
     def _combine_terms(
         self, stage: str, sums: list[Sum], known: Handle, config: Config, tag: Any, ready: bool
@@ -278,10 +282,7 @@ class Engine:
         num_topk = sums[1].rows_ND.shape[1] if len(sums) > 1 else -1
         more = {"handle": known.call, "num_topk": num_topk, "tag": validate.tag(tag)}
         call = Call.of_rows(stage, sums[0].rows_ND, None, config, **more)
-        offer = self.transport.enclose_back(sums, known, ready) or self.transport.offer_back(
-            [one.rows_ND for one in sums], known.flow, ready
-        )
-        return Terms(call, offer)
+        return Terms(call, self.transport.offer_combine(sums, known, ready))
 
     def _check_worst(self, stage: str, agreed: Agreed, flow: Flow) -> None:
         """Where some rank's num_worst_tokens is too small for the worst routing, which all ranks
@@ -305,7 +306,7 @@ class Engine:
             arrive, move = self.transport.send(rows)
         except MemoryError as error:
             failure = SharedMemoryError(f"{stage}: {error}, on rank {self.rank}")
-        if not self.transport.offers_memory and flow.most_rows * sum(_widths(present)) >= _LARGE:
+        if not self.transport.offers_memory and flow.most_rows * sum(row_widths(present)) >= _LARGE:
             told = np.full((self.num_ranks, 1), NO_MEMORY if failure else 0, np.int64)
             check(self.transport.exchange(told, stage), [failure], stage, self.rank)
         if failure is not None:
@@ -389,11 +390,6 @@ def _zero_tail(flow: Flow, columns: Sequence[Tensor | None]) -> None:
     for column in columns:
         if column is not None:
             column[flow.num_received :].view(torch.uint8).zero_()
-
-
-def _widths(columns: Sequence[Tensor | None]) -> list[int]:
-    """Bytes of a row of each column that is there."""
-    return [one.shape[1] * one.element_size() for one in columns if one is not None]
 
 
 def _rows_out(

@@ -25,6 +25,7 @@ from tokenyard.shm.control import ROWS
 from tokenyard.shm.node import SharedNode
 from tokenyard.shm.shared_rows import SharedRows
 from tokenyard.types import Config, Flow, Handle
+from tokenyard.wire.columns import row_widths
 
 
 @dataclass(slots=True)
@@ -94,6 +95,7 @@ class Transport:
     # Ranks tell each other in their offers whether they have memory for the result, so that all
     # raise if one has none.
     offers_memory = False
+    tells_from_device = False  # messages may lie on the device of the results
     node: SharedNode | None = None  # of all ranks, if they share one: low-latency calls use it
 
     def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
@@ -103,6 +105,14 @@ class Transport:
     def meet(self, message_RM: np.ndarray, offer: Offer, stage: str) -> tuple[np.ndarray, Offer]:
         """As `exchange`, with the rows that the offer encloses. Returns it with what came."""
         return self.exchange(message_RM, stage), offer
+
+    def exchange_counted(
+        self, message_RM: Tensor, numbers: Tensor, stage: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As `exchange`, of a message on the device, where the transport `tells_from_device`. The
+        host waits once, for the answer and for numbers of this rank.
+        """
+        raise NotImplementedError
 
     def offer_rows(self, flow: Flow | None, widths: Sequence[int]) -> Offer:
         """Before a dispatch: along this flow, or along one that is not known yet."""
@@ -115,6 +125,18 @@ class Transport:
         transport does not do so, or not with so many, or they are not `ready` to be read.
         """
         return None
+
+    def offer_dispatch(
+        self,
+        flow: Flow | None,
+        columns: Sequence[Tensor | None],
+        is_token_in_rank_TR: Tensor,
+        ready: bool,
+    ) -> Offer:
+        """Before a dispatch of these columns: enclose them, or offer memory for what comes."""
+        present = [column for column in columns if column is not None]
+        enclosing = self.enclose_rows(present, is_token_in_rank_TR, ready)
+        return enclosing or self.offer_rows(flow, row_widths(present))
 
     def learn_route(self, rows: RowsOut, is_token_in_rank_TR: Tensor) -> RowsOut:
         """Complete a new dispatch, whose counts are known by now: with what this transport needs to
@@ -136,6 +158,11 @@ class Transport:
     def enclose_back(self, sums: Sequence[Sum], handle: Handle, ready: bool) -> Offer | None:
         """Before a combine, instead of `offer_back`: an offer that encloses the rows, or None."""
         return None
+
+    def offer_combine(self, sums: Sequence[Sum], handle: Handle, ready: bool) -> Offer:
+        """Before a combine: enclose its rows, or offer them where they lie."""
+        enclosing = self.enclose_back(sums, handle, ready)
+        return enclosing or self.offer_back([one.rows_ND for one in sums], handle.flow, ready)
 
     def sum_back(self, back: RowsBack) -> Move:
         """Combine's exchange: rows go back the way they came, and each token's are summed."""
@@ -167,6 +194,11 @@ class CommunicatorTransport(Transport):
 
     def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
         return self._communicator.exchange(message_RM, stage)
+
+    def exchange_counted(
+        self, message_RM: Tensor, numbers: Tensor, stage: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        return self._communicator.exchange_counted(message_RM, numbers, stage)
 
     def dead_ranks(self) -> tuple[int, ...]:
         return self._communicator.dead_ranks()

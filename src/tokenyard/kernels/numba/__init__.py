@@ -43,12 +43,14 @@ from tokenyard.kernels.numba.signals import await_signals, meet, post
 
 shares_memory = True
 puts_rows = False
+counts_on_device = False
 
 __all__ = [
     "align",
     "await_signals",
     "await_slots",
     "combine_calls",
+    "counts_on_device",
     "dispatch_calls",
     "fill_parcel",
     "fill_slots",
