@@ -5,8 +5,8 @@
 
 Nodes are network namespaces (tokenyard.testing.Cluster). "gloo, the same bytes" is a bare
 all_to_all_single of as many bytes as dispatch sends between nodes, between the same ranks: no
-counting, no gathering, no forwarding. "nothing enclosed" is the way of calls whose rows are too many to travel with the agreement's words.
-"pairs" sends every (token, expert) pair, as
+counting, no gathering, no forwarding. "nothing enclosed" is the way of calls whose rows are too
+many to travel with the agreement's words. "pairs" sends every (token, expert) pair, as
 benchmarks/per_expert.py describes. A figure is the median over rounds of the slowest rank. Results
 are compared first, and bytes are those that the interfaces count.
 """
