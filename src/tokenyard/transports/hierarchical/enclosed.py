@@ -145,9 +145,7 @@ class Enclosures:
         """Exchange messages with all ranks, and what they enclose."""
         turn, self._calls = self._calls % 2, self._calls + 1
         enclosed, bases = offer.enclosed, []
-        if isinstance(enclosed, EnclosedRows):
-            self._fill_own(enclosed, turn)
-        else:
+        if not isinstance(enclosed, EnclosedRows):
             bases = self._stage(enclosed, turn)
             enclosed = enclosed if bases else None
         told_RW = np.empty((self._topology.num_ranks, self._width), np.int64)
@@ -155,11 +153,15 @@ class Enclosures:
         told_RW[:, :BEFORE] = state, *self._wanted
         told_RW[:, BEFORE:] = message_RM
         self._wanted = (0, 0)
-        for place, rail in enumerate(self._links.numbers):
-            sent, counts, rows = self._fill(rail, told_RW, enclosed, bases)
-            out = self._staging.received[turn][place]
-            rooms = self._staging.rooms
-            self._links.swap(rail, Exchange(out, sent, rooms, counts, stage, True, rows))
+        ends, now = [], self._staging
+        for rail, out, space in zip(self._links.numbers, now.received[turn], now.sent):
+            sent, counts, rows = self._fill(rail, space, told_RW, enclosed, bases)
+            exchange = Exchange(out, sent, now.rooms, counts, stage, True, rows)
+            ends.append(self._links.start(rail, exchange))
+        if isinstance(enclosed, EnclosedRows):
+            self._fill_own(enclosed, turn)  # while messages travel
+        for end in ends:
+            end()
         heard_RW = self._pass_on(told_RW, self._messages(turn), stage)
         self._grow(heard_RW, stage)
         states = set(heard_RW[:, _STATE].tolist())
@@ -266,6 +268,7 @@ class Enclosures:
     def _fill(
         self,
         rail: int,
+        space: Tensor,
         told_RW: np.ndarray,
         enclosed: EnclosedRows | EnclosedSums | None,
         bases: list[np.ndarray],
@@ -281,7 +284,7 @@ class Enclosures:
         for node, words in enumerate(self._words):
             if node == self._home:
                 continue
-            message = self._staging.sent[at:]
+            message = space[at:]
             size = 0
             if rail == self._links.own:
                 told = np.ascontiguousarray(told_RW[self._ranks_of_node[node]])
@@ -300,7 +303,7 @@ class Enclosures:
                 rows[node] = int(relays[node].before[-1]) * sum(widths)
             counts[node] = round_up(size, LINE)
             at += counts[node]
-        return self._staging.sent[:at, None], counts, rows
+        return space[:at, None], counts, rows
 
     def _sum_for(
         self, relay: Relay, sums: Sequence[Sum], bases: list[np.ndarray], out: Tensor

@@ -85,10 +85,9 @@ class Links:
             answer[rail] = np.split(out.numpy()[:, 0], np.cumsum(sizes[rail])[:-1])
         return answer
 
-    def swap(self, rail: int, exchange: Exchange) -> None:
-        """Exchange messages on a rail."""
-        if rail in self._messages:
-            self._messages[rail].all_to_all(exchange)
+    def start(self, rail: int, exchange: Exchange) -> Move:
+        """Begin to exchange messages on a rail. What this returns waits for the end."""
+        return self._messages[rail].start(exchange)
 
     def stream(self, stream: ChunkStream, stage: str) -> None:
         """Send and receive all chunks. A few are on their way while this rank fills and takes

@@ -86,8 +86,9 @@ class Staging:
                     for nth in range(len(topology.rails_of(rank)))
                 ]
             )
-        # The messages of this rank on one rail, each to the end of its line.
-        self.sent = memory.empty(sum(words_of_node) + topology.num_nodes * (enclosed + LINE))
+        # The messages of this rank, by rail, each to the end of its line.
+        most_sent = sum(words_of_node) + topology.num_nodes * (enclosed + LINE)
+        self.sent = [memory.empty(most_sent) for _ in topology.rails_of(rank)]
 
 
 def header(address: int) -> np.ndarray:

@@ -245,9 +245,9 @@ class HierarchicalTransport(SharedMemoryTransport):
     def _take_enclosed(self, rows: RowsOut) -> list[Tensor]:
         """Results of a dispatch whose rows came with the words of the agreement."""
         columns, flow = rows.columns, rows.flow
-        arrive = [
-            memory.empty(flow.num_rows, column.shape[1], dtype=column.dtype) for column in columns
-        ]
+        offsets = column_offsets(flow.num_rows, row_widths(columns))
+        block = SharedRows(memory.take_bytes(offsets[-1]))  # memory of this process, used again
+        arrive = shared_rows.views(block, offsets, flow.num_rows, columns)
         self._enclosures.take_rows(rows.offer.came, arrive, flow, rows.stage)
         return arrive
 
