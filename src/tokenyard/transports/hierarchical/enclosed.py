@@ -38,6 +38,7 @@ from tokenyard.types import Flow, Handle, round_up
 from tokenyard.wire.columns import LINE, column_offsets, row_widths
 
 MOST_ENCLOSED = 2 << 20  # bytes of rows that a message to a node may enclose
+MOST_SUMS = 1 << 19  # of these, bytes of sums: above, summing while chunks travel is quicker
 _MOST_STAGED = 8 << 20  # bytes of rows that a rank may stage for its neighbours
 _MOST_RECEIVED = 16 << 20  # bytes that a rank may get with all messages of a call
 _LEAST = 1 << 14  # bytes of staging, if there is any
@@ -137,7 +138,7 @@ class Enclosures:
         # All ranks want the same where they have the same tokens: a node may get them all.
         enclosed = max([column_offsets(count, widths)[-1] for count in counts], default=0)
         staged = 8 * HEADER + column_offsets(handle.flow.num_received, widths)[-1]
-        if not self._has_room(enclosed, staged):
+        if enclosed > MOST_SUMS or not self._has_room(enclosed, staged):
             return None
         return Offer(enclosed=EnclosedSums(sums, handle, path))
 

@@ -35,6 +35,7 @@ from tokenyard.transports.hierarchical.route import (
     TwoLevelRoute,
     build_route,
     pack_marks,
+    unpack_marks,
 )
 from tokenyard.transports.hierarchical.stream import CombineStream, DispatchStream
 from tokenyard.types import Flow, Handle
@@ -115,6 +116,11 @@ class HierarchicalTransport(SharedMemoryTransport):
     ) -> np.ndarray:
         """Give what partners sent for ranks of the node to these. Returns all ranks' messages."""
         width = message_RM.shape[1]
+        if len(self._locals) == 1:
+            answer_RM = message_RM.copy()
+            for (_, source), part in zip(self._mine, came):
+                answer_RM[source] = part.view(np.int64)
+            return answer_RM
         relayed_LPM = np.zeros((len(self._locals), self._most, width), np.int64)
         relayed_LPM[:, 0] = message_RM[list(self._locals)]
         for place, part in enumerate(came, start=1):
@@ -158,9 +164,12 @@ class HierarchicalTransport(SharedMemoryTransport):
         starts_RL = {
             source: told[:, 4 + place].copy() for place, source in enumerate([self.rank, *partners])
         }
-        bits_R = {source: bits for source, (_, bits) in zip(partners, said)}
+        marks_RTL = {
+            source: unpack_marks(bits, len(self._locals))
+            for source, (_, bits) in zip(partners, said)
+        }
         path = build_route(
-            marks_TR, tokens, starts_RL, bits_R, self._topology, self.rank, self._kernels
+            marks_TR, tokens, starts_RL, marks_RTL, self._topology, self.rank, self._kernels
         )
         flow = flow._replace(two_level=path)
         offer = Offer(told_RW[self.rank], (block,))
@@ -245,9 +254,9 @@ class HierarchicalTransport(SharedMemoryTransport):
     def _take_enclosed(self, rows: RowsOut) -> list[Tensor]:
         """Results of a dispatch whose rows came with the words of the agreement."""
         columns, flow = rows.columns, rows.flow
-        offsets = column_offsets(flow.num_rows, row_widths(columns))
-        block = SharedRows(memory.take_bytes(offsets[-1]))  # memory of this process, used again
-        arrive = shared_rows.views(block, offsets, flow.num_rows, columns)
+        arrive = [
+            memory.empty(flow.num_rows, column.shape[1], dtype=column.dtype) for column in columns
+        ]
         self._enclosures.take_rows(rows.offer.came, arrive, flow, rows.stage)
         return arrive
 
