@@ -163,7 +163,9 @@ class Enclosures:
             self._fill_own(enclosed, turn)  # while messages travel
         for end in ends:
             end()
-        heard_RW = self._pass_on(told_RW, self._messages(turn), stage)
+        num_bytes = 8 * self._width * len(self._locals)
+        parts = [words[:num_bytes] for words in now.words[turn]]
+        heard_RW = self._pass_on(told_RW, parts, stage)
         self._grow(heard_RW, stage)
         states = set(heard_RW[:, _STATE].tolist())
         came = Came(turn, bases) if states == {_ENCLOSES} else None
@@ -328,15 +330,6 @@ class Enclosures:
         """The most bytes that a parcel of so many tokens has."""
         most_ranks = max(map(len, self._ranks_of_node))
         return _first_record(num_tokens, most_ranks) + num_tokens * sum(row_widths(columns))
-
-    def _messages(self, turn: int) -> list[np.ndarray]:
-        """What came from each partner for the ranks of this node."""
-        num_bytes, found = 8 * self._width * len(self._locals), []
-        for rail, source in self._topology.upstream(self._rank):
-            out = self._staging.received[turn][self._links.numbers.index(rail)]
-            begin = self._staging.begin_of_node[self._topology.node_of_rank[source]]
-            found.append(out.numpy()[begin : begin + num_bytes, 0])
-        return found
 
     def _grow(self, heard_RW: np.ndarray, stage: str) -> None:
         """Make room for what ranks would like to enclose. All ranks of all nodes do so at once."""

@@ -86,6 +86,14 @@ class Staging:
                     for nth in range(len(topology.rails_of(rank)))
                 ]
             )
+        # By turn: the words of each partner, for the ranks of this node.
+        self.words: list[list[np.ndarray]] = [[], []]
+        rails = topology.rails_of(rank)
+        for received, found in zip(self.received, self.words):
+            for rail, source in topology.upstream(rank):
+                out = received[rails.index(rail)].numpy()[:, 0]
+                begin = self.begin_of_node[topology.node_of_rank[source]]
+                found.append(out[begin : begin + words])
         # The messages of this rank, by rail, each to the end of its line.
         most_sent = sum(words_of_node) + topology.num_nodes * (enclosed + LINE)
         self.sent = [memory.empty(most_sent) for _ in topology.rails_of(rank)]
