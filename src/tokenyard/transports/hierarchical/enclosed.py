@@ -105,13 +105,10 @@ class Enclosures:
         rank: int,
         kernels: ParcelKernels,
         num_words: int,
-        pass_on: PassOn,
     ) -> None:
-        """Messages have `num_words` int64s for each rank, always. `pass_on` gives those that came
-        from other nodes to the ranks of this node.
-        """
+        """Messages have `num_words` int64s for each rank, always."""
         self._node, self._links, self._topology = node, links, topology
-        self._rank, self._kernels, self._pass_on = rank, kernels, pass_on
+        self._rank, self._kernels = rank, kernels
         self._home, self._place = topology.node_of_rank[rank], topology.place(rank)
         nodes = topology.ranks_of_node
         self._locals = nodes[self._home]
@@ -142,8 +139,12 @@ class Enclosures:
             return None
         return Offer(enclosed=EnclosedSums(sums, handle, path))
 
-    def meet(self, message_RM: np.ndarray, offer: Offer, stage: str) -> tuple[np.ndarray, Offer]:
-        """Exchange messages with all ranks, and what they enclose."""
+    def meet(
+        self, message_RM: np.ndarray, offer: Offer, stage: str, pass_on: PassOn
+    ) -> tuple[np.ndarray, Offer]:
+        """Exchange messages with all ranks, and what they enclose. `pass_on` gives the messages
+        that came from other nodes to the ranks of this node.
+        """
         turn, self._calls = self._calls % 2, self._calls + 1
         enclosed, bases = offer.enclosed, []
         if not isinstance(enclosed, EnclosedRows):
@@ -165,7 +166,7 @@ class Enclosures:
             end()
         num_bytes = 8 * self._width * len(self._locals)
         parts = [words[:num_bytes] for words in now.words[turn]]
-        heard_RW = self._pass_on(told_RW, parts, stage)
+        heard_RW = pass_on(told_RW, parts, stage)
         self._grow(heard_RW, stage)
         states = set(heard_RW[:, _STATE].tolist())
         came = Came(turn, bases) if states == {_ENCLOSES} else None

@@ -88,7 +88,7 @@ class HierarchicalTransport(SharedMemoryTransport):
             self._links = Links(communicator, topology, name, self._node.liveness.raise_told)
             opened.callback(self._links.close)
             self._enclosures = Enclosures(
-                self._node, self._links, topology, self.rank, kernels, _MESSAGE, self._pass_on
+                self._node, self._links, topology, self.rank, kernels, _MESSAGE
             )
             self._opened = opened.pop_all()
 
@@ -109,7 +109,7 @@ class HierarchicalTransport(SharedMemoryTransport):
         if self._topology.num_nodes == 1:
             return self.exchange(message_RM, stage), offer
         with self._telling():
-            return self._enclosures.meet(message_RM, offer, stage)
+            return self._enclosures.meet(message_RM, offer, stage, self._pass_on)
 
     def _pass_on(
         self, message_RM: np.ndarray, came: Sequence[np.ndarray], stage: str
