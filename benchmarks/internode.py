@@ -5,7 +5,8 @@
 
 Nodes are network namespaces (tokenyard.testing.Cluster). "gloo, the same bytes" is a bare
 all_to_all_single of as many bytes as dispatch sends between nodes, between the same ranks: no
-counting, no gathering, no forwarding. "pairs" sends every (token, expert) pair, as
+counting, no gathering, no forwarding. "nothing enclosed" is the way of calls whose rows are too
+many to travel with the agreement's words. "pairs" sends every (token, expert) pair, as
 benchmarks/per_expert.py describes. A figure is the median over rounds of the slowest rank. Results
 are compared first, and bytes are those that the interfaces count.
 """
@@ -15,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from per_expert import PerExpert  # type: ignore[import-not-found]
 
 import tokenyard
 from tokenyard.testing import Cluster, numbered_tokens, routing
+from tokenyard.transports.hierarchical import enclosed
 
 NUM_TOPK, NUM_EXPERTS = 8, 64
 
@@ -37,14 +40,24 @@ class Bench:
         )
         self.buffer = tokenyard.Buffer(group, transport="hierarchical", ranks_per_node=sizes)
         self.flat = tokenyard.Buffer(group, transport="collective", ranks_per_node=sizes)
+        with patch.object(enclosed, "MOST_ENCLOSED", 0):
+            self.rounds = tokenyard.Buffer(group, transport="hierarchical", ranks_per_node=sizes)
         self.pairs = PerExpert(group, self.x, self.topk_idx, NUM_EXPERTS)
-        self.got = self.dispatch()
+        self.got, self.got_in_rounds = self.dispatch(), self.dispatch_in_rounds()
         self.prepare_gloo(rank, sizes)
 
     def dispatch(self) -> Any:
         return self.buffer.dispatch(
             self.x, topk_idx=self.topk_idx, topk_weights=self.weights, num_experts=NUM_EXPERTS
         )
+
+    def dispatch_in_rounds(self) -> Any:
+        return self.rounds.dispatch(
+            self.x, topk_idx=self.topk_idx, topk_weights=self.weights, num_experts=NUM_EXPERTS
+        )
+
+    def combine_in_rounds(self) -> Any:
+        return self.rounds.combine(self.got_in_rounds.recv_x, self.got_in_rounds.handle)
 
     def dispatch_flat(self) -> Any:
         return self.flat.dispatch(
@@ -57,8 +70,10 @@ class Bench:
     def check(self) -> None:
         flat = self.dispatch_flat()
         assert torch.equal(flat.recv_x, self.got.recv_x), "transports differ"
+        assert torch.equal(self.dispatch().recv_x, self.got.recv_x), "rows that are enclosed differ"
         combined = self.flat.combine(flat.recv_x, flat.handle)
-        assert torch.equal(combined.x, self.combine().x), "transports differ in combine"
+        for _ in range(2):  # in the first, ranks hear what they will enclose
+            assert torch.equal(combined.x, self.combine().x), "transports differ in combine"
         rows, _ = self.pairs.dispatch()
         assert len(rows) == sum(self.got.num_recv_tokens_per_expert_list), "pairs differ"
 
@@ -109,6 +124,8 @@ CALLS = {
     "gloo, the same bytes": "gloo",
     "hierarchical dispatch": "dispatch",
     "hierarchical combine": "combine",
+    "dispatch, nothing enclosed": "dispatch_in_rounds",
+    "combine, nothing enclosed": "combine_in_rounds",
     "collective dispatch": "dispatch_flat",
     "pairs": "dispatch",
 }

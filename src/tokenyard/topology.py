@@ -109,6 +109,11 @@ class Topology:
         ranks = self.ranks_of_node[node]
         return ranks[rail] if rail < len(ranks) else None
 
+    def sources(self, rail: int) -> list[int]:
+        """The ranks that send on a rail, by node."""
+        found = (self.source(rail, node) for node in range(self.num_nodes))
+        return [source for source in found if source is not None]
+
     def upstream(self, rank: int) -> list[tuple[int, int]]:
         """(rail, rank) of all ranks that send this one rows for its node, by rail, then by node."""
         own = self.node_of_rank[rank]
@@ -171,6 +176,11 @@ class Placement:
             for owned in self.experts_of_rank
         ]
         return np.array(padded, np.int64)
+
+    @cached_property
+    def padded_experts(self) -> Tensor:
+        """`padded_experts_RL` on the device of the experts' ranks."""
+        return torch.from_numpy(self.padded_experts_RL).to(self.rank_of_expert.device)
 
     def local_table(self, rank: int) -> Tensor:
         """[E] int64: an expert's id on `rank`, -1 where it lives elsewhere."""

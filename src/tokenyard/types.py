@@ -180,6 +180,28 @@ class Route(NamedTuple):
     copy_slot: Tensor  # [N] int32
 
 
+class Counted(NamedTuple):
+    """A layout and its route on a device, before the host has read any number of them."""
+
+    layout: Layout
+    route: Route  # send_counts is empty, and lists by rows have room for as many as there may be
+    # [1 + R + E] int64: the flat place of the first bad index or -1, rows by rank, pairs by expert
+    numbers: Tensor
+
+    def settle(self, numbers: np.ndarray) -> Route:
+        """The route, once the host has read `numbers`."""
+        num_ranks, route = self.layout.num_tokens_per_rank.shape[0], self.route
+        counts = tuple(numbers[1 : 1 + num_ranks].tolist())
+        num_rows = sum(counts)
+        return Route(
+            send_token=route.send_token[:num_rows],
+            send_counts=counts,
+            copy_start=route.copy_start,
+            copy_rank=route.copy_rank[:num_rows],
+            copy_slot=route.copy_slot[:num_rows],
+        )
+
+
 class Flow(NamedTuple):
     """One dispatch as this rank sees it: which rows it sends, and how many come from whom."""
 

@@ -107,6 +107,30 @@ def test_segments_of_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(places.row_of, spec.permute(torch.zeros(150, 1), topk_ids, 20).row_of)
 
 
+@pytest.mark.parametrize("num_ranks, nodes", [(1, None), (5, (0, 0, 1, 1, 2)), (70, None)], ids=str)
+@pytest.mark.parametrize("num_tokens", [0, 1, 150])
+def test_count_is_layout_and_route(
+    num_ranks: int, nodes: tuple[int, ...] | None, num_tokens: int
+) -> None:
+    """Lists have room for rows that do not come, which settling cuts off."""
+    triton, num_experts = kernels.load("triton"), 2 * num_ranks
+    topk_idx, _ = routing("holes", num_tokens, 4 if num_ranks > 1 else 1, num_experts)
+    owners = torch.arange(num_experts, dtype=torch.int32) // 2
+    with poisoned():
+        counted = triton.count(topk_idx, owners, num_ranks, nodes)
+    world = spec.World(tuple(owners.tolist()), nodes or (0,) * num_ranks)
+    want = spec.layout(topk_idx, world)
+    assert_same(tuple(counted.layout), tuple(want))
+    numbers = [-1, *want.num_tokens_per_rank.tolist(), *want.num_tokens_per_expert.tolist()]
+    assert counted.numbers.tolist() == numbers
+    settled = counted.settle(counted.numbers.numpy())
+    assert_same(tuple(settled), tuple(kernels.load("reference").route(want.is_token_in_rank)))
+    if num_tokens:
+        topk_idx[num_tokens // 2, 0] = num_experts
+        bad = triton.count(topk_idx, owners, num_ranks, nodes).numbers[0]
+        assert int(bad) == num_tokens // 2 * topk_idx.shape[1]
+
+
 def test_threads_take_turns() -> None:
     """The interpreter has one state for all of them."""
     topk_ids, _ = routing("uniform", 40, 4, 20)

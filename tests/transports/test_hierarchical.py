@@ -13,7 +13,7 @@ from tests.cases.exchange import Case, inputs, job
 from tests.cases.processes import Pools
 from tokenyard import spec
 from tokenyard.testing import Processes, run_virtual
-from tokenyard.transports.hierarchical import route
+from tokenyard.transports.hierarchical import enclosed, route
 
 SHAPES = [(2, 2), (3, 2, 1)]
 MORE_SHAPES = [(4, 4), (2, 2, 2, 2)]
@@ -54,8 +54,12 @@ def test_many_chunks(name: str, sizes: tuple[int, ...], monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 8, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("few", [True, False], ids=["few-rows", "many-rows"])
 @pytest.mark.timeout(300)
-def test_nodes_of_8(num_nodes: int) -> None:
+def test_nodes_of_8(num_nodes: int, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(enclosed, "MOST_ENCLOSED", enclosed.MOST_ENCLOSED if few else 0)
+    monkeypatch.setattr(enclosed, "_LEAST", 1 << 18)
+    monkeypatch.setattr(enclosed, "_SOON", 100.0)
     case = Case(
         num_ranks=8 * num_nodes,
         ranks_per_node=8,
@@ -74,8 +78,10 @@ def test_nodes_of_8(num_nodes: int) -> None:
     if num_nodes == 1:
         assert "combine" not in run.bytes_sent
         return
-    marks = marks_between(case)  # and a bit for each of its tokens and each rank of that node
-    assert torch.equal(run.bytes_sent["dispatch"], crossings * out + 2 * marks)
+    # And a bit for each of its tokens and each rank of that node, unless it is part of a message:
+    # in the first dispatch ranks hear that they will enclose rows with messages.
+    marks = marks_between(case) * (1 if few else 2)
+    assert torch.equal(run.bytes_sent["dispatch"], crossings * out + marks)
     assert torch.equal(run.bytes_sent["combine"], crossings.t() * back)
     assert torch.equal(run.bytes_sent["cached dispatch"], nodes_between(case, 0) * 24 * 2)
 

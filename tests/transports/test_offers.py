@@ -33,9 +33,8 @@ def send_in_another_order(group: Any, transport: str) -> list[list[float]]:
         for turn in range(2):
             x = torch.full((3, 4), 10.0 * turn + group.rank())
             offer = ways.offer_rows(flow, row_widths([x]))
-            words_RW = np.zeros((group.size(), 3), np.int64)
-            if len(offer.words):
-                words_RW[:] = offer.words
+            words_RW = np.zeros((group.size(), len(offer.words)), np.int64)
+            words_RW[:] = offer.words
             told_RW = ways.exchange(words_RW, "test")
             calls.append(RowsOut([x], flow, offer, told_RW, tokenyard.Config(), "test"))
         arrived: list[Tensor] = []

@@ -23,13 +23,19 @@ Move = Callable[[], None]
 
 
 class Exchange(NamedTuple):
-    """One all-to-all: counts[r] rows go to each rank r, in order; out_counts[r] come from it."""
+    """One all-to-all: counts[r] rows go to each rank r, in order; out_counts[r] come from it.
+
+    With `at_most` no more than out_counts[r] come from rank r, and the rest of its share of `out`
+    is left alone. Parts of a group can do that, since gloo and loopback take shorter messages.
+    """
 
     out_NB: Tensor
     rows_NB: Tensor
     out_counts: Sequence[int]
     counts: Sequence[int]
     stage: str
+    at_most: bool = False
+    enclosed: Sequence[int] = ()  # how many of `counts` are rows that travel with a message
 
 
 class Communicator:
@@ -59,6 +65,18 @@ class Communicator:
         answer = torch.zeros_like(message)
         self.all_to_all(Exchange(as_bytes(answer), as_bytes(message), one_each, one_each, stage))
         return to_host(answer)
+
+    def exchange_counted(
+        self, message_RM: Tensor, numbers: Tensor, stage: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As `exchange`, of a message that lies on this communicator's device. The host reads the
+        answer together with `numbers`, an int64 tensor of this rank: it waits once for both.
+        """
+        one_each = [1] * self.size
+        answer = torch.zeros_like(message_RM)
+        self.all_to_all(Exchange(as_bytes(answer), as_bytes(message_RM), one_each, one_each, stage))
+        here = to_host(torch.cat([answer.flatten(), numbers]))
+        return here[: answer.numel()].reshape(answer.shape), here[answer.numel() :]
 
     def gather(self, numbers: Sequence[int], stage: str) -> list[list[int]]:
         """These numbers of every rank: answer[i][r] is number i of rank r."""

@@ -261,7 +261,7 @@ class TorchCommunicator(_TorchExchange):
         self._look = None
 
     def _begin(self, exchange: Exchange) -> dist.Work:
-        out, rows, out_counts, counts, _ = exchange
+        out, rows, out_counts, counts, *_ = exchange
         return dist.all_to_all_single(
             out, rows, list(out_counts), list(counts), group=self.group(), async_op=True
         )
@@ -332,7 +332,7 @@ class GlooPart(_TorchExchange):
         if self._pg is None:
             raise BufferClosed(f"the Buffer is closed, on rank {self._whole.rank}")
         begin: Any = self._pg.alltoall_base  # type: ignore[attr-defined]  # not in torch's stubs
-        out, rows, out_counts, counts, _ = exchange
+        out, rows, out_counts, counts, *_ = exchange
         return begin(out, rows, list(out_counts), list(counts))
 
 

@@ -7,6 +7,7 @@ ranks before any row moves, and the group goes on working. Messages are integers
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from tokenyard.engine.mismatch import STAGES, differ
 from tokenyard.errors import rejected, text_to_words
+from tokenyard.runtime.streams import to_device
 from tokenyard.transports import Offer, Transport
 from tokenyard.types import ROW_DTYPES, SCALE_DTYPES, Config
 from tokenyard.wire import message as at
@@ -60,6 +62,14 @@ assert at.CALL + Call._fields.index("number") == at.NUMBER
 assert at.CALL + Call._fields.index("handle") == at.HANDLE
 
 
+class Counting(NamedTuple):
+    """Counts of a rank that lie on a device. The host reads them with the answer of the others."""
+
+    payload: Tensor  # [R, M] int64, as that of Terms; M is at most PAYLOAD_WORDS
+    numbers: Tensor  # int64, which the host needs; the first is below 0 unless the input is bad
+    find: Callable[[np.ndarray], Exception | None]  # what is wrong, by these numbers
+
+
 class Terms(NamedTuple):
     """What one rank tells the others."""
 
@@ -68,6 +78,7 @@ class Terms(NamedTuple):
     payload: np.ndarray | None = None  # [R, M] int64, row r for rank r
     num_tokens: int = 0
     num_worst_tokens: int = 0
+    counting: Counting | None = None  # instead of a payload
 
 
 class Heard(NamedTuple):
@@ -86,6 +97,7 @@ class Agreed(NamedTuple):
     payload: np.ndarray  # [R, M] int64, row r from rank r
     num_tokens: np.ndarray  # [R]
     num_worst_tokens: list[int]  # R
+    numbers: np.ndarray | None  # of the counting, if there was one
 
 
 class Agreement:
@@ -118,7 +130,7 @@ class Agreement:
         failure = terms if isinstance(terms, Exception) else None
         if isinstance(terms, Exception):
             terms = Terms(Call(stage=STAGES.index(stage)))
-        call, offer, payload, num_tokens, num_worst_tokens = terms
+        call, offer, payload, num_tokens, num_worst_tokens, counting = terms
         failed, (stage_number, _, _, *shapes) = failure is not None, call
         head = failed, stage_number, self.buffer_id, self.number, *shapes
         message = self._message
@@ -133,10 +145,17 @@ class Agreement:
             room = min(width, at.PAYLOAD_WORDS)
             message[:, at.PAYLOAD : at.PAYLOAD + room] = payload[:, :room]
         self.engaged = True
+        numbers = None
         if heard is not None:
             answer = heard.messages_RM
+        elif counting is None:
+            answer, offer = self._transport.meet(message, offer, f"{stage} (notify)")
         else:
-            answer = self._transport.exchange(message, f"{stage} (notify)")
+            answer, numbers = self._count(message, counting, f"{stage} (notify)")
+            room = counting.payload.shape[1]
+            found = counting.find(numbers)
+            if found is not None:
+                failed, failure = True, self.named(stage, found)
 
         # Comparing bytes takes a third of the time that comparing arrays takes.
         if failed or answer[:, : at.TOKENS].tobytes() != message[:, : at.TOKENS].tobytes():
@@ -151,8 +170,18 @@ class Agreement:
             rest = np.ascontiguousarray(payload[:, room:])
             more = self._transport.exchange(rest, f"{stage} (notify)")
             told = np.concatenate([told, more], axis=1)
-        worst = answer[:, at.WORST].tolist()
-        return Agreed(offer, answer[:, at.OFFER : at.PAYLOAD], told, answer[:, at.TOKENS], worst)
+        worst, offers = answer[:, at.WORST].tolist(), answer[:, at.OFFER : at.PAYLOAD]
+        return Agreed(offer, offers, told, answer[:, at.TOKENS], worst, numbers)
+
+    def _count(
+        self, message: np.ndarray, counting: Counting, stage: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Exchange a message whose counts, and whether they are good, only the device knows."""
+        payload, numbers = counting.payload, counting.numbers
+        there = to_device(message, payload.device).clone()
+        there[:, at.FAILED] = numbers[0] >= 0
+        there[:, at.PAYLOAD : at.PAYLOAD + payload.shape[1]] = payload
+        return self._transport.exchange_counted(there, numbers, stage)
 
     def confirm(self, stage: str, failure: Exception | None) -> None:
         """Ask again about what only the counts could show. Raises on all ranks if one failed."""

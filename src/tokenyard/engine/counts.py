@@ -7,10 +7,13 @@ pairs each of its experts gets, and, where all ranks share a node, how many rows
 from __future__ import annotations
 
 import numpy as np
+import torch
 
-from tokenyard.engine.agreement import Agreed
+from tokenyard import validate
+from tokenyard.engine.agreement import Agreed, Counting
+from tokenyard.engine.inputs import Outgoing
 from tokenyard.topology import Placement
-from tokenyard.types import Flow, Layout, Route
+from tokenyard.types import Counted, Flow, Layout, Route
 
 
 def tell(route: Route, layout: Layout, placement: Placement, one_node: bool) -> np.ndarray:
@@ -39,6 +42,25 @@ def tell(route: Route, layout: Layout, placement: Placement, one_node: bool) -> 
     if one_node:
         told_RM[:, last:] = counts
     return told_RM
+
+
+def tell_from_device(out: Outgoing, counted: Counted, one_node: bool) -> Counting:
+    """As `tell`, where the host has not read the counts, and need not for this."""
+    placement, topk_idx = out.placement, out.topk_idx
+    num_ranks = placement.num_ranks
+    counts = counted.numbers[1 : 1 + num_ranks]
+    pairs = torch.nn.functional.pad(counted.numbers[1 + num_ranks :], (0, 1))
+    told = [counts[:, None], pairs[placement.padded_experts]]
+    if one_node:
+        told.append(counts.expand(num_ranks, num_ranks))
+
+    def find_bad(numbers: np.ndarray) -> Exception | None:
+        if numbers[0] < 0:
+            return None
+        assert topk_idx is not None, "the device has counted it"
+        return validate.bad_expert(topk_idx, int(numbers[0]), placement.num_experts)
+
+    return Counting(torch.cat(told, 1), counted.numbers, find_bad)
 
 
 def hear(agreed: Agreed, route: Route, placement: Placement, rank: int) -> tuple[Flow, np.ndarray]:

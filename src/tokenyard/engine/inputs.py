@@ -18,7 +18,8 @@ from tokenyard.runtime import memory
 from tokenyard.runtime.events import EventHandle
 from tokenyard.topology import Placement
 from tokenyard.transports import Sum
-from tokenyard.types import Config, Handle, Layout, Route
+from tokenyard.types import Config, Counted, Handle, Layout, Route
+from tokenyard.wire.message import PAYLOAD_WORDS
 
 _SMALL = 1 << 16  # bytes of a sum that are not worth a segment of shared memory
 
@@ -54,6 +55,7 @@ class Outgoing(NamedTuple):
     num_worst_tokens: int
     config: Config
     tag: int
+    counted: Counted | None = None  # where the host has not read the counts: `route` has none
 
 
 class Preparation:
@@ -65,10 +67,13 @@ class Preparation:
         placement: Placement | None,
         device: torch.device,
         empty: Callable[[int, int, torch.dtype], Tensor],
+        on_device: bool,
     ) -> None:
         """`node_of_rank` is None on one node, `placement` where experts are spread evenly. `empty`
-        gives the transport's memory for a result.
+        gives the transport's memory for a result. `on_device` says that a dispatch may tell counts
+        that the host has not read.
         """
+        self._on_device = on_device
         self._device, self._empty = device, empty
         self._kernels = kernels
         self._num_ranks = num_ranks
@@ -119,6 +124,7 @@ class Preparation:
         alignment = validate.integer("expert_alignment", request.expert_alignment, at_least=1)
         num_worst = validate.integer("num_worst_tokens", request.num_worst_tokens, at_least=0)
         config = self.config(request.config)
+        counted: Counted | None = None
         layout = validate.layout(
             request.num_tokens_per_rank,
             request.is_token_in_rank,
@@ -133,11 +139,24 @@ class Preparation:
                 "no layout is given, want num_tokens_per_rank, is_token_in_rank and "
                 "num_tokens_per_expert, or topk_idx and num_experts",
             )
-            layout = self.layout(topk_idx, request.num_experts)
+            placement = self.placement(request.num_experts)
+            # What is told for each expert and each rank must fit a message.
+            fits = 1 + placement.most_experts + self._num_ranks <= PAYLOAD_WORDS
+            if self._on_device and fits:
+                assert topk_idx is not None, "it was required"
+                counted = self._kernels.count(
+                    topk_idx, placement.rank_of_expert, self._num_ranks, self._node_of_rank
+                )
+                layout = counted.layout
+            else:
+                layout = self.layout(topk_idx, request.num_experts)
         else:
             validate.layout_fits(layout, topk_idx, request.num_experts)
-        route = self._kernels.route(layout.is_token_in_rank)
-        validate.same_counts(layout, route)
+        if counted is None:
+            route = self._kernels.route(layout.is_token_in_rank)
+            validate.same_counts(layout, route)
+        else:
+            route = counted.route
         placement = self.placement(layout.num_tokens_per_expert.shape[0])
         return Outgoing(
             x,
@@ -151,6 +170,7 @@ class Preparation:
             num_worst,
             config,
             validate.tag(request.tag),
+            counted,
         )
 
     def combine(

@@ -35,6 +35,7 @@ from tokenyard.shm.shared_rows import check
 from tokenyard.topology import Placement, Topology
 from tokenyard.transports import RowsBack, RowsOut, Sum, Transport
 from tokenyard.types import Config, Flow, Handle, Layout, Received
+from tokenyard.wire.columns import row_widths
 from tokenyard.wire.message import NO_MEMORY
 
 if TYPE_CHECKING:
@@ -71,8 +72,9 @@ class Engine:
         self._device, self._pid = communicator.device, os.getpid()
         self.streams = streams
         self.compiled: CompiledCalls | None = None  # for calls of few tokens, where there is such
+        on_device = streams is not None and kernels.counts_on_device and transport.tells_from_device
         self.local = Preparation(
-            kernels, self.num_ranks, nodes, placement, self._device, transport.empty
+            kernels, self.num_ranks, nodes, placement, self._device, transport.empty, on_device
         )
 
     def dispatch(
@@ -91,21 +93,23 @@ class Engine:
         with self._scope(completion, request.previous_event):
             try:
                 out = self.local.dispatch(request)
-                terms = self._dispatch_terms(stage, out, heard)
+                columns = [
+                    out.x,
+                    out.scales,
+                    out.topk_idx,
+                    out.topk_weights,
+                    self.local.token_numbers(out.x.shape[0]),
+                ]
+                terms = self._dispatch_terms(stage, out, columns, heard)
             except Exception as error:
                 self._reject(stage, error, heard)
 
             agreed = self.agreement.meet(stage, terms, heard)
+            if out.counted is not None and agreed.numbers is not None:
+                out = out._replace(route=out.counted.settle(agreed.numbers))
             flow, per_expert = counts.hear(agreed, out.route, out.placement, self.rank)
             self._check_worst(stage, agreed, flow)
 
-            columns = [
-                out.x,
-                out.scales,
-                out.topk_idx,
-                out.topk_weights,
-                self.local.token_numbers(out.x.shape[0]),
-            ]
             rows = self.transport.learn_route(
                 _rows_out(columns, flow, agreed, out.config, stage), out.layout.is_token_in_rank
             )
@@ -159,7 +163,10 @@ class Engine:
                 validate.same_tokens(columns[0], known.num_tokens)
                 self.local.config(config)
                 call = Call.of_rows(stage, *columns, config, handle=known.call)
-                terms = Terms(call, self.transport.offer_rows(known.flow, _widths(columns)))
+                offer = self.transport.offer_dispatch(
+                    known.flow, columns, known.is_token_in_rank, pending is None
+                )
+                terms = Terms(call, offer)
             except Exception as error:
                 self.agreement.reject(stage, error)
 
@@ -198,8 +205,7 @@ class Engine:
                 sums = self.local.combine(x, known, topk_weights, bias, out, pending)
                 self.local.config(config)
                 if heard is None:
-                    columns = [one.rows_ND for one in sums]
-                    offer = self.transport.offer_back(columns, known.flow, pending is None)
+                    offer = self.transport.offer_combine(sums, known, pending is None)
                 else:
                     offer = heard.offer
                 terms = Terms(self._combine_call(stage, sums, known, config, tag), offer)
@@ -290,7 +296,9 @@ class Engine:
             raise error
         self.agreement.reject(stage, error)
 
-    def _dispatch_terms(self, stage: str, out: Outgoing, heard: Heard | None) -> Terms:
+    def _dispatch_terms(
+        self, stage: str, out: Outgoing, columns: Sequence[Tensor | None], heard: Heard | None
+    ) -> Terms:
         call = Call.of_rows(
             stage,
             out.x,
@@ -300,14 +308,18 @@ class Engine:
             num_experts=out.placement.num_experts,
             tag=out.tag,
         )
-        payload = counts.tell(out.route, out.layout, out.placement, self._one_node)
+        payload, counting = None, None
+        if out.counted is None:
+            payload = counts.tell(out.route, out.layout, out.placement, self._one_node)
+        else:
+            counting = counts.tell_from_device(out, out.counted, self._one_node)
         if heard is None:
-            offer = self.transport.offer_rows(None, ())
+            offer = self.transport.offer_dispatch(None, columns, out.layout.is_token_in_rank, True)
         else:
             offer = heard.offer
             if heard.send_counts != out.route.send_counts:
                 raise RuntimeError(f"{stage}: topk_idx has changed meanwhile, on rank {self.rank}")
-        return Terms(call, offer, payload, out.x.shape[0], out.num_worst_tokens)
+        return Terms(call, offer, payload, out.x.shape[0], out.num_worst_tokens, counting)
 
     def _combine_call(
         self, stage: str, sums: list[Sum], known: Handle, config: Config, tag: Any
@@ -338,7 +350,7 @@ class Engine:
             arrive, move = self.transport.send(rows)
         except MemoryError as error:
             failure = SharedMemoryError(f"{stage}: {error}, on rank {self.rank}")
-        if not self.transport.offers_memory and flow.most_rows * sum(_widths(present)) >= _LARGE:
+        if not self.transport.offers_memory and flow.most_rows * sum(row_widths(present)) >= _LARGE:
             told = np.full((self.num_ranks, 1), NO_MEMORY if failure else 0, np.int64)
             check(self.transport.exchange(told, stage), [failure], stage, self.rank)
         if failure is not None:
@@ -422,11 +434,6 @@ def _zero_tail(flow: Flow, columns: Sequence[Tensor | None]) -> None:
     for column in columns:
         if column is not None:
             column[flow.num_received :].view(torch.uint8).zero_()
-
-
-def _widths(columns: Sequence[Tensor | None]) -> list[int]:
-    """Bytes of a row of each column that is there."""
-    return [one.shape[1] * one.element_size() for one in columns if one is not None]
 
 
 def _rows_out(

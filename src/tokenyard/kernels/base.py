@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.types import Aligned, Layout, Places, Route, UnpermuteGrads
+from tokenyard.types import Aligned, Counted, Layout, Places, Route, UnpermuteGrads
 from tokenyard.wire.slots import SlotPairs, SlotResults, SlotShape
 
 _log = logging.getLogger("tokenyard")
@@ -38,6 +38,8 @@ class RowKernels(Protocol):
     shares_memory: bool
     # Whether the set puts rows into other ranks' symmetric memory, and raises flags there.
     puts_rows: bool
+    # Whether the set has `count`.
+    counts_on_device: bool
 
     def route(self, is_token_in_rank_TR: Tensor) -> Route:
         """List the rows by (rank, token), and each token's copies by rank."""
@@ -131,6 +133,18 @@ class Kernels(SlotKernels, Protocol):
 
         The number beside the layout is the flat place of the first index outside -1..E-1, or -1.
         Such an index never reaches an address; the layout is then not to be used.
+        """
+
+    def count(
+        self,
+        topk_idx_TK: Tensor,
+        rank_of_expert_E: Tensor,
+        num_ranks: int,
+        node_of_rank: NodeOfRank | None,
+    ) -> Counted:
+        """`layout` and `route` without a number that the host must read first.
+
+        Only sets for devices, for which the host would have to wait, have it.
         """
 
     def localise(

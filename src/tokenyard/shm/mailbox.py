@@ -9,6 +9,7 @@ no box is overwritten before it was read.
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -21,6 +22,8 @@ from tokenyard.wire import exchange_table as at
 from tokenyard.wire.signals import KINDS, MAIL
 
 _YIELDS = 100  # of a compiled call, before Python waits on
+
+_PAUSE = 1e-5  # seconds between two looks for ranks that may come soon
 
 
 class SignalKernels(Protocol):
@@ -122,6 +125,19 @@ class Mailbox:
         table[at.OUT_BOXES] = self._table([outboxes for outboxes, _ in self._boxes])
         table[at.IN_BOXES] = self._table([int(inbox.ctypes.data) for _, inbox in self._boxes])
         table[at.BOX_BYTES] = 8 * self._box
+
+    def meet_soon(self, kind: int, epoch: int, seconds: float) -> bool:
+        """Signal that this rank has reached an epoch. Whether all ranks have reached it within so
+        many seconds: if not, nobody is to blame.
+        """
+        outgoing, incoming = self._lines[kind]
+        patience = self.patience if seconds else 0
+        first = self._kernels.meet(outgoing, incoming, self._size, epoch, patience)
+        deadline = time.monotonic() + seconds
+        while first < self._size and time.monotonic() < deadline:
+            time.sleep(_PAUSE)
+            first = self._kernels.await_signals(incoming, self._size, epoch, first, 20)
+        return first == self._size
 
     @property
     def num_sent(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from tokenyard.shm import shared_rows
 from tokenyard.shm.node import SharedNode
 from tokenyard.shm.shared_rows import SharedRows
 from tokenyard.types import Config, Flow, Handle
+from tokenyard.wire.columns import row_widths
 from tokenyard.wire.signals import ROWS
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ class Offer:
 
     words: Sequence[int] | np.ndarray = ()  # [W] for all ranks, or [R, W]: row r for rank r
     blocks: tuple[SharedRows, ...] = ()
+    enclosed: Any = None  # rows so few that they travel with the words
+    came: Any = None  # once ranks have met: the rows of all ranks, if all enclosed theirs
+    is_mixed: bool = False  # once ranks have met: some have offered nothing, and not all enclosed
 
     def take_blocks(self) -> tuple[SharedRows, ...]:
         """The memory, which the offer lets go: what does not fit can be taken again at once."""
@@ -94,6 +98,7 @@ class Transport:
     # Ranks tell each other in their offers whether they have memory for the result, so that all
     # raise if one has none.
     offers_memory = False
+    tells_from_device = False  # messages may lie on the device of the results
     node: SharedNode | None = None  # of all ranks, if they share one: low-latency calls use it
     pairs: DirectPairs | None = None  # where rows can be written by expert in one step
 
@@ -101,9 +106,41 @@ class Transport:
         """Row r of an int64 message goes to rank r; row r of the answer came from it."""
         raise NotImplementedError
 
+    def meet(self, message_RM: np.ndarray, offer: Offer, stage: str) -> tuple[np.ndarray, Offer]:
+        """As `exchange`, with the rows that the offer encloses. Returns it with what came."""
+        return self.exchange(message_RM, stage), offer
+
+    def exchange_counted(
+        self, message_RM: Tensor, numbers: Tensor, stage: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As `exchange`, of a message on the device, where the transport `tells_from_device`. The
+        host waits once, for the answer and for numbers of this rank.
+        """
+        raise NotImplementedError
+
     def offer_rows(self, flow: Flow | None, widths: Sequence[int]) -> Offer:
         """Before a dispatch: along this flow, or along one that is not known yet."""
         return Offer()
+
+    def enclose_rows(
+        self, columns: Sequence[Tensor], is_token_in_rank_TR: Tensor, ready: bool
+    ) -> Offer | None:
+        """Before a dispatch, instead of `offer_rows`: an offer that encloses the rows. None if this
+        transport does not do so, or not with so many, or they are not `ready` to be read.
+        """
+        return None
+
+    def offer_dispatch(
+        self,
+        flow: Flow | None,
+        columns: Sequence[Tensor | None],
+        is_token_in_rank_TR: Tensor,
+        ready: bool,
+    ) -> Offer:
+        """Before a dispatch of these columns: enclose them, or offer memory for what comes."""
+        present = [column for column in columns if column is not None]
+        enclosing = self.enclose_rows(present, is_token_in_rank_TR, ready)
+        return enclosing or self.offer_rows(flow, row_widths(present))
 
     def learn_route(self, rows: RowsOut, is_token_in_rank_TR: Tensor) -> RowsOut:
         """Complete a new dispatch, whose counts are known by now: with what this transport needs to
@@ -121,6 +158,15 @@ class Transport:
     def offer_back(self, columns: Sequence[Tensor], flow: Flow, ready: bool) -> Offer:
         """Before a combine of these rows; `ready` if they can be read already."""
         return Offer()
+
+    def enclose_back(self, sums: Sequence[Sum], handle: Handle, ready: bool) -> Offer | None:
+        """Before a combine, instead of `offer_back`: an offer that encloses the rows, or None."""
+        return None
+
+    def offer_combine(self, sums: Sequence[Sum], handle: Handle, ready: bool) -> Offer:
+        """Before a combine: enclose its rows, or offer them where they lie."""
+        enclosing = self.enclose_back(sums, handle, ready)
+        return enclosing or self.offer_back([one.rows_ND for one in sums], handle.flow, ready)
 
     def sum_back(self, back: RowsBack) -> Move:
         """Combine's exchange: rows go back the way they came, and each token's are summed."""
@@ -152,6 +198,11 @@ class CommunicatorTransport(Transport):
 
     def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
         return self._communicator.exchange(message_RM, stage)
+
+    def exchange_counted(
+        self, message_RM: Tensor, numbers: Tensor, stage: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        return self._communicator.exchange_counted(message_RM, numbers, stage)
 
     def dead_ranks(self) -> tuple[int, ...]:
         return self._communicator.dead_ranks()

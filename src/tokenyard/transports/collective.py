@@ -24,6 +24,7 @@ class CollectiveTransport(CommunicatorTransport):
     # Messages and rows go through one engine, which must get them in the same order on every rank.
     # Two threads would give it another order on each.
     moves_alone = True
+    tells_from_device = True
 
     def __init__(
         self, communicator: Communicator, kernels: RowKernels, node_of_rank: Sequence[int]

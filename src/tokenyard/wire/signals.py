@@ -5,4 +5,5 @@ from __future__ import annotations
 MAIL = 0  # a message is there
 ROWS = 1  # rows were written
 READ = 2  # rows were read
-KINDS = 3
+STAGED = 3  # rows lie where others may sum them
+KINDS = 4

@@ -12,6 +12,7 @@ apply to them, since they read raw addresses: to step through a kernel, take the
     quantize     to FP8 and back
     low_latency/ the steps of the low-latency mode, and whole calls for ranks that share memory
     exchange     a whole dispatch or combine of ranks that share memory
+    parcels      few rows on their way to the ranks of another node
     signals      signals between ranks that share memory
     ring/        rows through a fixed amount of shared memory: the protocol and its two uses
     llvm/        what Numba has no word for
@@ -30,6 +31,7 @@ from tokenyard.kernels.numba.low_latency.steps import (
     stage_slots,
     sum_slots,
 )
+from tokenyard.kernels.numba.parcels import fill_parcel, take_parcels
 from tokenyard.kernels.numba.permute import place, spread, unpermute
 from tokenyard.kernels.numba.permute_backward import unpermute_backward
 from tokenyard.kernels.numba.quantize import plan_from_fp8, plan_to_fp8
@@ -49,15 +51,18 @@ from tokenyard.kernels.numba.signals import await_signals, meet, post
 
 shares_memory = True
 puts_rows = False
+counts_on_device = False
 
 __all__ = [
     "align",
     "await_signals",
     "await_slots",
     "combine_calls",
+    "counts_on_device",
     "dispatch_calls",
     "exchange_combine",
     "exchange_dispatch",
+    "fill_parcel",
     "fill_slots",
     "find_ahead",
     "find_failure",
@@ -92,6 +97,7 @@ __all__ = [
     "stage_back",
     "stage_slots",
     "sum_slots",
+    "take_parcels",
     "unpermute",
     "unpermute_backward",
 ]

@@ -21,6 +21,7 @@ from tokenyard.kernels.reference.rows import localise, pack
 
 shares_memory = False
 puts_rows = False
+counts_on_device = False
 
 __all__ = [
     "align",

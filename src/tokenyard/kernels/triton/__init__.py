@@ -17,7 +17,7 @@ with `spec` in Triton's interpreter, and compiles for five targets (tools/triton
 """
 
 from tokenyard.kernels.triton.align import align
-from tokenyard.kernels.triton.layout import layout, route
+from tokenyard.kernels.triton.layout import count, layout, route
 from tokenyard.kernels.triton.low_latency.combine import pick_slots, stage_back, sum_slots
 from tokenyard.kernels.triton.low_latency.dispatch import fill_slots, stage_slots
 from tokenyard.kernels.triton.permute import place, spread, unpermute
@@ -30,10 +30,13 @@ from tokenyard.kernels.triton.symmetric import await_flags, put, raise_flags
 
 shares_memory = False
 puts_rows = True
+counts_on_device = True
 
 __all__ = [
     "align",
     "await_flags",
+    "count",
+    "counts_on_device",
     "fill_slots",
     "layout",
     "localise",

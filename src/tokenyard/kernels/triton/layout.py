@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tokenyard.kernels.base import NodeOfRank
 from tokenyard.kernels.triton.launch import (
+    NONE,
     blocks,
     first_bad,
     kept_numbers,
@@ -22,7 +23,7 @@ from tokenyard.kernels.triton.launch import (
     read_first_bad,
 )
 from tokenyard.runtime import memory
-from tokenyard.types import Layout, Route
+from tokenyard.types import Counted, Layout, Route
 
 _TOKENS = 64  # of a program
 _TILE = 2048  # marks of a program, where it has a row of them for each token
@@ -73,6 +74,15 @@ def _layout_kernel(
 def layout(
     topk_idx_TK: Tensor, rank_of_expert_E: Tensor, num_ranks: int, node_of_rank: NodeOfRank | None
 ) -> tuple[Layout, int]:
+    """Waits for the device once: whether an index is bad."""
+    found, bad = _layout(topk_idx_TK, rank_of_expert_E, num_ranks, node_of_rank)
+    return found, read_first_bad(bad)
+
+
+def _layout(
+    topk_idx_TK: Tensor, rank_of_expert_E: Tensor, num_ranks: int, node_of_rank: NodeOfRank | None
+) -> tuple[Layout, Tensor]:
+    """The layout, and where the first bad index is, without waiting for the device."""
     (num_tokens, num_topk), device = topk_idx_TK.shape, topk_idx_TK.device
     num_experts = rank_of_expert_E.shape[0]
     marks = memory.empty(num_tokens, num_ranks, dtype=torch.bool, device=device)
@@ -107,7 +117,7 @@ def layout(
         nodes = kept_numbers(tuple(node_of_rank), device)
         per_node = torch.zeros(max(node_of_rank) + 1, dtype=torch.int32, device=device)
         mark(nodes[rank_of_expert_E.long()], per_node, False)
-    return Layout(per_rank, per_node, per_expert, marks), read_first_bad(bad)
+    return Layout(per_rank, per_node, per_expert, marks), bad
 
 
 @triton.jit
@@ -197,17 +207,45 @@ def _route_kernel(
 
 def route(is_token_in_rank_TR: Tensor) -> Route:
     """Waits for the device once, for the counts."""
-    (num_tokens, num_ranks), device = is_token_in_rank_TR.shape, is_token_in_rank_TR.device
     marks = is_token_in_rank_TR.view(torch.int8)
+    tally, totals = _tally(marks)
+    counts = tuple(totals.tolist())
+    return _route(marks, tally, totals, sum(counts))._replace(send_counts=counts)
+
+
+def count(
+    topk_idx_TK: Tensor, rank_of_expert_E: Tensor, num_ranks: int, node_of_rank: NodeOfRank | None
+) -> Counted:
+    """`layout` and `route` at once, without waiting for the device."""
+    found, bad = _layout(topk_idx_TK, rank_of_expert_E, num_ranks, node_of_rank)
+    marks = found.is_token_in_rank.view(torch.int8)
+    tally, totals = _tally(marks)
+    num_tokens, num_topk = topk_idx_TK.shape
+    listed = _route(marks, tally, totals, num_tokens * min(num_topk, num_ranks))
+    bad = torch.where(bad == NONE, -1, bad)
+    numbers = torch.cat([bad, totals.long(), found.num_tokens_per_expert.long()])
+    return Counted(found, listed, numbers)
+
+
+def _tally(marks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many tokens of the blocks before go to each rank, and how many of all blocks."""
+    grid, tile = _tiles(*marks.shape)
+    tally = memory.empty(grid[0], marks.shape[1], dtype=torch.int32, device=marks.device)
+    launch(_tally_marks_kernel, grid, marks, tally, *marks.shape, **tile)
+    return tally, scan(tally)
+
+
+def _tiles(num_tokens: int, num_ranks: int) -> tuple[tuple[int], dict[str, int]]:
     ranks = power_of_two(num_ranks)
     tile = {"TOKENS": max(1, min(_TOKENS, _TILE // ranks)), "RANKS": ranks}
-    grid = (blocks(num_tokens, tile["TOKENS"]),)
-    tally = memory.empty(grid[0], num_ranks, dtype=torch.int32, device=device)
-    launch(_tally_marks_kernel, grid, marks, tally, num_tokens, num_ranks, **tile)
-    totals = scan(tally)
-    counts = tuple(totals.tolist())
-    num_rows = sum(counts)
-    rows = memory.empty(3, num_rows, dtype=torch.int32, device=device)
+    return (blocks(num_tokens, tile["TOKENS"]),), tile
+
+
+def _route(marks: Tensor, tally: Tensor, totals: Tensor, room: int) -> Route:
+    """The lists, with room for so many rows. `send_counts` is left to those who know them."""
+    (num_tokens, num_ranks), device = marks.shape, marks.device
+    grid, tile = _tiles(num_tokens, num_ranks)
+    rows = memory.empty(3, room, dtype=torch.int32, device=device)
     send_token, copy_rank, copy_slot = rows.unbind(0)
     copy_start = memory.empty(num_tokens + 1, dtype=torch.int32, device=device)
     if num_tokens == 0:
@@ -226,4 +264,4 @@ def route(is_token_in_rank_TR: Tensor) -> Route:
         num_ranks,
         **tile,
     )
-    return Route(send_token, counts, copy_start, copy_rank, copy_slot)
+    return Route(send_token, (), copy_start, copy_rank, copy_slot)

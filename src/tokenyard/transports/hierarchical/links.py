@@ -85,6 +85,10 @@ class Links:
             answer[rail] = np.split(out.numpy()[:, 0], np.cumsum(sizes[rail])[:-1])
         return answer
 
+    def start(self, rail: int, exchange: Exchange) -> Move:
+        """Begin to exchange messages on a rail. What this returns waits for the end."""
+        return self._messages[rail].start(exchange)
+
     def stream(self, stream: ChunkStream, stage: str) -> None:
         """Send and receive all chunks. A few are on their way while this rank fills and takes
         others, so that the network always has work.

@@ -14,9 +14,9 @@ which rows are in it, and all rows of a token are in one chunk.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -72,11 +72,10 @@ class TwoLevelRoute:
     hops: Hops
     relays: dict[int, list[Relay]]  # by rail, then by node
     starts: np.ndarray  # [L] where this rank's own rows begin in each local rank's result
-    num_rows: np.ndarray  # [L] of each local rank's result
     _chunks: dict[int, Chunks] = field(default_factory=dict)
 
-    def chunks(self, width: int) -> Chunks:
-        tokens = chunk_tokens(width)
+    def chunks(self, tokens: int) -> Chunks:
+        """The route in chunks of so many tokens."""
         if tokens not in self._chunks:
             self._chunks[tokens] = self._cut(tokens)
         return self._chunks[tokens]
@@ -105,6 +104,68 @@ class TwoLevelRoute:
         flat = torch.cat(order) if order else torch.empty(0, dtype=torch.int32)
         sent = np.diff(first_hop, axis=0).tolist()
         return Chunks(tokens, flat, sent, relayed, first_hop, num_chunks)
+
+
+def build_route(
+    marks_TR: np.ndarray,
+    tokens_R: Sequence[int],
+    starts_RL: Mapping[int, np.ndarray],
+    marks_RTL: Mapping[int, np.ndarray],
+    topology: Topology,
+    rank: int,
+    kernels: RowKernels,
+) -> TwoLevelRoute:
+    """The route of a dispatch as `rank` knows it, whose tokens go to the ranks that `marks` says.
+
+    Of this rank and of its partners `starts` says where their rows begin in each local rank's
+    result; `marks_RTL` says which local ranks get each token of the partners.
+    """
+    rails = topology.rails_of(rank)
+    sources = {rail: topology.sources(rail) for rail in rails}
+    path = TwoLevelRoute(
+        topology=topology,
+        own_rail=topology.place(rank),
+        num_tokens={rail: max(tokens_R[one] for one in sources[rail]) for rail in rails},
+        hops=list_hops(marks_TR, topology, rank, kernels),
+        relays={rail: [] for rail in rails},
+        starts=starts_RL[rank],
+    )
+    for rail, source in topology.upstream(rank):
+        home, starts_L = topology.node_of_rank[source], starts_RL[source]
+        path.relays[rail].append(list_relay(marks_RTL[source], home, starts_L, kernels))
+    return path
+
+
+@dataclass(eq=False)
+class KnownMarks:
+    """What the ranks of a node know after a dispatch whose rows came with the agreement's words:
+    which ranks of the node get each token of every rank. The route follows from that, and most
+    dispatches never need it.
+    """
+
+    marks_TR: np.ndarray  # of this rank's tokens
+    bits_R: list[np.ndarray]  # what the `pack_marks` of every rank made for this node
+    topology: Topology
+    rank: int
+    _path: TwoLevelRoute | None = None
+
+    def path(self, kernels: RowKernels) -> TwoLevelRoute:
+        if self._path is None:
+            node = self.topology.ranks_of_node[self.topology.node_of_rank[self.rank]]
+            each = -(-len(node) // 8)  # bytes of a token's marks
+            tokens_R = [len(bits) // each for bits in self.bits_R]
+            firsts = list(accumulate(tokens_R, initial=0))
+            marks_TL = unpack_marks(np.concatenate(self.bits_R), len(node))  # of all ranks' tokens
+            before_TL = np.zeros((len(marks_TL) + 1, len(node)), np.int64)
+            np.cumsum(marks_TL, axis=0, out=before_TL[1:])
+            starts_RL = dict(enumerate(before_TL[firsts]))
+            marks_RTL = {
+                source: marks_TL[begin:end] for source, (begin, end) in enumerate(pairwise(firsts))
+            }
+            self._path = build_route(
+                self.marks_TR, tokens_R, starts_RL, marks_RTL, self.topology, self.rank, kernels
+            )
+        return self._path
 
 
 def list_hops(marks_TR: np.ndarray, topology: Topology, rank: int, kernels: RowKernels) -> Hops:
@@ -145,24 +206,26 @@ def pack_marks(marks_TR: np.ndarray, ranks: Sequence[int]) -> np.ndarray:
     return np.packbits(marks_TR[:, list(ranks)], axis=1).ravel()
 
 
-def read_relay(
-    bits: np.ndarray,
-    node: int,
-    num_tokens: int,
-    starts: np.ndarray,
-    kernels: RowKernels,
-) -> Relay:
-    """The relay of a partner, read from the bits that its `pack_marks` made for this node.
+def unpack_marks(bits: np.ndarray, num_ranks: int) -> np.ndarray:
+    """What `pack_marks` packed of so many ranks: [T, L] of 0 and 1.
+
+    >>> unpack_marks(np.array([192, 64], np.uint8), 2).tolist()
+    [[1, 1], [0, 1]]
+    """
+    return np.unpackbits(bits.reshape(-1, -(-num_ranks // 8)), axis=1)[:, :num_ranks]
+
+
+def list_relay(marks_TL: np.ndarray, node: int, starts: np.ndarray, kernels: RowKernels) -> Relay:
+    """The relay of a partner on another node, from who gets its tokens in this node.
 
     >>> from tokenyard.kernels import reference
-    >>> relay = read_relay(np.array([192, 0, 64], np.uint8), 1, 3, np.zeros(2, int), reference)
+    >>> marks = np.array([[1, 1], [0, 0], [0, 1]], np.uint8)
+    >>> relay = list_relay(marks, 1, np.zeros(2, int), reference)
     >>> relay.before.tolist(), relay.route.send_token.tolist(), relay.route.send_counts
     ([0, 1, 1, 2], [0, 0, 1], (1, 2))
     """
-    marks_TL = np.zeros((0, len(starts)), np.uint8)
-    if num_tokens:
-        marks_TL = np.unpackbits(bits.reshape(num_tokens, -1), axis=1)[:, : len(starts)]
     comes = marks_TL.any(1)
     before = np.concatenate([[0], comes.cumsum()])
-    route = kernels.route(torch.from_numpy(np.ascontiguousarray(marks_TL[comes])).bool())
+    rows_NL = np.ascontiguousarray(marks_TL[comes])
+    route = kernels.route(torch.from_numpy(rows_NL).view(torch.bool))
     return Relay(node, route, before, starts)

@@ -17,7 +17,7 @@ from torch import Tensor
 from tokenyard.runtime.memory import as_bytes
 from tokenyard.transports.base import Sum
 from tokenyard.transports.direct import DirectKernels
-from tokenyard.transports.hierarchical.route import Relay, TwoLevelRoute
+from tokenyard.transports.hierarchical.route import Relay, TwoLevelRoute, chunk_tokens
 from tokenyard.types import Route
 
 
@@ -28,7 +28,7 @@ class _Stream:
         self, path: TwoLevelRoute, width: int, kernels: DirectKernels, beat: Callable[[], None]
     ) -> None:
         self._path, self.width, self._kernels, self._beat = path, width, kernels, beat
-        self._chunks = path.chunks(width)
+        self._chunks = path.chunks(chunk_tokens(width))
 
     def num_chunks(self, rail: int) -> int:
         return self._chunks.num_chunks[rail]
@@ -49,17 +49,18 @@ class DispatchStream(_Stream):
         path: TwoLevelRoute,
         columns: Sequence[Tensor],
         blocks_L: np.ndarray,
+        rows_L: np.ndarray,
         kernels: DirectKernels,
         beat: Callable[[], None],
     ) -> None:
-        """`blocks_L` is where each local rank's result begins."""
-        self._blocks_L = blocks_L
+        """`blocks_L` is where each local rank's result begins, `rows_L` how many rows it has."""
+        self._blocks_L, self._rows_L = blocks_L, rows_L
         self._bytes = [as_bytes(column) for column in columns]
         super().__init__(path, sum(column.shape[1] for column in self._bytes), kernels, beat)
         self._sent = np.cumsum([0] + [sum(chunk) for chunk in self._chunks.sent]).tolist()
         # By hop, for rows of the own node: only hops that are its ranks have memory here.
         self._hops_H = [np.zeros(len(path.hops.node_of_hop), np.int64) for _ in range(3)]
-        for table, values in zip(self._hops_H, (blocks_L, path.starts, path.num_rows)):
+        for table, values in zip(self._hops_H, (blocks_L, path.starts, rows_L)):
             table[path.hops.own] = values
 
     def counts(self, rail: int, chunk: int) -> tuple[list[int], list[int]]:
@@ -89,9 +90,7 @@ class DispatchStream(_Stream):
                 first = _first(relay, chunk * self._chunks.tokens)
                 route = _tokens(relay.route, first, first + counts[relay.node])
                 columns = self._parts(by_node[relay.node])
-                self._kernels.scatter(
-                    columns, route, self._blocks_L, relay.starts, self._path.num_rows
-                )
+                self._kernels.scatter(columns, route, self._blocks_L, relay.starts, self._rows_L)
         self._beat()
 
     def _parts(self, rows_NB: Tensor) -> tuple[Tensor, ...]:

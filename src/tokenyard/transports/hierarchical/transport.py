@@ -21,22 +21,30 @@ from torch import Tensor
 
 from tokenyard.comm.base import Communicator, Move
 from tokenyard.errors import PeerError, name_ranks
+from tokenyard.runtime import memory
 from tokenyard.shm import shared_rows
 from tokenyard.shm.node import SharedNode
 from tokenyard.shm.shared_rows import SharedRows
 from tokenyard.topology import Topology
-from tokenyard.transports.base import Offer, RowsBack, RowsOut, SharedMemoryTransport
-from tokenyard.transports.direct import DirectKernels
+from tokenyard.transports.base import Offer, RowsBack, RowsOut, SharedMemoryTransport, Sum
+from tokenyard.transports.hierarchical.enclosed import BEFORE, Enclosures, ParcelKernels
 from tokenyard.transports.hierarchical.links import Links
-from tokenyard.transports.hierarchical.route import TwoLevelRoute, list_hops, pack_marks, read_relay
+from tokenyard.transports.hierarchical.route import (
+    KnownMarks,
+    TwoLevelRoute,
+    build_route,
+    pack_marks,
+    unpack_marks,
+)
 from tokenyard.transports.hierarchical.stream import CombineStream, DispatchStream
-from tokenyard.types import Flow
+from tokenyard.types import Flow, Handle
 from tokenyard.wire.columns import column_offsets, row_widths
 from tokenyard.wire.message import MESSAGE_WORDS, NO_MEMORY
 from tokenyard.wire.signals import READ, ROWS
 
 # int64s that ranks of a node pass on at once: the agreement's message of each partner, if they fit.
 _MOST_AT_ONCE = 4096
+_SMALL = 32 << 20  # bytes of a result for which a rank surely has memory
 # Seconds that ranks of a node wait longer for each other than for other nodes: a rank that waits
 # for another node needs the time to find out who is at fault, and to tell its own node.
 _LATER = 1.0
@@ -49,7 +57,7 @@ class HierarchicalTransport(SharedMemoryTransport):
     def __init__(
         self,
         communicator: Communicator,
-        kernels: DirectKernels,
+        kernels: ParcelKernels,
         topology: Topology,
         timeout: float,
         name: str,
@@ -69,7 +77,7 @@ class HierarchicalTransport(SharedMemoryTransport):
             opened.callback(neighbours.close)
             failure = None
             try:
-                box = min(MESSAGE_WORDS * self._most, _MOST_AT_ONCE)
+                box = min((MESSAGE_WORDS + BEFORE) * self._most, _MOST_AT_ONCE)
                 self._node = SharedNode(neighbours, kernels, timeout + _LATER, box)
                 opened.callback(self._node.close)
             except OSError as error:
@@ -80,6 +88,9 @@ class HierarchicalTransport(SharedMemoryTransport):
                 raise failure or OSError(f"{culprits} cannot attach memory of their node")
             self._links = Links(communicator, topology, name, self._node.liveness.raise_told)
             opened.callback(self._links.close)
+            self._enclosures = Enclosures(
+                self._node, self._links, topology, self.rank, kernels, MESSAGE_WORDS
+            )
             self._opened = opened.pop_all()
 
     def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
@@ -93,6 +104,24 @@ class HierarchicalTransport(SharedMemoryTransport):
         row_bytes = 8 * width * len(self._locals)
         with self._telling():
             came = self._swap(parcels, dict.fromkeys(range(self.size), row_bytes), stage)
+        return self._pass_on(message_RM, came, stage)
+
+    def meet(self, message_RM: np.ndarray, offer: Offer, stage: str) -> tuple[np.ndarray, Offer]:
+        if self._topology.num_nodes == 1:
+            return self.exchange(message_RM, stage), offer
+        with self._telling():
+            return self._enclosures.meet(message_RM, offer, stage, self._pass_on)
+
+    def _pass_on(
+        self, message_RM: np.ndarray, came: Sequence[np.ndarray], stage: str
+    ) -> np.ndarray:
+        """Give what partners sent for ranks of the node to these. Returns all ranks' messages."""
+        width = message_RM.shape[1]
+        if len(self._locals) == 1:
+            answer_RM = message_RM.copy()
+            for (_, source), part in zip(self._mine, came):
+                answer_RM[source] = part.view(np.int64)
+            return answer_RM
         relayed_LPM = np.zeros((len(self._locals), self._most, width), np.int64)
         relayed_LPM[:, 0] = message_RM[list(self._locals)]
         for place, part in enumerate(came, start=1):
@@ -110,36 +139,50 @@ class HierarchicalTransport(SharedMemoryTransport):
         if flow is None:
             return Offer()  # `learn_route` takes memory, once counts are known
         block = self._take(flow, tuple(widths))
-        return Offer(block.told, (block,))
+        return Offer((*block.told, flow.num_rows), (block,))
+
+    def enclose_rows(
+        self, columns: Sequence[Tensor], is_token_in_rank_TR: Tensor, ready: bool
+    ) -> Offer | None:
+        if self._topology.num_nodes == 1 or not ready:
+            return None
+        return self._enclosures.of_rows(columns, is_token_in_rank_TR)
 
     def learn_route(self, rows: RowsOut, is_token_in_rank_TR: Tensor) -> RowsOut:
-        flow, stage = rows.flow, rows.stage
+        flow, stage, came = rows.flow, rows.stage, rows.offer.came
+        if came is not None and _is_small(flow, rows.columns):
+            marks = self._enclosures.marks(came, is_token_in_rank_TR.numpy(), flow)
+            return rows._replace(flow=flow._replace(two_level=marks))
         block = self._take(flow, row_widths(rows.columns))
         told = self._tell_neighbours(block, flow, stage)
-        told_RW = np.zeros((self.size, 3), np.int64)  # of other nodes nothing is needed
-        told_RW[list(self._locals)] = told[:, :3]
+        told_RW = np.zeros((self.size, 4), np.int64)  # of other nodes nothing is needed
+        told_RW[list(self._locals)] = told[:, :4]
         without = [rank for rank in self._locals if told_RW[rank, 0] == NO_MEMORY]
         tokens, marks_TR = flow.tokens_R.tolist(), is_token_in_rank_TR.numpy()
         said = self._tell_partners(marks_TR, tokens, 1 + without[0] if without else 0, stage)
         self._check_all([1 + rank for rank in without] + [one for one, _ in said], block, stage)
-        path = TwoLevelRoute(
-            topology=self._topology,
-            own_rail=self._links.own,
-            num_tokens={rail: self._most_tokens(rail, tokens) for rail in self._links.numbers},
-            hops=list_hops(marks_TR, self._topology, self.rank, self._kernels),
-            relays={rail: [] for rail in self._links.numbers},
-            starts=told[:, 4].copy(),
-            num_rows=told[:, 3].copy(),
+        partners = [source for _, source in self._mine]
+        starts_RL = {
+            source: told[:, 4 + place].copy() for place, source in enumerate([self.rank, *partners])
+        }
+        marks_RTL = {
+            source: unpack_marks(bits, len(self._locals))
+            for source, (_, bits) in zip(partners, said)
+        }
+        path = build_route(
+            marks_TR, tokens, starts_RL, marks_RTL, self._topology, self.rank, self._kernels
         )
-        for place, ((rail, source), (_, bits)) in enumerate(zip(self._mine, said)):
-            starts_L, home = told[:, 5 + place].copy(), self._topology.node_of_rank[source]
-            relay = read_relay(bits, home, tokens[source], starts_L, self._kernels)
-            path.relays[rail].append(relay)
         flow = flow._replace(two_level=path)
-        return rows._replace(flow=flow, offer=Offer(block.told, (block,)), told_RW=told_RW)
+        offer = Offer(told_RW[self.rank], (block,))
+        return rows._replace(flow=flow, offer=offer, told_RW=told_RW)
 
     def send(self, rows: RowsOut) -> tuple[list[Tensor], Move]:
         columns, flow, offer, told_RW, _, stage = rows
+        if offer.came is not None and _is_small(flow, columns):
+            return self._take_enclosed(rows), _nothing
+        if offer.came is not None or offer.is_mixed:
+            offer = offer if offer.blocks else self.offer_rows(flow, row_widths(columns))
+            told_RW = self._offer_again(offer, stage)
         (block,) = offer.blocks
         shared_rows.check(told_RW[:, :1], [block.error], stage, self.rank)
         node = self._node
@@ -148,11 +191,12 @@ class HierarchicalTransport(SharedMemoryTransport):
             for local, told in enumerate(told_RW[list(self._locals), :3].tolist())
         ]
         blocks_L = np.array([one.address if one else block.address for one in mapped], np.int64)
+        rows_L, path = told_RW[list(self._locals), 3].copy(), self._path(flow)
 
         def move(held: Any = (block, mapped)) -> None:
             # `held` lives until all ranks have written, even if nobody wants the result any more.
             stream = DispatchStream(
-                flow.two_level, columns, blocks_L, self._kernels, node.liveness.beat
+                path, columns, blocks_L, rows_L, self._kernels, node.liveness.beat
             )
             with self._telling():
                 self._links.stream(stream, stage)
@@ -165,8 +209,20 @@ class HierarchicalTransport(SharedMemoryTransport):
         blocks, words = shared_rows.offer(self._node.pool, columns, flow.num_received, ready)
         return Offer(words, blocks)
 
+    def enclose_back(self, sums: Sequence[Sum], handle: Handle, ready: bool) -> Offer | None:
+        if self._topology.num_nodes == 1 or not ready:
+            return None
+        return self._enclosures.of_sums(sums, handle, self._path(handle.flow))
+
     def sum_back(self, back: RowsBack) -> Move:
-        sums, path, stage = back.sums, back.handle.flow.two_level, back.stage
+        sums, path, stage = back.sums, self._path(back.handle.flow), back.stage
+        if back.offer.came is not None:
+            self._enclosures.add_up(back.offer.came, sums, path)
+            return _nothing
+        if back.offer.is_mixed:
+            columns, flow = [one.rows_ND for one in sums], back.handle.flow
+            offer = back.offer if back.offer.blocks else self.offer_back(columns, flow, True)
+            back = back._replace(offer=offer, told_RW=self._offer_again(offer, stage))
         node = self._node
         shared_rows.check_offers(back.told_RW, back.offer.blocks, stage, self.rank)
         told_LW = back.told_RW[list(self._locals)]
@@ -195,6 +251,25 @@ class HierarchicalTransport(SharedMemoryTransport):
 
     def close(self) -> None:
         self._opened.close()
+
+    def _take_enclosed(self, rows: RowsOut) -> list[Tensor]:
+        """Results of a dispatch whose rows came with the words of the agreement."""
+        columns, flow = rows.columns, rows.flow
+        arrive = [
+            memory.empty(flow.num_rows, column.shape[1], dtype=column.dtype) for column in columns
+        ]
+        self._enclosures.take_rows(rows.offer.came, arrive, flow, rows.stage)
+        return arrive
+
+    def _offer_again(self, offer: Offer, stage: str) -> np.ndarray:
+        """Offers of all ranks, after some have enclosed their rows in vain instead."""
+        words_RW = np.empty((self.size, len(offer.words)), np.int64)
+        words_RW[:] = offer.words
+        return self.exchange(words_RW, stage)
+
+    def _path(self, flow: Flow) -> TwoLevelRoute:
+        known = flow.two_level
+        return known.path(self._kernels) if isinstance(known, KnownMarks) else known
 
     def _take(self, flow: Flow, widths: tuple[int, ...]) -> SharedRows:
         """A block for the rows that a dispatch along this flow brings."""
@@ -244,10 +319,6 @@ class HierarchicalTransport(SharedMemoryTransport):
         answer = self._links.exchange(flat, sizes, stage)
         return [answer[rail][home] for (rail, _), home in zip(self._mine, homes)]
 
-    def _most_tokens(self, rail: int, tokens_R: Sequence[int]) -> int:
-        sources = [self._topology.source(rail, node) for node in range(self._topology.num_nodes)]
-        return max(tokens_R[source] for source in sources if source is not None)
-
     def _check_all(self, failed: Sequence[int], block: SharedRows, stage: str) -> None:
         """If a rank of any node has no memory for its rows, all ranks of all nodes raise. Numbers
         above 0 in `failed` are such ranks, plus 1.
@@ -265,3 +336,12 @@ class HierarchicalTransport(SharedMemoryTransport):
         except PeerError as error:
             self._node.liveness.tell(error)
             raise
+
+
+def _is_small(flow: Flow, columns: Sequence[Tensor]) -> bool:
+    """Whether no rank has a large result: all ranks see the same."""
+    return flow.most_rows * sum(row_widths(columns)) < _SMALL
+
+
+def _nothing() -> None:
+    """The move of rows that have moved already."""

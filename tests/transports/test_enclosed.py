@@ -1,0 +1,242 @@
+"""Rows that travel with the words of the agreement: the same bits, whoever has too many of them."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import tokenyard
+from tests.cases.clock import scaled
+from tests.cases.conformance import CASES, case_of, check
+from tests.cases.exchange import Case, job
+from tests.cases.processes import Pools
+from tokenyard import spec
+from tokenyard.kernels import numba as kernels
+from tokenyard.runtime.memory import as_bytes
+from tokenyard.shm.mailbox import Mailbox
+from tokenyard.shm.node import SharedNode
+from tokenyard.testing import assert_same, numbered_tokens, routing, run_virtual
+from tokenyard.transports.hierarchical import enclosed
+from tokenyard.transports.hierarchical.route import pack_marks
+
+SHAPES = [(1, 1), (2, 2), (3, 2, 1)]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many calls of all virtual ranks ended with the agreement's round."""
+    found, lock = Counter[str](), threading.Lock()
+
+    def counted(name: str, method: Any) -> Any:
+        def count(*args: Any) -> None:
+            with lock:
+                found[name] += 1
+            method(*args)
+
+        return count
+
+    for name in ("take_rows", "add_up"):
+        method = getattr(enclosed.Enclosures, name)
+        monkeypatch.setattr(enclosed.Enclosures, name, counted(name, method))
+    monkeypatch.setattr(enclosed, "_SOON", 100.0)
+    return found
+
+
+def on_nodes(name: str, sizes: tuple[int, ...]) -> Case:
+    case = case_of(name, sum(sizes))
+    return replace(case, ranks_per_node=sizes, transport="hierarchical", kernels="numba")
+
+
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_all_rows_are_enclosed(
+    name: str, sizes: tuple[int, ...], calls: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All calls but the first, in which ranks hear that there is something to enclose."""
+    monkeypatch.setattr(enclosed, "_LEAST", 1 << 20)
+    case = on_nodes(name, sizes)
+    check(case, run_virtual(job, case.num_ranks, case).results)
+    assert calls == {"take_rows": 2 * case.num_ranks, "add_up": 2 * case.num_ranks}
+
+
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_no_rows_are_enclosed(
+    name: str, sizes: tuple[int, ...], calls: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(enclosed, "MOST_ENCLOSED", 0)
+    monkeypatch.setattr(enclosed, "_MOST_STAGED", 0)
+    case = on_nodes(name, sizes)
+    check(case, run_virtual(job, case.num_ranks, case).results)
+    assert not calls
+
+
+def test_neighbours_that_do_not_come_soon(
+    calls: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No combine encloses its rows, though all would: they are offered after that."""
+    monkeypatch.setattr(enclosed, "_LEAST", 1 << 20)
+    monkeypatch.setattr(Mailbox, "meet_soon", lambda *_: False)
+    case = on_nodes("plain", (2, 2))
+    check(case, run_virtual(job, case.num_ranks, case).results)
+    assert calls == {"take_rows": 2 * case.num_ranks}
+
+
+def test_a_node_without_memory_to_share(
+    calls: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: Any) -> None:
+        raise tokenyard.SharedMemoryError("nothing is left")
+
+    monkeypatch.setattr(SharedNode, "share", none)
+    case = on_nodes("plain", (2, 2))
+    check(case, run_virtual(job, case.num_ranks, case).results)
+    assert not calls
+
+
+class Drawn:
+    """A random program: the tokens of each rank in each call, around the bound or far from it."""
+
+    def __init__(self, seed: int, num_ranks: int, width: int, bound: int) -> None:
+        draw = random.Random(seed)
+        fits = bound // width
+        around = [0, 1, fits - 1, fits, fits + 1, 2 * fits]
+        self.sizes, self.steps = [], []
+        for number in range(6):
+            same = draw.choice([*around, None])
+            self.sizes.append(
+                [draw.choice(around) if same is None else same for _ in range(num_ranks)]
+            )
+            before = draw.randrange(number + 1)
+            self.steps += [("dispatch", number), (draw.choice(["again", "combine"]), before)]
+        self.late = draw.randrange(num_ranks)  # whose combines wait for an event
+
+
+def run_drawn(group: Any, seed: int, sizes: tuple[int, ...], bound: int) -> list[Any]:
+    rank, num_ranks = group.rank(), group.size()
+    drawn, out = Drawn(seed, num_ranks, 100, bound), []
+    with tokenyard.Buffer(
+        group, transport="hierarchical", ranks_per_node=list(sizes), timeout=scaled(60)
+    ) as buffer:
+        made: list[Any] = []
+        for kind, number in drawn.steps:
+            x, topk_idx, weights = given(drawn, number, rank)
+            if kind == "dispatch":
+                got: Any = buffer.dispatch(
+                    x, topk_idx=topk_idx, topk_weights=weights, num_experts=8, async_finish=True
+                )
+                got.event.current_stream_wait()
+                made.append(got)
+                out.append(got.recv_x)
+            elif kind == "again":
+                out.append(buffer.dispatch(x, handle=made[number].handle).recv_x)
+            else:
+                late = drawn.late == rank
+                sums = buffer.combine(
+                    made[number].recv_x,
+                    made[number].handle,
+                    previous_event=buffer.capture() if late else None,
+                    async_finish=late,
+                )
+                if late:
+                    sums.event.current_stream_wait()
+                out.append(sums.x)
+    return out
+
+
+def given(drawn: Drawn, number: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    num_tokens = drawn.sizes[number][rank]
+    x = numbered_tokens(num_tokens, 32, first=1000 * number + 100 * rank)  # 100 bytes a record
+    return x, *routing("holes", num_tokens, 2, 8, seed=10 * number + rank)
+
+
+def expected(seed: int, sizes: tuple[int, ...], bound: int) -> list[list[Tensor]]:
+    num_ranks = sum(sizes)
+    drawn = Drawn(seed, num_ranks, 100, bound)
+    nodes = tuple(node for node, size in enumerate(sizes) for _ in range(size))
+    world = replace(spec.World.even(8, num_ranks), node_of_rank=nodes)
+    out: list[list[Tensor]] = [[] for _ in range(num_ranks)]
+    for kind, number in drawn.steps:
+        every = [given(drawn, number, rank) for rank in range(num_ranks)]
+        layouts = [spec.layout(one[1], world) for one in every]
+        rows = [one.x for one in spec.dispatch([one[0] for one in every], layouts, world)]
+        results = spec.combine(rows, layouts, world) if kind == "combine" else rows
+        for mine, result in zip(out, results):
+            mine.append(result)
+    return out
+
+
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+def test_ranks_fit_and_do_not_fit_in_turn(
+    sizes: tuple[int, ...], calls: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound = 1000
+    monkeypatch.setattr(enclosed, "MOST_ENCLOSED", bound)
+    monkeypatch.setattr(enclosed, "_MOST_STAGED", 4 * bound // 64 * 64)
+    monkeypatch.setattr(enclosed, "_LEAST", 256)
+    for seed in range(15):
+        run = run_virtual(run_drawn, sum(sizes), seed, sizes, bound, timeout=scaled(120))
+        for rank, (got, want) in enumerate(zip(run.results, expected(seed, sizes, bound))):
+            assert_same(got, want, f"seed {seed}, rank {rank}")
+    assert calls["take_rows"] > 20
+    assert calls["add_up"] > 10
+
+
+def drawn_on_processes(group: Any, seeds: range, sizes: tuple[int, ...], bound: int) -> list[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(enclosed, "MOST_ENCLOSED", bound)
+        patch.setattr(enclosed, "_MOST_STAGED", 4 * bound // 64 * 64)
+        patch.setattr(enclosed, "_LEAST", 256)
+        return [run_drawn(group, seed, sizes, bound) for seed in seeds]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 2), (3, 1)], ids=str)
+def test_processes_fit_and_do_not_fit_in_turn(sizes: tuple[int, ...], processes: Pools) -> None:
+    seeds = range(100, 120)
+    answers = processes(sum(sizes)).run(drawn_on_processes, seeds, sizes, 1000)
+    for seed, *results in zip(seeds, *answers):
+        for rank, (got, want) in enumerate(zip(results, expected(seed, sizes, 1000))):
+            assert_same(got, want, f"seed {seed}, rank {rank}")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 8, 11])
+def test_parcels(num_ranks: int) -> None:
+    """A parcel holds marks and records; whoever takes rows from it gets those of one rank."""
+    generator = torch.Generator().manual_seed(num_ranks)
+    others, tokens = 4, 9
+    marks = torch.rand(tokens, num_ranks + others, generator=generator) < 0.3
+    ranks = torch.randperm(num_ranks + others, generator=generator)[:num_ranks].sort().values
+    columns = [
+        torch.randint(0, 255, (tokens, width), dtype=torch.uint8, generator=generator)
+        for width in (5, 1, 17)
+    ]
+    parcel = torch.full((4096,), 255, dtype=torch.uint8)
+    num_records = kernels.fill_parcel(columns, marks, ranks.numpy(), parcel.data_ptr())
+    mine = marks[:, ranks]
+    bits = pack_marks(marks.numpy(), ranks.tolist())
+    assert_same(parcel[: len(bits)], torch.from_numpy(bits))
+    records = torch.cat([as_bytes(column) for column in columns], 1)[mine.any(1)]
+    assert num_records == len(records)
+    begin = -(-len(bits) // 64) * 64
+    assert_same(parcel[begin : begin + records.numel()].view(records.shape), records)
+    assert bool((parcel[begin + records.numel() :] == 255).all())
+    for place in range(num_ranks):
+        want = [column[mine[:, place]] for column in columns]
+        got = [torch.zeros_like(column).repeat(2, 1) for column in want]
+        arguments = np.array([parcel.data_ptr()] * 2), np.array([tokens] * 2)
+        counts = np.array([len(want[0])] * 2)
+        assert kernels.take_parcels(*arguments, counts, num_ranks, place, got) == -1
+        assert_same(got, [column.repeat(2, 1) for column in want])
+        for wrong in (-1, 1):
+            counts[1] += wrong
+            assert kernels.take_parcels(*arguments, counts, num_ranks, place, got) == 1
+            counts[1] -= wrong
