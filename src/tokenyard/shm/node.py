@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 
@@ -76,8 +77,8 @@ class SharedNode:
                 controls = attach_controls(
                     pids, list(zip(*named)), layout, self.rank, communicator.members
                 )
-                self.liveness = Liveness(communicator, controls, pids, timeout)
-                opened.callback(self.liveness.close)
+                watch = Liveness(communicator, controls, pids, timeout)
+                self.liveness = opened.enter_context(watch)
             except OSError as error:
                 failure = error
         failed = communicator.gather([int(failure is not None)], _STAGE)[0]
@@ -115,6 +116,13 @@ class SharedNode:
         able_R1 = self.mailbox.exchange(np.full((self.size, 1), NO_MEMORY if error else 0), stage)
         shared_rows.check(able_R1, [error], stage, self.rank)
         return addresses_R
+
+    def __enter__(self) -> SharedNode:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.liveness.__exit__(kind, error, trace)
+        self.close()
 
     def close(self) -> None:
         self.mailbox.look = None
