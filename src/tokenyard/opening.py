@@ -34,6 +34,7 @@ from tokenyard.transports import (
     CollectiveTransport,
     Opening,
     Probe,
+    Transport,
     check_name,
     open_transport,
     why_not_attached,
@@ -192,6 +193,7 @@ def open_engine(group: Any, options: Options) -> tuple[Engine, LowLatency | None
             alone=alone,
         )
         undo.callback(opened.close)
+        undo.push(partial(_tell_why, opened))
         agreement, streams = Agreement(opened, shared_id), streams_for(communicator.device)
         engine = Engine(
             opened, communicator, kernel_set, agreement, topology, placed, own_id, streams
@@ -217,15 +219,18 @@ def open_engine(group: Any, options: Options) -> tuple[Engine, LowLatency | None
         except Exception as error:
             failure = error
         # A rank may close its Buffer at once, but not before all are connected to it.
-        try:
-            first.confirm("Buffer", failure)
-        except PeerError as error:
-            if built is not None:  # others may be past this, and wait for this rank in a call
-                built[0].transport.tell(error)
-            raise
+        first.confirm("Buffer", failure)
         assert built is not None
         undo.pop_all()
     return built
+
+
+def _tell_why(transport: Transport, kind: Any, error: BaseException | None, trace: Any) -> None:
+    """Before a transport is closed because a peer failed: others may have opened their Buffers, and
+    wait for this rank in a call.
+    """
+    if isinstance(error, PeerError):
+        transport.tell(error)
 
 
 def _try_probe(kernel_set: kernel_sets.Kernels) -> tuple[Probe | None, str | None]:

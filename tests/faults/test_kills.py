@@ -17,6 +17,7 @@ import torch
 import tokenyard
 from tests.cases.clock import scaled
 from tests.cases.peers import kill_once_stopped
+from tokenyard.shm.node import SharedNode
 from tokenyard.testing import Exited, Processes, routing
 
 pytestmark = [pytest.mark.faults, pytest.mark.processes, pytest.mark.alone]
@@ -63,6 +64,32 @@ def live_until_a_peer_dies(
     except tokenyard.PeerError as error:
         return type(error).__name__, error.ranks, time.monotonic(), str(error)
     return ("nothing", (), time.monotonic(), "")
+
+
+def open_while_a_peer_dies(group: Any, transport: str) -> tuple:
+    """Rank 1 dies in the midst of opening, rank 0 notices, and rank 2 comes when 0 has left."""
+    share = SharedNode.share
+
+    def stumble(node: SharedNode, *arguments: Any) -> Any:
+        if group.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(group.rank() * scaled(0.75))
+        return share(node, *arguments)
+
+    tokenyard.Buffer(group, timeout=20, transport=transport).close()
+    SharedNode.share = stumble  # type: ignore[method-assign]
+    try:
+        tokenyard.Buffer(group, timeout=20, transport=transport)
+    except tokenyard.PeerError as error:
+        return type(error).__name__, error.ranks, str(error)
+    return ("nothing", (), "")
+
+
+def test_a_rank_that_comes_late_is_told_why_others_left_while_opening() -> None:
+    with Processes(3, timeout=scaled(60)) as ranks:
+        early, _, late = ranks.run(open_while_a_peer_dies, "ring", may_die=True)
+    assert early[:2] == late[:2] == ("PeerDied", (1,)), (early, late)
+    assert "rank 0 has given up" in late[2]
 
 
 @pytest.mark.timeout(1200)

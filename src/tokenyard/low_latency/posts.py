@@ -110,18 +110,15 @@ class Posts:
         self._own_masks = controls[self._rank] + _MASKS
         self._flags_R = np.array([base + _MASKS + 8 * self._rank for base in controls], np.int64)
         self._masked_R = np.zeros(self._size, np.int64)
-        self.flags = int(
-            self._flags_R.ctypes.data
-        )  # [R] addresses: the masks by which others leave this out
-        self.masked = int(
-            self._masked_R.ctypes.data
-        )  # the address of [R]: is that rank left out here?
+        # Addresses of [R]: of the masks by which others leave this rank out, and of words that say
+        # which ranks this one has left out.
+        self.flags = int(self._flags_R.ctypes.data)
+        self.masked = int(self._masked_R.ctypes.data)
         self.owed = [0] * 4  # by post: a call that failed while an earlier one was unread
         self.mails = node.mailbox.epochs  # whose number of messages tells what came before a call
         self.made = [0, 0]  # by kind: the last call that was begun here
-        self.before = [
-            (0, 0)
-        ] * 4  # by post: how many messages and calls of the other kind came before it
+        # By post: how many messages, and how many calls of the other kind, came before it.
+        self.before = [(0, 0)] * 4
         words_of = [
             words(node.mailbox.arrivals, self._size),
             *(post.arrays[0] for post in self._posts),

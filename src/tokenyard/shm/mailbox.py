@@ -55,7 +55,8 @@ class Mailbox:
     ) -> None:
         self._size, self._box = layout.size, layout.box
         self._liveness, self._kernels = liveness, kernels
-        kernels.await_signals(0, 0, 0, 0, 0)  # loaded now: a rank that waits may have no file left
+        # Loads the kernel of long waits: later this process may have no descriptor left for that.
+        kernels.await_signals(0, 0, 0, 0, 0)
         self.patience = 2000 if has_core_each(layout.size) else 20  # looks of a kernel that spins
         # Given the stage, raises if a rank whose message is awaited has gone on to something else.
         self.look: Callable[[str], None] | None = None

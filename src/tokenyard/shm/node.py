@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 
@@ -78,8 +79,8 @@ class SharedNode:
                 controls = attach_controls(
                     pids, list(zip(*named)), layout, self.rank, communicator.members
                 )
-                self.liveness = Liveness(communicator, controls, pids, timeout)
-                opened.callback(self.liveness.close)
+                watch = Liveness(communicator, controls, pids, timeout)
+                self.liveness = opened.enter_context(watch)
             except OSError as error:
                 failure = error
         failed = communicator.gather([int(failure is not None)], _STAGE)[0]
@@ -132,6 +133,13 @@ class SharedNode:
         blocks_R = np.array([one.address if one else 0 for one in mapped], np.int64)
         blocks_R[self.rank] = own.address
         return blocks_R, mapped
+
+    def __enter__(self) -> SharedNode:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.liveness.__exit__(kind, error, trace)
+        self.close()
 
     def close(self) -> None:
         self.mailbox.look = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, NamedTuple, cast
 
 from tokenyard.comm.base import Communicator
@@ -46,13 +47,12 @@ def _open_direct(opening: Opening) -> Transport:
 
 def _open_ring(opening: Opening) -> Transport:
     kernels = cast(RingKernels, opening.kernels)
-    node = SharedNode(opening.communicator, kernels, opening.timeout)
     nodes, sizes = opening.topology.node_of_rank, (opening.num_bytes, opening.num_channels)
-    try:
-        return RingTransport(node, kernels, nodes, *sizes)
-    except BaseException:
-        node.close()
-        raise
+    with ExitStack() as undo:
+        node = undo.enter_context(SharedNode(opening.communicator, kernels, opening.timeout))
+        made = RingTransport(node, kernels, nodes, *sizes)
+        undo.pop_all()
+    return made
 
 
 def _open_collective(opening: Opening) -> Transport:

@@ -78,8 +78,8 @@ class HierarchicalTransport(SharedMemoryTransport):
             failure = None
             try:
                 box = min((MESSAGE_WORDS + BEFORE) * self._most, _MOST_AT_ONCE)
-                self._node = SharedNode(neighbours, kernels, timeout + _LATER, box)
-                opened.callback(self._node.close)
+                node = SharedNode(neighbours, kernels, timeout + _LATER, box)
+                self._node = opened.enter_context(node)
             except OSError as error:
                 failure = error
             failed = communicator.gather([int(failure is not None)], "Buffer (attach)")[0]
