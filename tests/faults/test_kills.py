@@ -105,6 +105,7 @@ def test_killed_at_a_random_point(times: int, tmp_path: Path) -> None:
             answers = ranks.run(
                 live_until_a_peer_dies, transport, victim, delay, str(obituary), may_die=True
             )
+        del ranks  # with the descriptors of its processes
         if turn == 0:
             descriptors = len(os.listdir("/proc/self/fd"))
         died = float(obituary.read_text())
