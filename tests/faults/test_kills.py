@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -77,9 +78,9 @@ def open_while_a_peer_dies(group: Any, transport: str) -> tuple:
         return share(node, *arguments)
 
     tokenyard.Buffer(group, timeout=20, transport=transport).close()
-    SharedNode.share = stumble  # type: ignore[method-assign]
     try:
-        tokenyard.Buffer(group, timeout=20, transport=transport)
+        with mock.patch.object(SharedNode, "share", stumble):
+            tokenyard.Buffer(group, timeout=20, transport=transport)
     except tokenyard.PeerError as error:
         return type(error).__name__, error.ranks, str(error)
     return ("nothing", (), "")
@@ -107,6 +108,7 @@ def test_killed_at_a_random_point(times: int, tmp_path: Path) -> None:
             answers = ranks.run(
                 live_until_a_peer_dies, transport, victim, delay, str(obituary), may_die=True
             )
+        del ranks  # with the descriptors of its processes
         if turn == 0:
             descriptors = len(os.listdir("/proc/self/fd"))
         died = float(obituary.read_text())
