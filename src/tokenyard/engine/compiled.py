@@ -10,63 +10,39 @@ same messages and signals, so each rank is free to take either way in every call
 from __future__ import annotations
 
 import os
-from array import array
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, from_numpy
 
-from tokenyard import validate
-from tokenyard.engine.agreement import Call, Heard
+from tokenyard.engine.agreement import Heard
 from tokenyard.engine.handle import CompiledHandle, Ledger
 from tokenyard.engine.inputs import DispatchRequest
+from tokenyard.engine.plans import ExchangeKernels, Plans
 from tokenyard.errors import SharedMemoryError
+from tokenyard.runtime import memory as local_memory
 from tokenyard.runtime.completion import Completion
 from tokenyard.runtime.threads import num_threads
 from tokenyard.shm.pool import rows
 from tokenyard.shm.shared_rows import SharedRows
 from tokenyard.transports import Offer
 from tokenyard.transports.direct import DirectTransport
-from tokenyard.types import ROW_DTYPES, Config, Handle
-from tokenyard.validate import SUMMABLE
+from tokenyard.types import Config, Handle
 from tokenyard.wire import exchange_table as at
 from tokenyard.wire import message as say
-from tokenyard.wire.exchange_table import GENERAL, LATE, LOW, MAP, ROOM, STRAY
+from tokenyard.wire.exchange_table import GENERAL, LATE, LOW, MAP, MORE_ROOM, STRAY
 from tokenyard.wire.signals import MAIL
 
 if TYPE_CHECKING:
     from tokenyard.engine.stages import Engine
 
 _MOST_RANKS = 64  # a token's ranks are the bits of a word
-_MOST_PLANS = 64
 _MUCH = 8 << 20  # bytes from which several threads may move rows
 _SMALL = 1 << 16  # bytes of sums that are not worth a segment
 _AT_ONCE = Completion()
 
 _Dispatched = tuple[Tensor, Tensor, Tensor, list[int], Handle]
-
-
-class ExchangeKernels(Protocol):
-    def exchange_dispatch(self, table: int) -> Callable[[], int]: ...
-
-    def exchange_combine(self, dtype: torch.dtype, table: int) -> Callable[[], int]: ...
-
-
-class _Plan(NamedTuple):
-    """A shape's compiled call, the table that it reads, and what the table has addresses of."""
-
-    call: Callable[[], int]
-    table: array[int]
-    head: np.ndarray  # the message up to its payload
-    config: Config
-    num_channels: int
-    row_bytes: int
-    combine_dtype: torch.dtype
-    per_expert: np.ndarray
-    src_room: list[int]  # rows of others that a ledger has room for, a number that grows
-    kept: tuple[Any, ...]
 
 
 class CompiledCalls:
@@ -75,14 +51,11 @@ class CompiledCalls:
     ) -> None:
         node = transport.node
         assert node is not None
-        self._engine, self._transport, self._kernels = engine, transport, kernels
+        self._engine, self._transport = engine, transport
         self._node, self._pool, self._agreement = node, node.pool, engine.agreement
+        self._take = node.pool.take_small
         self.rank, self.size = transport.rank, transport.size
-        self._words = array("q", bytes(8 * at.TABLE_WORDS))
-        self._words[at.RANK], self._words[at.SIZE] = self.rank, self.size
-        node.mailbox.tell_calls(self._words)
-        node.attached.tell_calls(self._words)
-        self._plans: dict[Any, _Plan] = {}
+        self._plans = Plans(engine, transport, kernels)
         self.leave_at = 0  # a phase of `wire.exchange_table` at which the engine takes over
 
     def dispatch(
@@ -121,11 +94,12 @@ class CompiledCalls:
         key = dtype, hidden, num_topk, num_experts, expert_alignment, tag
         plan = self._plans.get(key)
         if plan is None or plan.config is not config:
-            plan = self._plan_dispatch(*key, config)
+            plan = self._plans.add_dispatch(key, config)
             if plan is None:
                 return None
-            self._plans[key] = plan
-        call, table, head, _, num_channels, row_bytes, combine_dtype, per_expert, src_room, _ = plan
+        call, table, head, _, num_channels, row_bytes, combine_dtype, per_expert, src_room, _, _ = (
+            plan
+        )
         most = num_tokens * (num_topk if num_topk < self.size else self.size)
         if most * row_bytes >= _MUCH and num_threads(num_tokens, most * row_bytes) > 1:
             return None
@@ -146,15 +120,16 @@ class CompiledCalls:
 
         number = self._agreement.number
         try:
-            segment, memory = self._pool.take(self._transport.last_bytes)
+            segment, memory = self._take(self._transport.last_bytes)
         except SharedMemoryError:
             return None
         ledger = Ledger(num_tokens, most, src_room[0], self.size)
         table[at.PHASE], table[at.LEAVE_AT] = at.START, self.leave_at
         table[at.NUMBER], table[at.NUM_TOKENS] = number, num_tokens
         table[at.BLOCK] = segment.address
-        head[say.OFFER : say.OFFER + 3] = segment.told
-        ledger.tell(table)
+        head[say.OFFER], head[say.OFFER + 1], head[say.OFFER + 2] = segment.told
+        table[at.LEDGER], table[at.ROOM] = ledger.address, most
+        table[at.SRC_ROOM] = ledger.src_room
         self._agreement.engaged = True
         while verdict := call():
             what, which = verdict >> 32, verdict & LOW
@@ -184,10 +159,10 @@ class CompiledCalls:
                 assert got.topk_idx is not None
                 assert got.topk_weights is not None
                 return got.x, got.topk_idx, got.topk_weights, got.num_tokens_per_expert, handle
-            if what == ROOM:
+            if what == MORE_ROOM:
                 src_room[0] = which + which // 4
                 ledger = ledger.with_room(src_room[0])
-                ledger.tell(table)
+                table[at.LEDGER], table[at.SRC_ROOM] = ledger.address, ledger.src_room
             else:
                 self._answer(what, which, "dispatch", say.OFFER)
         self._agreement.number = number + 1
@@ -243,11 +218,10 @@ class CompiledCalls:
         key = dtype, hidden, tag
         plan = self._plans.get(key)
         if plan is None or plan.config is not config:
-            plan = self._plan_combine(*key, config)
+            plan = self._plans.add_combine(key, config)
             if plan is None:
                 return None
-            self._plans[key] = plan
-        call, table, head, _, _, row_bytes, _, _, _, _ = plan
+        call, table, head, row_bytes = plan.call, plan.table, plan.head, plan.row_bytes
         moved = (handle.num_copies + num_tokens) * row_bytes
         if moved >= _MUCH and num_threads(num_tokens, moved) > 1:
             return None
@@ -265,13 +239,16 @@ class CompiledCalls:
         begin = 0 if segment is None else address - segment.address
         try:
             if segment is None:
-                segment, memory = self._pool.take(num_rows * row_bytes)
+                segment, memory = self._take(num_rows * row_bytes)
             if out is not None:
                 sums = out
-            elif num_tokens * row_bytes < _SMALL:
-                sums = torch.empty(num_tokens, hidden, dtype=dtype)
+            elif num_tokens * row_bytes >= _SMALL:
+                _, taken = self._take(num_tokens * row_bytes)
+                sums = rows(taken, 0, num_tokens, hidden, dtype)
+            elif plan.like[0].shape[0] == num_tokens:
+                sums = local_memory.empty_like(plan.like[0])
             else:
-                sums = self._pool.rows(num_tokens, hidden, dtype)
+                sums = plan.like[0] = local_memory.empty(num_tokens, hidden, dtype=dtype)
         except SharedMemoryError:
             return None
         number = self._agreement.number
@@ -280,8 +257,9 @@ class CompiledCalls:
         table[at.NUMBER], table[at.NUM_TOKENS], table[at.HANDLE] = number, num_tokens, handle.call
         table[at.X], table[at.OUT] = address, sums.data_ptr()
         table[at.COPIES], table[at.BLOCK] = copies, segment.address
-        head[say.OFFER : say.OFFER + 5] = not copies, *segment.told, begin
-        ledger.tell(table)
+        head[say.OFFER], head[say.OFFER + 4] = not copies, begin
+        head[say.OFFER + 1], head[say.OFFER + 2], head[say.OFFER + 3] = segment.told
+        table[at.LEDGER], table[at.ROOM] = ledger.address, ledger.room
         self._agreement.engaged = True
         while verdict := call():
             what, which = verdict >> 32, verdict & LOW
@@ -327,101 +305,6 @@ class CompiledCalls:
         begin, first = out.data_ptr(), x.data_ptr()
         apart = first >= begin + out.nbytes or begin >= first + x.nbytes
         return apart and (begin != 0 or not num_tokens)
-
-    def _plan_dispatch(
-        self,
-        dtype: torch.dtype,
-        hidden: int,
-        num_topk: int,
-        num_experts: int,
-        expert_alignment: int,
-        tag: int,
-        config: Config,
-    ) -> _Plan | None:
-        """None for a shape that only the engine can make calls of, or that is wrong."""
-        try:
-            placement = self._engine.local.placement(num_experts)
-            self._engine.local.config(config)
-            validate.integer("expert_alignment", expert_alignment, at_least=1)
-            validate.tag(tag)
-        except ValueError:
-            return None
-        payload = 1 + placement.most_experts + self.size
-        if dtype not in ROW_DTYPES or min(hidden, num_topk) < 1 or payload > say.PAYLOAD_WORDS:
-            return None
-        call = Call(
-            stage=1,
-            buffer=self._agreement.buffer_id,
-            hidden=hidden,
-            dtype=ROW_DTYPES.index(dtype),
-            num_topk=num_topk,
-            num_experts=num_experts,
-            num_channels=config.num_channels,
-            num_slots=config.num_max_nvl_chunked_recv_tokens,
-            tag=tag,
-        )
-        row_bytes = hidden * dtype.itemsize
-        table, head, kept = self._table(call, row_bytes, num_experts)
-        per_expert = np.zeros(len(placement.experts_of_rank[self.rank]), np.int64)
-        padded = np.ascontiguousarray(placement.padded_experts_RL)
-        table[at.NUM_TOPK], table[at.NUM_EXPERTS] = num_topk, num_experts
-        table[at.RANK_OF_EXPERT] = placement.rank_of_expert.data_ptr()
-        table[at.OWN_EXPERTS] = placement.local_table(self.rank).data_ptr()
-        table[at.PADDED_EXPERTS] = padded.ctypes.data
-        table[at.MOST_EXPERTS] = placement.most_experts
-        table[at.NUM_LOCAL], table[at.ALIGNMENT] = len(per_expert), expert_alignment
-        table[at.PER_EXPERT] = per_expert.ctypes.data
-        compiled = self._kernels.exchange_dispatch(table.buffer_info()[0])
-        kept = *kept, placement, padded
-        return _Plan(
-            compiled,
-            table,
-            head,
-            config,
-            config.num_channels,
-            row_bytes,
-            dtype if dtype in SUMMABLE else torch.bfloat16,
-            per_expert,
-            [0],
-            kept,
-        )
-
-    def _plan_combine(
-        self, dtype: torch.dtype, hidden: int, tag: int, config: Config
-    ) -> _Plan | None:
-        try:
-            self._engine.local.config(config)
-            validate.tag(tag)
-        except ValueError:
-            return None
-        if dtype not in SUMMABLE or hidden < 1:
-            return None
-        call = Call(
-            stage=3,
-            buffer=self._agreement.buffer_id,
-            hidden=hidden,
-            dtype=ROW_DTYPES.index(dtype),
-            num_channels=config.num_channels,
-            num_slots=config.num_max_nvl_chunked_recv_tokens,
-            tag=tag,
-        )
-        row_bytes = hidden * dtype.itemsize
-        table, head, kept = self._table(call, row_bytes, 0)
-        compiled = self._kernels.exchange_combine(dtype, table.buffer_info()[0])
-        return _Plan(compiled, table, head, config, 0, row_bytes, dtype, np.zeros(0), [0], kept)
-
-    def _table(
-        self, call: Call, row_bytes: int, num_experts: int
-    ) -> tuple[array[int], np.ndarray, tuple[Any, ...]]:
-        if len(self._plans) >= _MOST_PLANS:
-            self._plans.clear()
-        table = array("q", self._words)
-        head = np.zeros(say.PAYLOAD, np.int64)
-        head[say.CALL : say.TOKENS] = call
-        scratch = np.zeros(at.scratch_words(self.size, num_experts), np.int64)
-        table[at.HEAD], table[at.SCRATCH] = head.ctypes.data, scratch.ctypes.data
-        table[at.ROW_BYTES] = row_bytes
-        return table, head, (scratch,)
 
 
 def compiled_calls(engine: Engine, kernels: Any) -> CompiledCalls | None:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tokenyard.types import Flow, Handle, Route
-from tokenyard.wire import exchange_table as at
 
 _new = object.__new__
+_ZERO = array("q", [0])
 
 
 class Ledger:
@@ -29,28 +29,17 @@ class Ledger:
     def __init__(self, num_tokens: int, room: int, src_room: int, num_ranks: int) -> None:
         """With room for so many rows that are sent, and that come."""
         words = num_ranks * (num_ranks + 1) + (num_tokens + 2 * room + src_room + 2) // 2
-        self.memory = torch.empty(words, dtype=torch.int64)
-        self.address = self.memory.data_ptr()
+        self.memory = _ZERO * words
+        self.address = self.memory.buffer_info()[0]
         self.num_tokens, self.num_ranks = num_tokens, num_ranks
         self.room, self.src_room = room, src_room
 
     def with_room(self, src_room: int) -> Ledger:
         """The same with room for so many rows that come, which are yet to be written."""
         made = Ledger(self.num_tokens, self.room, src_room, self.num_ranks)
-        same = min(made.memory.shape[0], self.memory.shape[0])
+        same = min(len(made.memory), len(self.memory))
         made.memory[:same] = self.memory[:same]
         return made
-
-    def tell(self, table: array[int]) -> None:
-        """Tell a compiled call where everything is."""
-        starts = self.address + 8 * self.num_ranks * (self.num_ranks + 1)
-        ranks = starts + 4 * (self.num_tokens + 1)
-        table[at.LEDGER] = self.address
-        table[at.STARTS] = starts
-        table[at.COPY_RANKS] = ranks
-        table[at.COPY_SLOTS] = ranks + 4 * self.room
-        table[at.SRC_IDX] = ranks + 8 * self.room
-        table[at.SRC_ROOM] = self.src_room
 
     def send_counts(self, num_copies: int) -> tuple[int, ...]:
         """How many rows go to each rank."""
@@ -59,15 +48,16 @@ class Ledger:
 
     def sent_RR(self) -> np.ndarray:
         size = self.num_ranks
-        return self.memory.numpy()[: size * size].reshape(size, size)
+        return np.frombuffer(self.memory, np.int64, size * size).reshape(size, size)
 
     def tokens_R(self) -> np.ndarray:
         size = self.num_ranks
-        return self.memory.numpy()[size * size : size * (size + 1)]
+        return np.frombuffer(self.memory, np.int64, size, 8 * size * size)
 
     def lists(self, num_copies: int, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """copy_start, copy_rank, copy_slot, and the token of each row that came."""
-        ints = self.memory[self.num_ranks * (self.num_ranks + 1) :].view(torch.int32)
+        begin = 8 * self.num_ranks * (self.num_ranks + 1)
+        ints = torch.frombuffer(self.memory, dtype=torch.int32, offset=begin)
         ranks = self.num_tokens + 1
         slots, came = ranks + self.room, ranks + 2 * self.room
         return (

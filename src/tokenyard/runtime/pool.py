@@ -12,6 +12,7 @@ quicker. Regions that lie idle go back to the system
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections import deque
@@ -24,6 +25,9 @@ from tokenyard.errors import SharedMemoryError
 from tokenyard.runtime.limits import NoMemory
 
 _WINDOW = 128  # calls of Pool.take
+_SMALLEST = 1 << 16  # bytes of a region
+_MOST_ON_SHELF = 1 << 20  # bytes of a region that stays lent
+_MOST_SHELVED = 8  # such regions
 
 
 class Region(Protocol):
@@ -42,6 +46,14 @@ class Region(Protocol):
 
 
 R = TypeVar("R", bound=Region)
+
+
+def _num_holders(lent: tuple[np.ndarray, Any]) -> int:
+    """How many hold an array: the pair, this call, and whatever was made of the array."""
+    return sys.getrefcount(lent[0])
+
+
+_ALONE = _num_holders((np.empty(0), None))
 
 
 class Pool(Generic[R]):
@@ -79,6 +91,7 @@ class Pool(Generic[R]):
         # and no step below counts on `_free` to stay as it was.
         self._dead: deque[tuple[Any, R, int]] = deque()
         self._lock = threading.RLock()
+        self._shelf: list[tuple[np.ndarray, R]] = []  # lent, and perhaps held by nobody else
         key = id(self)
         _pools[key] = weakref.ref(self, lambda _: _pools.pop(key, None))
 
@@ -106,10 +119,32 @@ class Pool(Generic[R]):
         self._lent[id(reference)] = reference, region, wanted
         return region, array
 
+    def take_small(self, num_bytes: int) -> tuple[R, np.ndarray]:
+        """As `take`, and quicker where little memory is taken again and again: a few small regions
+        stay lent, and are lent again when nobody holds their array but the pool.
+        """
+        shelf = self._shelf
+        for one in shelf:
+            if _num_holders(one) == _ALONE:
+                array, region = one
+                size = region.size
+                if num_bytes <= size and (size <= _SMALLEST or size <= 2 * num_bytes):
+                    return region, array
+        region, array = self.take(num_bytes)
+        if region.size <= _MOST_ON_SHELF:
+            shelf.append((array, region))
+            if len(shelf) > _MOST_SHELVED:
+                del shelf[0]
+        return region, array
+
     def trim(self, most: int = 0) -> None:
         """Give idle regions back to the system, the longest idle first, until at most so many
         bytes are idle.
         """
+        self._shelf = []
+        self._trim(most)
+
+    def _trim(self, most: int) -> None:
         with self._lock:
             if self._dead:
                 self._settle()
@@ -125,6 +160,7 @@ class Pool(Generic[R]):
     @property
     def in_use(self) -> int:
         """Bytes that were asked for, rounded up (`size_class`), and are not given back."""
+        self._shelf = []
         with self._lock:
             self._settle()
             return self._in_use
@@ -132,6 +168,7 @@ class Pool(Generic[R]):
     @property
     def idle(self) -> int:
         """Bytes of regions that are ready to be lent."""
+        self._shelf = []
         with self._lock:
             self._settle()
             return self._idle
@@ -145,6 +182,7 @@ class Pool(Generic[R]):
 
     def close(self) -> None:
         """Give all regions back. One that is lent lives until its array has died, and no longer."""
+        self._shelf = []
         with self._lock:
             self._on_drop = None
             for region in self:
@@ -176,7 +214,7 @@ class Pool(Generic[R]):
         allowed = max(max(self._peaks) * 7 // 4, self._spare)
         excess = self._total + more - allowed
         if excess > 0:
-            self.trim(max(0, self._idle - excess))
+            self._trim(max(0, self._idle - excess))
 
     def _fresh(self, size: int) -> R:
         """Made without the lock: the system may take long to find so much memory."""
@@ -217,7 +255,7 @@ class Pool(Generic[R]):
                 self._free.append(region)
                 self._idle += region.size
         if self._idle > self._most_idle:
-            self.trim(self._most_idle)
+            self._trim(self._most_idle)
 
 
 _pools: dict[int, weakref.ref[Pool[Any]]] = {}  # all of this process, by id
@@ -240,7 +278,7 @@ def size_class(num_bytes: int) -> int:
     >>> size_class(1), size_class(65_537), size_class(1_000_000)
     (65536, 73728, 1048576)
     """
-    if num_bytes <= 1 << 16:
-        return 1 << 16
+    if num_bytes <= _SMALLEST:
+        return _SMALLEST
     step = 1 << max(12, num_bytes.bit_length() - 4)  # whole pages
     return (num_bytes + step - 1) // step * step

@@ -36,7 +36,7 @@ from tokenyard.kernels.numba.signals import raise_signals, reaches
 from tokenyard.wire import exchange_table as at
 from tokenyard.wire import message as say
 from tokenyard.wire.columns import LINE
-from tokenyard.wire.exchange_table import DONE, GENERAL, LATE, MAP, ROOM, STRAY
+from tokenyard.wire.exchange_table import DONE, GENERAL, LATE, MAP, MORE_ROOM, STRAY
 from tokenyard.wire.signals import MAIL, READ, ROWS
 
 _MOST_TOKENS = np.int64(1) << 31
@@ -124,6 +124,17 @@ def _known(table, rank, identity):
             return entry
         entry += at.KNOWN_WORDS * 8
     return np.int64(0)
+
+
+@njit(nogil=True, cache=True)
+def _open_ledger(table):
+    """Find the parts of the ledger: after [R, R] and [R] words come lists of int32."""
+    words = pointer(table, INT64)
+    size = words[at.SIZE]
+    words[at.STARTS] = words[at.LEDGER] + 8 * size * (size + 1)
+    words[at.COPY_RANKS] = words[at.STARTS] + 4 * (words[at.NUM_TOKENS] + 1)
+    words[at.COPY_SLOTS] = words[at.COPY_RANKS] + 4 * words[at.ROOM]
+    words[at.SRC_IDX] = words[at.COPY_SLOTS] + 4 * words[at.ROOM]
 
 
 @njit(nogil=True, cache=True)
@@ -283,7 +294,7 @@ def _find_blocks(table):
             blocks[r] = entry[1]
     words[at.NUM_ROWS], words[at.END] = rows[rank], _block_bytes(table, rows[rank])
     if rows[rank] > words[at.SRC_ROOM]:
-        return _verdict(ROOM, rows[rank])
+        return _verdict(MORE_ROOM, rows[rank])
     return np.int64(DONE)
 
 
@@ -345,6 +356,7 @@ def _localise(table):
 @njit(nogil=True, cache=True)
 def _dispatch_kernel(table):
     words = pointer(table, INT64)
+    _open_ledger(table)
     if words[at.PHASE] == at.START:
         if words[at.LEAVE_AT] == at.POSTED or not _count(table):
             return _verdict(GENERAL, 0)
@@ -468,6 +480,7 @@ def _sum_rows(table, like, sums):
 @njit(nogil=True, cache=True)
 def _combine_kernel(like, sums, table):
     words = pointer(table, INT64)
+    _open_ledger(table)
     if words[at.PHASE] == at.START:
         if words[at.LEAVE_AT] == at.POSTED:
             return _verdict(GENERAL, 0)
