@@ -15,10 +15,13 @@ from torch import Tensor
 from tokenyard.runtime.pool import Pool
 from tokenyard.shm.segment import Segment
 
+# What numpy calls a dtype, or another one of its size.
 _IN_NUMPY: dict[torch.dtype, np.dtype] = {
     torch.float32: np.dtype(np.float32),
     torch.int32: np.dtype(np.int32),
     torch.int64: np.dtype(np.int64),
+    torch.float16: np.dtype(np.float16),
+    torch.bfloat16: np.dtype(np.int16),
 }
 
 
@@ -40,6 +43,7 @@ def rows(
     if num_rows == 0:
         return torch.empty(0, width, dtype=dtype)
     if dtype in _IN_NUMPY:  # quicker by a third
-        return torch.from_numpy(np.ndarray((num_rows, width), _IN_NUMPY[dtype], array, begin))
+        made = torch.from_numpy(np.ndarray((num_rows, width), _IN_NUMPY[dtype], array, begin))
+        return made if made.dtype is dtype else made.view(dtype)
     flat = torch.frombuffer(array, dtype=dtype, count=num_rows * width, offset=begin)
     return flat.view(num_rows, width)
