@@ -74,13 +74,14 @@ def open_while_a_peer_dies(group: Any, transport: str) -> tuple:
     def stumble(node: SharedNode, *arguments: Any) -> Any:
         if group.rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(group.rank() * scaled(0.75))
+        while group.rank() == 2 and not node.liveness.have_left():
+            time.sleep(0.01)
         return share(node, *arguments)
 
-    tokenyard.Buffer(group, timeout=20, transport=transport).close()
+    tokenyard.Buffer(group, timeout=scaled(20.0), transport=transport).close()
     try:
         with mock.patch.object(SharedNode, "share", stumble):
-            tokenyard.Buffer(group, timeout=20, transport=transport)
+            tokenyard.Buffer(group, timeout=scaled(20.0), transport=transport)
     except tokenyard.PeerError as error:
         return type(error).__name__, error.ranks, str(error)
     return ("nothing", (), "")
