@@ -21,13 +21,12 @@ from torch import Tensor
 
 from tokenyard import validate
 from tokenyard.comm.base import Communicator
-from tokenyard.engine import counts
+from tokenyard.engine import arrivals, counts
 from tokenyard.engine.agreement import Agreed, Agreement, Call, Heard, Terms
 from tokenyard.engine.failure import Failure
 from tokenyard.engine.inputs import DispatchRequest, Outgoing, Preparation, wait
 from tokenyard.errors import PeerLeft, SharedMemoryError
 from tokenyard.kernels import Kernels
-from tokenyard.runtime import memory
 from tokenyard.runtime.completion import Completion
 from tokenyard.runtime.events import EventHandle, EventOverlap, Worker
 from tokenyard.runtime.streams import Streams
@@ -115,11 +114,14 @@ class Engine:
             )
             flow = rows.flow
             arrive, move = self._send(columns, rows)
-            received = self._received(out, flow, arrive, per_expert)
-        work = partial(self._receive, move, flow, arrive, out.placement, received.src_idx)
-        used = [*columns, *arrive, received.src_idx]
+            received = arrivals.received(out, flow, arrive, per_expert)
+        src_idx = received.src_idx
+        work = partial(
+            arrivals.receive, move, flow, arrive, self.kernels, out.placement, self.rank, src_idx
+        )
+        used = [*columns, *arrive, src_idx]
         event = self._finish(work, completion, None, used)
-        return received, self.handle(number, out, flow, received.src_idx, event.event), event
+        return received, self.handle(number, out, flow, src_idx, event.event), event
 
     def handle(
         self,
@@ -177,7 +179,7 @@ class Engine:
             )
         assert recv_x is not None
         used = [*columns, recv_x, recv_scales]
-        work = partial(_move_and_fill, move, known.flow, (recv_x, recv_scales))
+        work = partial(arrivals.receive_again, move, known.flow, (recv_x, recv_scales))
         return recv_x, recv_scales, self._finish(work, completion, pending, used)
 
     def combine(
@@ -358,45 +360,6 @@ class Engine:
         each = iter(arrive)
         return [None if column is None else next(each) for column in columns], move
 
-    def _received(
-        self, out: Outgoing, flow: Flow, arrive: Sequence[Tensor | None], per_expert: np.ndarray
-    ) -> Received:
-        x, scales, topk_idx, topk_weights, src_idx = arrive
-        assert x is not None
-        assert src_idx is not None
-        if out.expert_alignment > 1:
-            per_expert = -(-per_expert // out.expert_alignment) * out.expert_alignment
-        return Received(
-            x=x,
-            scales=scales,
-            topk_idx=topk_idx,
-            topk_weights=topk_weights,
-            # A copy: the handle keeps it, and must not keep the memory in which the rows lie.
-            src_idx=memory.empty(flow.num_rows, dtype=src_idx.dtype, device=src_idx.device),
-            num_tokens_per_expert=per_expert.tolist(),
-        )
-
-    def _receive(
-        self,
-        move: Callable[[], None],
-        flow: Flow,
-        arrive: Sequence[Tensor | None],
-        placement: Placement,
-        own_src_idx: Tensor,
-    ) -> None:
-        """Move the rows of a dispatch, and make of them what the user gets."""
-        move()
-        *_, topk_idx, topk_weights, src_idx = arrive
-        assert src_idx is not None
-        if flow.num_rows > flow.num_received:
-            _zero_tail(flow, arrive)
-            for column in (src_idx, topk_idx):
-                if column is not None:
-                    column[flow.num_received :] = -1
-        own_src_idx.copy_(src_idx[:, 0])
-        if topk_idx is not None:
-            self.kernels.localise(topk_idx, topk_weights, placement.local_table(self.rank))
-
     def _finish(
         self,
         work: Callable[[], None],
@@ -421,19 +384,6 @@ class Engine:
 def _after(pending: EventHandle, work: Callable[[], None]) -> None:
     pending.current_stream_wait()
     work()
-
-
-def _move_and_fill(move: Callable[[], None], flow: Flow, arrive: Sequence[Tensor | None]) -> None:
-    move()
-    if flow.num_rows > flow.num_received:
-        _zero_tail(flow, arrive)
-
-
-def _zero_tail(flow: Flow, columns: Sequence[Tensor | None]) -> None:
-    """The rows that num_worst_tokens leaves after those that arrive."""
-    for column in columns:
-        if column is not None:
-            column[flow.num_received :].view(torch.uint8).zero_()
 
 
 def _rows_out(
