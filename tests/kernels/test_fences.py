@@ -36,6 +36,8 @@ SUMS = typeof(_Sum(*[0] * 10, False, 0, 0))  # type: ignore[call-arg, arg-type]
 
 # Kernels in which something may be streamed, as Python calls them.
 STREAM = {
+    "exchange.combine._combine_kernel": (BFLOAT16, WIDE, I64),
+    "exchange.dispatch._dispatch_kernel": (I64,),
     "permute._spread_kernel": (I64,) * 9 + (FLAG,),
     "permute._unpermute_kernel": (I64,) * 9 + (FLAG, BFLOAT16, WIDE),
     "permute_backward._unpermute_backward_kernel": (I64,) * 3 + (BFLOAT16, WIDE),

@@ -1,5 +1,5 @@
 /*
- * The protocol of calls through shared memory: src/tokenyard/kernels/numba/exchange.py, and the same steps of
+ * The protocol of calls through shared memory: src/tokenyard/kernels/numba/exchange, and the same steps of
  * the engine and the direct transport. Two ranks, all interleavings. tests/models/test_models.py runs it.
  *
  * A call is a dispatch (D), a combine of rows that others can read where they lie (S), a combine that rank 1

@@ -20,7 +20,8 @@ apply to them, since they read raw addresses: to step through a kernel, take the
 """
 
 from tokenyard.kernels.numba.align import align
-from tokenyard.kernels.numba.exchange import exchange_combine, exchange_dispatch
+from tokenyard.kernels.numba.exchange.combine import exchange_combine
+from tokenyard.kernels.numba.exchange.dispatch import exchange_dispatch
 from tokenyard.kernels.numba.layout import layout, route
 from tokenyard.kernels.numba.low_latency.calls import combine_calls, dispatch_calls
 from tokenyard.kernels.numba.low_latency.posts import await_slots, find_ahead, find_failure, signal

@@ -1,0 +1,1 @@
+"""A whole dispatch, or combine, between ranks that share memory, in one compiled call."""

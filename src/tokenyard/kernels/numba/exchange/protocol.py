@@ -1,0 +1,123 @@
+"""Steps that a compiled dispatch and a compiled combine share: messages, signals, verdicts.
+
+A call does what the engine and the direct transport do, on the same messages and signals, so that a
+rank may make a call this way while another makes it that way. It takes the address of a table
+(`wire.exchange_table`) and returns a verdict. It never waits for ever and never raises: whatever is
+unusual is left to the engine. What another rank wrote is compared with what it may be before it
+becomes an address, a place or a count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from tokenyard.kernels.numba.caching import njit
+from tokenyard.kernels.numba.llvm.atomics import load_acquire, yield_core
+from tokenyard.kernels.numba.llvm.pointers import INT64, pointer
+from tokenyard.kernels.numba.signals import raise_signals, reaches
+from tokenyard.wire import exchange_table as at
+from tokenyard.wire import message as say
+from tokenyard.wire.columns import LINE
+from tokenyard.wire.signals import MAIL
+
+Call = Callable[[], int]
+
+
+@njit(nogil=True, cache=True)
+def verdict(what, which):
+    return np.int64(what) << 32 | np.int64(which)
+
+
+@njit(nogil=True, cache=True)
+def signal(table, kind):
+    """Raise this rank's next signal of a kind."""
+    words = pointer(table, INT64)
+    epochs = pointer(words[at.EPOCHS], INT64)
+    epochs[kind] += 1
+    raise_signals(pointer(words[at.OUT_LINES], INT64)[kind], words[at.SIZE], epochs[kind])
+
+
+@njit(nogil=True, cache=True)
+def all_signalled(table, kind):
+    """Whether the others' signals of a kind come soon."""
+    words = pointer(table, INT64)
+    epoch = pointer(words[at.EPOCHS], INT64)[kind]
+    lines = pointer(pointer(words[at.IN_LINES], INT64)[kind], INT64)
+    yields = words[at.YIELDS]
+    for r in range(words[at.SIZE]):
+        if reaches(lines[r], epoch, words[at.PATIENCE]):
+            continue
+        came = False
+        while yields > 0 and not came:
+            yields -= 1
+            yield_core()
+            came = load_acquire(lines[r]) >= epoch
+        if not came:
+            return False
+    return True
+
+
+@njit(nogil=True, cache=True)
+def box_to(table, rank):
+    """The address of the box of a rank that this rank's next message goes to."""
+    words = pointer(table, INT64)
+    turn = (pointer(words[at.EPOCHS], INT64)[MAIL] + 1) & 1
+    return pointer(pointer(words[at.OUT_BOXES], INT64)[turn], INT64)[rank]
+
+
+@njit(nogil=True, cache=True)
+def box_from(table, rank):
+    """The address of the last message that came from a rank."""
+    words = pointer(table, INT64)
+    turn = pointer(words[at.EPOCHS], INT64)[MAIL] & 1
+    return pointer(words[at.IN_BOXES], INT64)[turn] + rank * words[at.BOX_BYTES]
+
+
+@njit(nogil=True, cache=True)
+def same_calls(table):
+    """Whether all ranks make the call that this one makes, with good input."""
+    words = pointer(table, INT64)
+    mine = pointer(words[at.HEAD], INT64)
+    for r in range(words[at.SIZE]):
+        theirs = pointer(box_from(table, r), INT64)
+        for i in range(say.TOKENS):
+            if theirs[i] != mine[i]:
+                return False
+        if theirs[say.WORST] != 0:
+            return False
+    return True
+
+
+@njit(nogil=True, cache=True)
+def find_segment(table, rank, identity):
+    """The address of what is known of a rank's segment: identity, address, size. 0 if nothing is,
+    or if the rank has given back segments that this rank is yet to unmap.
+    """
+    words = pointer(table, INT64)
+    drops = pointer(words[at.DROPS], INT64)[rank]
+    if load_acquire(drops) != pointer(words[at.SEEN_DROPS], INT64)[rank]:
+        return np.int64(0)
+    entry = words[at.KNOWN] + rank * (at.NUM_KNOWN * at.KNOWN_WORDS * 8)
+    for _ in range(at.NUM_KNOWN):
+        if pointer(entry, INT64)[0] == identity:
+            return entry
+        entry += at.KNOWN_WORDS * 8
+    return np.int64(0)
+
+
+@njit(nogil=True, cache=True)
+def open_ledger(table):
+    """Find the parts of the ledger: after [R, R] and [R] words come lists of int32."""
+    words = pointer(table, INT64)
+    size = words[at.SIZE]
+    words[at.STARTS] = words[at.LEDGER] + 8 * size * (size + 1)
+    words[at.COPY_RANKS] = words[at.STARTS] + 4 * (words[at.NUM_TOKENS] + 1)
+    words[at.COPY_SLOTS] = words[at.COPY_RANKS] + 4 * words[at.ROOM]
+    words[at.SRC_IDX] = words[at.COPY_SLOTS] + 4 * words[at.ROOM]
+
+
+@njit(nogil=True, cache=True)
+def column_bytes(num_rows, width):
+    return (num_rows * width + LINE - 1) // LINE * LINE
