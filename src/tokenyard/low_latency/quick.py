@@ -8,6 +8,7 @@ is left to `engine`: the whole call if nothing was sent, else what is left to re
 
 from __future__ import annotations
 
+from array import array
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 _MOST_PLANS = 64
 _new = object.__new__
+_ZERO = array("q", [0])
 
 
 class QuickHandle(LowLatencyHandle):
@@ -45,29 +47,30 @@ class QuickHandle(LowLatencyHandle):
     The memory holds layout_range and `sent` in int64, then src_info in int32.
     """
 
-    memory: Tensor | None = None
+    memory: array[int] | None = None
     num_tokens = 0
 
     @cached_property
     def layout_range(self) -> Tensor:  # type: ignore[override]
-        assert self.memory is not None
         shape = self.shape
-        return self.memory[: shape.num_local * shape.num_ranks].view(shape.num_local, -1)
+        return self._words()[: shape.num_local * shape.num_ranks].view(shape.num_local, -1)
 
     @cached_property
     def sent(self) -> Tensor:  # type: ignore[override]
-        assert self.memory is not None
         begin = self.shape.num_local * self.shape.num_ranks
         end = begin + 2 * self.num_tokens * self.shape.num_topk
-        return self.memory[begin:end].view(2, self.num_tokens, self.shape.num_topk)
+        return self._words()[begin:end].view(2, self.num_tokens, self.shape.num_topk)
 
     @cached_property
     def src_info(self) -> Tensor:  # type: ignore[override]
-        assert self.memory is not None
         shape = self.shape
         begin = shape.num_local * shape.num_ranks + 2 * self.num_tokens * shape.num_topk
         count = shape.num_local * shape.num_slots
-        return self.memory[begin:].view(torch.int32)[:count].view(shape.num_local, -1)
+        return self._words()[begin:].view(torch.int32)[:count].view(shape.num_local, -1)
+
+    def _words(self) -> Tensor:
+        assert self.memory is not None
+        return torch.frombuffer(self.memory, dtype=torch.int64)
 
 
 class _Plan(NamedTuple):
@@ -133,10 +136,10 @@ class QuickCalls:
             array, receive[at.X] = engine.results.lend(num_elements * dtype.itemsize, number)
         except (RuntimeError, ValueError, MemoryError):  # no memory of its own, or none left
             return None
-        memory = torch.empty(num_words, dtype=torch.int64)
+        memory = _ZERO * num_words
         counts = torch.empty(shape.num_local, dtype=torch.int32)
         recv_x = torch.frombuffer(array, dtype=dtype, count=num_elements).view(shape.x_shape)
-        begin = memory.data_ptr()
+        begin = memory.buffer_info()[0]
         send[at.NUMBER] = receive[at.NUMBER] = number
         send[at.NUM_TOKENS], send[at.BLOCK] = num_tokens, block.address
         send[at.SENT] = sent_at = begin + 8 * shape.num_local * shape.num_ranks
@@ -208,7 +211,7 @@ class QuickCalls:
         send[at.NUMBER] = receive[at.NUMBER] = number
         send[at.HANDLE] = receive[at.HANDLE] = handle.number
         send[at.NUM_TOKENS] = receive[at.NUM_TOKENS] = num_tokens
-        send[at.LAYOUT_RANGE] = begin = memory.data_ptr()
+        send[at.LAYOUT_RANGE] = begin = memory.buffer_info()[0]
         send[at.SENT], send[at.COPIES_OWN] = begin + 8 * shape.num_local * shape.num_ranks, 0
         send[at.BLOCK], send[at.ROWS] = block.address, block.address + tables
         send[at.ROOM] = (block.size - tables) // (shape.hidden * dtype.itemsize)
