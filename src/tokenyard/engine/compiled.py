@@ -22,6 +22,7 @@ from tokenyard import validate
 from tokenyard.engine.agreement import Call, Heard
 from tokenyard.engine.handle import CompiledHandle, Ledger
 from tokenyard.engine.inputs import DispatchRequest
+from tokenyard.engine.mismatch import STAGES
 from tokenyard.errors import SharedMemoryError
 from tokenyard.runtime.completion import Completion
 from tokenyard.runtime.threads import num_threads
@@ -29,7 +30,7 @@ from tokenyard.shm.pool import rows
 from tokenyard.shm.shared_rows import SharedRows
 from tokenyard.transports import Offer
 from tokenyard.transports.direct import DirectTransport
-from tokenyard.types import ROW_DTYPES, Config, Handle
+from tokenyard.types import ROW_DTYPES, Config, Handle, Places
 from tokenyard.validate import SUMMABLE
 from tokenyard.wire import exchange_table as at
 from tokenyard.wire import message as say
@@ -53,6 +54,19 @@ class ExchangeKernels(Protocol):
 
     def exchange_combine(self, dtype: torch.dtype, table: int) -> Callable[[], int]: ...
 
+    def place_and_spread(
+        self,
+        x_ND: Tensor,
+        topk_idx_NK: Tensor,
+        num_experts: int,
+        expert_alignment: int,
+        out_MD: Tensor,
+    ) -> Places | None: ...
+
+    def sum_shares(
+        self, y_MD: Tensor, row_of_NK: Tensor, weights_NK: Tensor | None, out_ND: Tensor
+    ) -> bool: ...
+
 
 class _Plan(NamedTuple):
     """A shape's compiled call, the table that it reads, and what the table has addresses of."""
@@ -75,7 +89,7 @@ class CompiledCalls:
     ) -> None:
         node = transport.node
         assert node is not None
-        self._engine, self._transport, self._kernels = engine, transport, kernels
+        self._engine, self._transport, self.kernels = engine, transport, kernels
         self._node, self._pool, self._agreement = node, node.pool, engine.agreement
         self.rank, self.size = transport.rank, transport.size
         self._words = array("q", bytes(8 * at.TABLE_WORDS))
@@ -94,10 +108,12 @@ class CompiledCalls:
         expert_alignment: Any,
         config: Config,
         tag: Any,
+        stage: str = "dispatch",
     ) -> _Dispatched | None:
         """A dispatch of contiguous CPU tensors that counts by itself and ends before it returns.
 
-        None if this is another call, or one with bad input: nothing is done yet then.
+        None if this is another call, or one with bad input: nothing is done yet then. `stage` is
+        what this rank tells the others that it calls.
         """
         if not (
             type(x) is type(topk_idx) is type(topk_weights) is Tensor
@@ -118,7 +134,7 @@ class CompiledCalls:
         if (x.requires_grad or topk_weights.requires_grad) and torch.is_grad_enabled():
             return None
         num_topk, dtype = shape[1], x.dtype
-        key = dtype, hidden, num_topk, num_experts, expert_alignment, tag
+        key = dtype, hidden, num_topk, num_experts, expert_alignment, tag, stage
         plan = self._plans.get(key)
         if plan is None or plan.config is not config:
             plan = self._plan_dispatch(*key, config)
@@ -180,7 +196,7 @@ class CompiledCalls:
                     None,
                     tag,
                 )
-                got, handle, _ = self._engine.dispatch(request, _AT_ONCE, heard=heard)
+                got, handle, _ = self._engine.dispatch(request, _AT_ONCE, stage, heard)
                 assert got.topk_idx is not None
                 assert got.topk_weights is not None
                 return got.x, got.topk_idx, got.topk_weights, got.num_tokens_per_expert, handle
@@ -189,7 +205,7 @@ class CompiledCalls:
                 ledger = ledger.with_room(src_room[0])
                 ledger.tell(table)
             else:
-                self._answer(what, which, "dispatch", say.OFFER)
+                self._answer(what, which, stage, say.OFFER)
         self._agreement.number = number + 1
         num_rows = table[at.NUM_ROWS]
         self._transport.last_bytes = table[at.END]
@@ -219,10 +235,16 @@ class CompiledCalls:
         )
 
     def combine(
-        self, x: Any, handle: CompiledHandle, out: Any, config: Config, tag: Any
+        self,
+        x: Any,
+        handle: CompiledHandle,
+        out: Any,
+        config: Config,
+        tag: Any,
+        stage: str = "combine",
     ) -> Tensor | None:
         """A combine of a contiguous CPU tensor, without weights and biases, that ends before it
-        returns; None as in `dispatch`.
+        returns; None, and `stage`, as in `dispatch`.
         """
         num_rows, ledger = handle.num_rows, handle.ledger
         if not (
@@ -240,7 +262,7 @@ class CompiledCalls:
         if got_rows != num_rows or (x.requires_grad and torch.is_grad_enabled()):
             return None
         dtype = x.dtype
-        key = dtype, hidden, tag
+        key = dtype, hidden, tag, stage
         plan = self._plans.get(key)
         if plan is None or plan.config is not config:
             plan = self._plan_combine(*key, config)
@@ -259,7 +281,7 @@ class CompiledCalls:
                 return None
         except RuntimeError:
             return None
-        if out is not None and not self._fits(out, x, num_tokens, hidden):
+        if out is not None and not self.fits(out, x, num_tokens, hidden):
             return None
         memory, segment = None, self._pool.find(address, num_rows * row_bytes)
         begin = 0 if segment is None else address - segment.address
@@ -293,9 +315,9 @@ class CompiledCalls:
                 words = np.array([(not copies, *block.told, begin)] * self.size, np.int64)
                 heard = Heard(Offer(words, (block,)), self._node.mailbox.last_messages())
                 return self._engine.combine(
-                    x, handle, None, None, out, config, None, tag, _AT_ONCE, heard
+                    x, handle, None, None, out, config, None, tag, _AT_ONCE, heard, stage
                 )[0]
-            self._answer(what, which, "combine", say.OFFER + 1)
+            self._answer(what, which, stage, say.OFFER + 1)
         self._agreement.number = number + 1
         return sums
 
@@ -312,8 +334,8 @@ class CompiledCalls:
             assert what == STRAY
             raise self._node.liveness.stray(which, stage)
 
-    def _fits(self, out: Any, x: Tensor, num_tokens: int, hidden: int) -> bool:
-        """Whether sums can be written there as they are."""
+    def fits(self, out: Any, x: Tensor, num_tokens: int, hidden: int) -> bool:
+        """Whether sums of x can be written there as they are."""
         if not (
             type(out) is Tensor
             and out.dtype is x.dtype
@@ -336,6 +358,7 @@ class CompiledCalls:
         num_experts: int,
         expert_alignment: int,
         tag: int,
+        stage: str,
         config: Config,
     ) -> _Plan | None:
         """None for a shape that only the engine can make calls of, or that is wrong."""
@@ -350,7 +373,7 @@ class CompiledCalls:
         if dtype not in ROW_DTYPES or min(hidden, num_topk) < 1 or payload > say.PAYLOAD_WORDS:
             return None
         call = Call(
-            stage=1,
+            stage=STAGES.index(stage),
             buffer=self._agreement.buffer_id,
             hidden=hidden,
             dtype=ROW_DTYPES.index(dtype),
@@ -371,7 +394,7 @@ class CompiledCalls:
         table[at.MOST_EXPERTS] = placement.most_experts
         table[at.NUM_LOCAL], table[at.ALIGNMENT] = len(per_expert), expert_alignment
         table[at.PER_EXPERT] = per_expert.ctypes.data
-        compiled = self._kernels.exchange_dispatch(table.buffer_info()[0])
+        compiled = self.kernels.exchange_dispatch(table.buffer_info()[0])
         kept = *kept, placement, padded
         return _Plan(
             compiled,
@@ -387,7 +410,7 @@ class CompiledCalls:
         )
 
     def _plan_combine(
-        self, dtype: torch.dtype, hidden: int, tag: int, config: Config
+        self, dtype: torch.dtype, hidden: int, tag: int, stage: str, config: Config
     ) -> _Plan | None:
         try:
             self._engine.local.config(config)
@@ -397,7 +420,7 @@ class CompiledCalls:
         if dtype not in SUMMABLE or hidden < 1:
             return None
         call = Call(
-            stage=3,
+            stage=STAGES.index(stage),
             buffer=self._agreement.buffer_id,
             hidden=hidden,
             dtype=ROW_DTYPES.index(dtype),
@@ -407,7 +430,7 @@ class CompiledCalls:
         )
         row_bytes = hidden * dtype.itemsize
         table, head, kept = self._table(call, row_bytes, 0)
-        compiled = self._kernels.exchange_combine(dtype, table.buffer_info()[0])
+        compiled = self.kernels.exchange_combine(dtype, table.buffer_info()[0])
         return _Plan(compiled, table, head, config, 0, row_bytes, dtype, np.zeros(0), [0], kept)
 
     def _table(
