@@ -171,11 +171,11 @@ def test_loading_takes_the_memory_of_its_experts(tmp_path: Path) -> None:
     experts = sum(one.nbytes for one in expert_parameters(model).values())
     rest = sum(one.nbytes for one in model.parameters()) - experts
     model.save_pretrained(path)
-    limit = scaled(120)  # four processes import transformers at once
-    alone = run_processes(jobs.bytes_to_load, 1, path, True, timeout=limit)[0]
+    alone = run_processes(jobs.bytes_to_load, 1, path, True)[0]
     assert experts > 190e6
     assert alone[1] == experts + rest
-    for grown, held in run_processes(jobs.bytes_to_load, 4, path, False, timeout=limit):
+    # Four processes import transformers at once.
+    for grown, held in run_processes(jobs.bytes_to_load, 4, path, False, timeout=scaled(120)):
         assert held == experts // 4 + rest
         assert grown < alone[0] - experts // 2, "more than half of the experts at once"
 
