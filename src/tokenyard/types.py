@@ -259,6 +259,11 @@ class Handle:
     def num_tokens(self) -> int:
         return self.is_token_in_rank.shape[0]
 
+    @property
+    def num_tokens_of_all(self) -> int:
+        """Tokens of all ranks."""
+        return int(self.flow.tokens_R.sum())
+
     @cached_property
     def rank_prefix_matrix(self) -> Tensor | None:
         """[R, R] int32: the rows of destination j from sources 0..i."""

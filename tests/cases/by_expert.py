@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 import tokenyard
-from tests.cases.exchange import FP8, Case, Inputs, inputs
+from tests.cases.exchange import FP8, Case, Inputs, inputs, take_way
 from tokenyard import spec
 from tokenyard.testing import assert_same
 
@@ -25,10 +26,10 @@ def experts(x: Tensor, offsets: Tensor, own: list[int], y: Tensor) -> Tensor:
     return y
 
 
-def job(group: Any, case: Case, least_bytes: int = 0) -> dict[str, Any]:
+def job(group: Any, case: Case, in_one_step: tuple[bool, bool] = (True, True)) -> dict[str, Any]:
     """What a user does: two dispatches in flight, experts, and combines of rows that lie in memory
-    of the user, in the Buffer's, or in both, by rank. From so many bytes on, rows are written by
-    expert in one step, where they can be.
+    of the user, in the Buffer's, or in both, by rank. `in_one_step`: whether the rows of each
+    dispatch are written by expert in one step, where they can be.
     """
     rank = group.rank()
     own = case.world.experts_of(rank)
@@ -41,10 +42,13 @@ def job(group: Any, case: Case, least_bytes: int = 0) -> dict[str, Any]:
         placement=placement,
     ) as buffer:
         pairs: Any = buffer._engine and buffer._engine.transport.pairs
-        if pairs is not None:
-            pairs.least_bytes = least_bytes
         out: dict[str, Any] = {}
-        got = [_dispatch(buffer, case, inputs(case, rank, turn), turn, out) for turn in range(2)]
+        got, ways = [], random.Random(f"{case.seed} {rank}")
+        for turn in range(2):
+            if pairs is not None:
+                pairs.had_much = in_one_step[turn]
+            take_way(buffer, case.way, ways)
+            got.append(_dispatch(buffer, case, inputs(case, rank, turn), turn, out))
         for turn in (1, 0):
             x, handle = out[f"{turn} x"], got[turn].handle
             mine = torch.empty(x.shape, dtype=case.sum_dtype)
@@ -57,7 +61,9 @@ def job(group: Any, case: Case, least_bytes: int = 0) -> dict[str, Any]:
             }.items():
                 y = experts(x, got[turn].offsets, own, target)
                 y[torch.tensor(_padding(case, rank, turn), dtype=torch.int64)] = torch.nan
+                take_way(buffer, case.way, ways)
                 out[f"{turn} {way}"] = buffer.combine_by_expert(y, handle)
+                take_way(buffer, case.way, ways)
                 out[f"{turn} {way} unweighted"] = buffer.combine_by_expert(y, handle, weigh=False)
         given = inputs(case, rank, 1)
         into = torch.empty(given.x.shape, dtype=case.sum_dtype)
@@ -107,7 +113,8 @@ def _received(case: Case, turn: int) -> list[spec.ReceivedByExpert]:
 
 def expected(case: Case) -> list[dict[str, Any]]:
     """What `spec` says, by rank: the same for all transports and kernel sets."""
-    return _expected(replace(case, transport=Case.transport, kernels=Case.kernels))
+    plain = replace(case, transport=Case.transport, kernels=Case.kernels, way=Case.way)
+    return _expected(plain)
 
 
 @lru_cache(maxsize=4)

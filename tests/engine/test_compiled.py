@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -71,6 +72,9 @@ OTHER: dict[str, Callable[[dict[str, Any]], Any]] = {
     "after an event": lambda _: {"previous_event": tokenyard.Buffer.capture()},
 }
 
+# Those that are about tensors, and not about options that calls by expert do not have.
+TENSORS = ("strided x", "strided ids", "strided weights", "a parameter", "negated", "with scales")
+
 
 @torch.no_grad()
 def run_plain(group: Any) -> list[bool]:
@@ -90,6 +94,39 @@ def test_plain_calls_are_compiled() -> None:
 def test_other_calls_are_the_engines() -> None:
     for answer in run_virtual(run_other, 2).results:
         assert dict(zip(OTHER, answer)) == dict.fromkeys(OTHER, False)
+
+
+@torch.no_grad()
+def by_expert(group: Any, changes: list[Callable[[dict[str, Any]], Any]]) -> list[bool]:
+    """Which calls of few rows by expert are compiled."""
+    with tokenyard.Buffer(group, transport="direct") as buffer:
+        buffer.dispatch_by_expert(**inputs(group.rank()))  # in one step, since it is the first
+        out, engine = [], buffer._engine
+        for change in changes:
+            given = inputs(group.rank())
+            given.update(change(given) or {})
+            given.pop("config", None)
+            with mock.patch.object(engine, "combine", wraps=engine.combine) as general:
+                got: Any = buffer.dispatch_by_expert(**given)
+                y = torch.zeros(got.x[0].shape if isinstance(got.x, tuple) else got.x.shape)
+                for weigh in (True, False):
+                    sums = buffer.combine_by_expert(y, got.handle, weigh=weigh)
+                    into = torch.empty_like(sums)
+                    buffer.combine_by_expert(y, got.handle, weigh=weigh, out=into)
+            assert general.call_count in (0, 4)
+            out.append(type(got.handle) is CompiledHandle and not general.call_count)
+        return out
+
+
+def test_plain_calls_by_expert_are_compiled() -> None:
+    for answer in run_virtual(by_expert, 2, list(PLAIN.values())).results:
+        assert dict(zip(PLAIN, answer)) == dict.fromkeys(PLAIN, True)
+
+
+def test_other_calls_by_expert_are_the_engines() -> None:
+    kinds = {name: change for name, change in OTHER.items() if name in TENSORS}
+    for answer in run_virtual(by_expert, 2, list(kinds.values())).results:
+        assert dict(zip(kinds, answer)) == dict.fromkeys(kinds, False)
 
 
 def test_a_switch_leaves_them_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,10 +33,16 @@ def good(rank: int) -> dict[str, Any]:
     }
 
 
-def misuse(group: Any, transport: str, wrong: str) -> str:
+def misuse(group: Any, way: str, wrong: str) -> str:
     """What this rank is told when the culprit makes a wrong call, and others a right one."""
+    transport = way.split()[0]
     with tokenyard.Buffer(group, transport=transport, timeout=scaled(60)) as buffer:
-        given = good(buffer.rank)
+        given, engine = good(buffer.rank), buffer._engine
+        assert engine is not None
+        if engine.transport.pairs is not None:
+            engine.transport.pairs.had_much = way == "direct in one step"
+        if way == "direct general":
+            engine.compiled = None
         got: Any = buffer.dispatch_by_expert(**given)
         plain: Any = buffer.dispatch(**given).handle
         y, handle, x = got.x.clone(), got.handle, given["x"]
@@ -97,23 +103,25 @@ DIFFER = {
     "hidden": "combine by expert: ranks differ in hidden size: 4 on rank 0, 3 on rank 1",
     "another call": "dispatch by expert: ranks differ in what they call: dispatch by expert on",
 }
-TRANSPORTS = pytest.mark.parametrize("transport", ["direct", "collective"])
+WAYS = pytest.mark.parametrize(
+    "way", ["direct in one step", "direct compiled", "direct general", "collective"]
+)
 
 
-@TRANSPORTS
+@WAYS
 @pytest.mark.parametrize("wrong", REJECTED)
-def test_bad_input_raises_on_all_ranks(ranks: Processes, transport: str, wrong: str) -> None:
-    texts = ranks.run(misuse, transport, wrong)
+def test_bad_input_raises_on_all_ranks(ranks: Processes, way: str, wrong: str) -> None:
+    texts = ranks.run(misuse, way, wrong)
     assert texts[CULPRIT].startswith(REJECTED[wrong])
     for rank in (0, 2):
         assert texts[rank].startswith("rank 1 rejected its input, so no rank went on: ")
         assert REJECTED[wrong][:30] in texts[rank]
 
 
-@TRANSPORTS
+@WAYS
 @pytest.mark.parametrize("wrong", DIFFER)
-def test_calls_that_differ_raise_on_all_ranks(ranks: Processes, transport: str, wrong: str) -> None:
-    texts = ranks.run(misuse, transport, wrong)
+def test_calls_that_differ_raise_on_all_ranks(ranks: Processes, way: str, wrong: str) -> None:
+    texts = ranks.run(misuse, way, wrong)
     assert "nothing" not in texts
     assert texts[0].startswith(DIFFER[wrong])
 

@@ -12,12 +12,21 @@ from torch import Tensor
 import tokenyard
 from tests.cases import exchange as exchange_case
 from tests.cases import low_latency as low_latency_case
-from tests.fuzz.expected import Expected, Named, combine_biases, combine_rows, combine_weights
+from tests.fuzz.expected import (
+    Expected,
+    Named,
+    combine_biases,
+    combine_rows,
+    combine_weights,
+    num_rows,
+)
 from tests.fuzz.steps import (
     Cached,
     Call,
     Combine,
+    CombineByExpert,
     Dispatch,
+    DispatchByExpert,
     LowCombine,
     LowDispatch,
     Open,
@@ -115,6 +124,10 @@ def call(
         return _low_dispatch(buffer, scene, step, mine)
     if isinstance(step, LowCombine):
         return _low_combine(buffer, scene, step, mine)
+    if isinstance(step, DispatchByExpert):
+        return _dispatch_by_expert(buffer, scene, step, mine)
+    if isinstance(step, CombineByExpert):
+        return _combine_by_expert(buffer, scene, step, mine)
     options = {"previous_event": event, "async_finish": step.is_async}
     if isinstance(step, Combine):
         return _combine(buffer, scene, step, mine, options)
@@ -134,7 +147,7 @@ def _spoil(mine: Trouble | None, arguments: dict[str, Any]) -> dict[str, Any]:
     given = arguments["x"]
     x = given[0] if isinstance(given, tuple) else given
     wider = torch.zeros(*x.shape[:-1], x.shape[-1] + 512, dtype=x.dtype)
-    plain = {"bias": None} if "bias" in arguments else {}
+    plain = {name: None for name in ("bias", "out") if name in arguments}
     changes: dict[str, Any] = {
         "": {"x": (wider, given[1]) if isinstance(given, tuple) else wider, **plain},
         "none": {"x": None},
@@ -218,23 +231,61 @@ def _combine(
 ) -> Result:
     case, number, place = scene.program.steps[step.handle].case, scene.number, scene.place
     handle = scene.results[step.handle].handle
-    num_rows = scene.expected[step.handle][place]["x"].shape[0]
+    count = num_rows(scene.program, scene.expected, step.handle, place)
     if isinstance(step.rows, int):
         x = scene.results[step.rows].named["x"]
     else:
-        x = combine_rows(case, number, place, num_rows)
+        x = combine_rows(case, number, place, count)
         if step.rows == "buffer":
             x = buffer.get_next_combine_buffer(handle).copy_(x)
     biases = combine_biases(case, number, place, step.num_biases)
     arguments = {
         "x": x,
         "handle": handle,
-        "topk_weights": combine_weights(case, number, place, num_rows) if step.weights else None,
+        "topk_weights": combine_weights(case, number, place, count) if step.weights else None,
         "bias": tuple(biases) if len(biases) > 1 else next(iter(biases), None),
         **options,
     }
     got = buffer.combine(**_spoil(mine, arguments))
     return Result({"x": got.x, "weights": got.topk_weights}, None, _later(got.event))
+
+
+def _dispatch_by_expert(
+    buffer: tokenyard.Buffer, scene: Scene, step: DispatchByExpert, mine: Trouble | None
+) -> Result:
+    case = step.case
+    given = exchange_case.inputs(case, scene.place, scene.number)
+    arguments = {
+        "x": given.x if given.scales is None else (given.x, given.scales),
+        "topk_idx": given.topk_idx,
+        "topk_weights": given.topk_weights,
+        "num_experts": case.num_experts,
+        "expert_alignment": case.expert_alignment,
+    }
+    got = buffer.dispatch_by_expert(**_spoil(mine, arguments))
+    given.topk_weights.zero_()  # they are the user's again
+    named = {"offsets": got.offsets, "per_expert": got.num_tokens_per_expert}
+    named["x"], named["scales"] = got.x if isinstance(got.x, tuple) else (got.x, None)
+    return Result(named, got.handle)
+
+
+def _combine_by_expert(
+    buffer: tokenyard.Buffer, scene: Scene, step: CombineByExpert, mine: Trouble | None
+) -> Result:
+    case, made = scene.program.steps[step.handle].case, scene.results[step.handle]
+    if step.rows == "received":
+        y = made.named["x"]
+    else:
+        rows = scene.expected[step.handle][scene.place]["x"].shape[0]
+        y = combine_rows(case, scene.number, scene.place, rows)
+        if step.rows == "buffer":
+            y = buffer.get_next_combine_buffer(made.handle).copy_(y)
+    out = None
+    if step.given_out:
+        out = torch.full((case.num_tokens(scene.place), case.hidden), 5.0, dtype=y.dtype)
+    arguments = {"x": y, "handle": made.handle, "weigh": step.weigh, "out": out}
+    spoilt = _spoil(mine, arguments)
+    return Result({"x": buffer.combine_by_expert(spoilt.pop("x"), **spoilt)})
 
 
 def _low_dispatch(

@@ -12,7 +12,18 @@ import torch
 from tests.cases import exchange as exchange_case
 from tests.cases import low_latency as low_latency_case
 from tests.cases.exchange import FP8
-from tests.fuzz.steps import Cached, Call, Combine, Dispatch, LowCombine, LowDispatch, Open, Step
+from tests.fuzz.steps import (
+    Cached,
+    Call,
+    Combine,
+    CombineByExpert,
+    Dispatch,
+    DispatchByExpert,
+    LowCombine,
+    LowDispatch,
+    Open,
+    Step,
+)
 from tokenyard.testing import ROUTINGS
 
 SUMMABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -74,15 +85,30 @@ class CallDrawer:
         return [one for one in found if one.rows and (one.over or self.may("chains"))]
 
     def dispatch(self, buffer: DrawnBuffer) -> Dispatch:
-        rng, opened = self.rng, buffer.opened
+        rng = self.rng
         sums = [one for one in buffer.given if isinstance(one.step, Combine)]
         source = rng.choice([None, *self._usable(sums)])
-        num_experts = opened.num_experts
+        case = self._case(buffer.opened)
+        if source is not None:
+            assert isinstance(source.step, Combine)
+            was = self._case_of(buffer, source.step.handle)
+            case = replace(case, tokens=was.tokens, hidden=was.hidden, dtype=was.sum_dtype)
+            case = replace(case, strided=False)
+        how = self._how(buffer, source)
+        return Dispatch(
+            **how,
+            case=case,
+            x_of=None if source is None else source.number,
+            peek=rng.random() < 0.2 and (self.may("peek") or not how["is_async"]),
+        )
+
+    def _case(self, opened: Open) -> exchange_case.Case:
+        rng, num_experts = self.rng, opened.num_experts
         most = 2000 if rng.random() < 0.002 else rng.choice([3, 12, 12, 40])
         tokens = [rng.choice([0, rng.randint(0, most), most]) for _ in opened.members]
         if most == 2000:  # the specification takes a second for each thousand
             tokens = [2000] + [3] * (len(tokens) - 1)
-        case = exchange_case.Case(
+        return exchange_case.Case(
             num_ranks=len(opened.members),
             tokens=tuple(tokens),
             hidden=rng.choice([1, 7, 16, 40, 64, 130, 512, 4000]),
@@ -97,38 +123,32 @@ class CallDrawer:
             strided=rng.random() < 0.2,
             num_sms=rng.choice([20, 20, 4]),
         )
-        if source is not None:
-            assert isinstance(source.step, Combine)
-            was = self._case_of(buffer, source.step.handle)
-            case = replace(case, tokens=was.tokens, hidden=was.hidden, dtype=was.sum_dtype)
-            case = replace(case, strided=False)
-        how = self._how(buffer, source)
-        return Dispatch(
-            **how,
-            case=case,
-            x_of=None if source is None else source.number,
-            peek=rng.random() < 0.2 and (self.may("peek") or not how["is_async"]),
-        )
 
     def _case_of(self, buffer: DrawnBuffer, handle: int) -> exchange_case.Case:
         step = self.steps[handle]
-        assert isinstance(step, Dispatch)
+        assert isinstance(step, (Dispatch, DispatchByExpert))
         return step.case
 
     def cached(self, buffer: DrawnBuffer) -> Cached:
-        of = self.rng.choice(buffer.having(Dispatch))
+        of = self.rng.choice(buffer.having(Dispatch, DispatchByExpert))
         return Cached(**self._how(buffer), handle=of.number)
 
-    def combine(self, buffer: DrawnBuffer) -> Combine:
-        rng, of = self.rng, self.rng.choice(buffer.having(Dispatch))
+    def combine(self, buffer: DrawnBuffer, *kinds: type) -> Combine:
+        """With the handle of one of these kinds of steps, or of any that gives one."""
+        found = buffer.having(*kinds or (Dispatch, DispatchByExpert))
+        rng, of = self.rng, self.rng.choice(found)
         same = [
             one
             for one in buffer.given
-            if one is of or (isinstance(one.step, Cached) and one.step.handle == of.number)
+            if isinstance(one.step, Cached) and one.step.handle == of.number
         ]
-        assert isinstance(of.step, Dispatch)
+        assert isinstance(of.step, (Dispatch, DispatchByExpert))
+        ways: list[Any] = ["own"]
+        if isinstance(of.step, Dispatch):  # else these have a row for each pair
+            same.append(of)
+            ways.append("buffer")
         received = self._usable(same) if of.step.case.dtype != FP8 else []
-        rows: Any = rng.choice(["own", "buffer", *received])
+        rows: Any = rng.choice([*ways, *received])
         source = rows if isinstance(rows, Given) else None
         return Combine(
             **self._how(buffer, source),
@@ -136,6 +156,22 @@ class CallDrawer:
             rows=rows if source is None else source.number,
             weights=rng.random() < 0.4,
             num_biases=rng.choice([0, 0, 1, 2]),
+        )
+
+    def dispatch_by_expert(self, buffer: DrawnBuffer) -> DispatchByExpert:
+        case = replace(self._case(buffer.opened), worst=False, num_sms=20)
+        return DispatchByExpert(buffer=buffer.opened.buffer, case=case)
+
+    def combine_by_expert(self, buffer: DrawnBuffer) -> CombineByExpert:
+        rng, of = self.rng, self.rng.choice(buffer.having(DispatchByExpert))
+        assert isinstance(of.step, DispatchByExpert)
+        received = ["received"] if of.rows and of.step.case.dtype != FP8 else []
+        return CombineByExpert(
+            buffer=buffer.opened.buffer,
+            handle=of.number,
+            rows=rng.choice(["own", "buffer", *received]),
+            weigh=rng.random() < 0.7,
+            given_out=rng.random() < 0.3,
         )
 
     def _low_how(self, buffer: DrawnBuffer, kind: type) -> dict[str, Any]:

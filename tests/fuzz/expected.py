@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -10,7 +11,16 @@ from torch import Tensor
 
 from tests.cases import exchange as exchange_case
 from tests.cases import low_latency as low_latency_case
-from tests.fuzz.steps import Cached, Combine, Dispatch, LowCombine, LowDispatch, Program
+from tests.fuzz.steps import (
+    Cached,
+    Combine,
+    CombineByExpert,
+    Dispatch,
+    DispatchByExpert,
+    LowCombine,
+    LowDispatch,
+    Program,
+)
 from tokenyard import spec
 from tokenyard.testing import numbered_tokens
 
@@ -43,6 +53,8 @@ def expect(program: Program) -> Expected:
         Dispatch: _dispatch,
         Cached: _cached,
         Combine: _combine,
+        DispatchByExpert: _dispatch_by_expert,
+        CombineByExpert: _combine_by_expert,
         LowDispatch: _low_dispatch,
         LowCombine: _low_combine,
     }
@@ -98,10 +110,19 @@ def _padded(case: exchange_case.Case, rows: Tensor, mark: int) -> Tensor:
     return torch.cat([rows, torch.full(shape, mark).to(rows.dtype)])
 
 
-def _case(program: Program, step: Cached | Combine) -> exchange_case.Case:
+def _case(program: Program, step: Cached | Combine | CombineByExpert) -> exchange_case.Case:
     made = program.steps[step.handle]
-    assert isinstance(made, Dispatch)
+    assert isinstance(made, (Dispatch, DispatchByExpert))
     return made.case
+
+
+def num_rows(program: Program, known: Expected, handle: int, rank: int) -> int:
+    """Rows that a combine with a handle takes on a rank."""
+    made = program.steps[handle]
+    if isinstance(made, Dispatch):
+        return known[handle][rank]["x"].shape[0]
+    marks = [layout.is_token_in_rank[:, rank] for layout in _layouts(made.case, handle)]
+    return sum(int(one.sum()) for one in marks)
 
 
 def _layouts(case: exchange_case.Case, number: int) -> list[Any]:
@@ -129,7 +150,7 @@ def _cached(program: Program, known: Expected, number: int, step: Cached) -> lis
 
 def _combine(program: Program, known: Expected, number: int, step: Combine) -> list[Named]:
     case, ranks = _case(program, step), range(_case(program, step).num_ranks)
-    rows = [one["x"].shape[0] for one in known[step.handle]]
+    rows = [num_rows(program, known, step.handle, rank) for rank in ranks]
     layouts = _layouts(case, step.handle)
     ys = [combine_rows(case, number, rank, rows[rank]) for rank in ranks]
     if isinstance(step.rows, int):
@@ -142,6 +163,49 @@ def _combine(program: Program, known: Expected, number: int, step: Combine) -> l
         for answer, weights in zip(answers, spec.combine(given, layouts, case.world)):
             answer["weights"] = weights
     return answers
+
+
+def _received_by_expert(case: exchange_case.Case, number: int) -> list[spec.ReceivedByExpert]:
+    given = [exchange_case.inputs(case, rank, number) for rank in range(case.num_ranks)]
+    return spec.dispatch_by_expert(
+        [one.x for one in given],
+        [one.topk_idx for one in given],
+        case.world,
+        scales=[one.scales for one in given if one.scales is not None] or None,
+        expert_alignment=case.expert_alignment,
+    )
+
+
+def _dispatch_by_expert(
+    program: Program, known: Expected, number: int, step: DispatchByExpert
+) -> list[Named]:
+    answers: list[Named] = []
+    for got in _received_by_expert(step.case, number):
+        ends = [0, *got.offsets.tolist()]
+        named: Named = {"x": got.x, "offsets": got.offsets}
+        named["per_expert"] = [end - begin for begin, end in pairwise(ends)]
+        if got.scales is not None:
+            named["scales"] = got.scales
+        answers.append(named)
+    return answers
+
+
+def _combine_by_expert(
+    program: Program, known: Expected, number: int, step: CombineByExpert
+) -> list[Named]:
+    case, received = _case(program, step), known[step.handle]
+    given = [exchange_case.inputs(case, rank, step.handle) for rank in range(case.num_ranks)]
+    ys = [one["x"] for one in received]
+    if step.rows != "received":
+        ys = [combine_rows(case, number, rank, len(y)) for rank, y in enumerate(ys)]
+    sums = spec.combine_by_expert(
+        ys,
+        _received_by_expert(case, step.handle),
+        [one.topk_idx for one in given],
+        case.world,
+        topk_weights=[one.topk_weights for one in given] if step.weigh else None,
+    )
+    return [{"x": one} for one in sums]
 
 
 def _low_dispatch(program: Program, known: Expected, number: int, step: LowDispatch) -> list[Named]:

@@ -35,6 +35,8 @@ POINTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "Worker._do": ("tokenyard.runtime.events", "Worker._do", _ALL),
     "scatter": ("tokenyard.kernels.numba", "scatter", ("direct",)),
     "reduce_at": ("tokenyard.kernels.numba", "reduce_at", ("direct",)),
+    "scatter_by_expert": ("tokenyard.kernels.numba", "scatter_by_expert", ("direct",)),
+    "reduce_by_expert": ("tokenyard.kernels.numba", "reduce_by_expert", ("direct",)),
     "ring_dispatch": ("tokenyard.kernels.numba", "ring_dispatch", ("ring",)),
     "ring_combine": ("tokenyard.kernels.numba", "ring_combine", ("ring",)),
     "pack": ("tokenyard.kernels.numba", "pack", _GLOO),

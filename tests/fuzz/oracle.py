@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tests.cases.clock import scaled
-from tests.fuzz.steps import Call, LowCombine, LowDispatch, Open, Program, Trouble, show
+from tests.fuzz.steps import (
+    Call,
+    CombineByExpert,
+    LowCombine,
+    LowDispatch,
+    Open,
+    Program,
+    Trouble,
+    show,
+)
 from tokenyard.testing import Exited
 
 # Seconds for a step on a busy machine, well below the Buffers' time limit: nobody waits for that.
@@ -121,11 +130,12 @@ def _allowed(step: Open | Call, trouble: Trouble, own: bool, fired: bool) -> set
     if isinstance(step, Open):
         errors = {"ok", "SharedMemoryError", "ValueError"}
         return errors if own else errors | {"PeerInputError", "PeerLeft"}
-    low = isinstance(step, (LowDispatch, LowCombine))
+    # These need memory before a rank tells the others of the call.
+    early = isinstance(step, (LowDispatch, LowCombine, CombineByExpert))
     return (
         {"ok", "SharedMemoryError"}
         | (set() if own else {"PeerLeft"})
-        | ({"PeerInputError"} if low and not own else set())
+        | ({"PeerInputError"} if early and not own else set())
     )
 
 

@@ -19,7 +19,9 @@ from tests.fuzz.steps import (
     Close,
     Collective,
     Combine,
+    CombineByExpert,
     Dispatch,
+    DispatchByExpert,
     Drop,
     EndCollective,
     Finish,
@@ -49,6 +51,7 @@ FEATURES = (
     "groups",  # Buffers on some of the processes, which overlap
     "several",  # more than one Buffer at a time
     "low-latency",
+    "by-expert",
     "async",
     "drops",  # results that are dropped while they are on their way
     "chains",  # previous_event
@@ -69,9 +72,12 @@ BAD_INPUT = {
     Dispatch: ("none", "dtype", "shape", "topk", "expert", "worst"),
     Cached: ("none", "dtype", "shape", "tokens", "handle"),
     Combine: ("none", "dtype", "shape", "tokens", "handle"),
+    DispatchByExpert: ("none", "dtype", "shape", "topk", "expert"),
+    CombineByExpert: ("none", "dtype", "shape", "tokens", "handle"),
     LowDispatch: ("none", "dtype", "shape", "topk", "expert"),
     LowCombine: ("none", "dtype", "shape", "handle"),
 }
+HANDLES = (Dispatch, DispatchByExpert, LowDispatch)  # steps that give one
 LATE_TIMEOUT, LATE_STALL = scaled(3.0), scaled(7.0)  # seconds
 
 
@@ -163,8 +169,10 @@ class _Drawer(CallDrawer):
         buffer = self.rng.choice(list(self.buffers.values()))
         makers: dict[Any, float] = {
             self.dispatch: 4.0,
-            self.cached: 2.0 * bool(buffer.having(Dispatch)),
-            self.combine: 3.0 * bool(buffer.having(Dispatch)),
+            self.cached: 2.0 * bool(buffer.having(Dispatch, DispatchByExpert)),
+            self.combine: 3.0 * bool(buffer.having(Dispatch, DispatchByExpert)),
+            self.dispatch_by_expert: 2.0 * self.may("by-expert"),
+            self.combine_by_expert: 4.0 * bool(buffer.having(DispatchByExpert)),
             self.low_dispatch: 4.0 * buffer.opened.low_latency,
             self.low_combine: 3.0 * bool(buffer.having(LowDispatch, over=True)),
         }
@@ -178,7 +186,8 @@ class _Drawer(CallDrawer):
         one = self.rng.choice([one for one in self.given if one.rows or one.handle])
         if not one.over and not self.may("drops"):
             self.finish(one)
-        but_handle = one.rows and isinstance(one.step, Dispatch) and self.rng.random() < 0.6
+        dispatched = isinstance(one.step, (Dispatch, DispatchByExpert))
+        but_handle = one.rows and dispatched and self.rng.random() < 0.6
         self.drop(one, but_handle)
 
     def act_collective(self) -> None:
@@ -215,7 +224,7 @@ class _Drawer(CallDrawer):
             kind = self._trouble_kind(possible if step.thread else [*possible, "thread"])
         if kind == "order" and not opened.low_latency:
             kind = None
-        if kind == "event" and isinstance(step, (LowDispatch, LowCombine)):
+        if kind == "event" and not isinstance(step, (Dispatch, Cached, Combine)):
             kind = None
         low = isinstance(step, (LowDispatch, LowCombine))
         if kind == "mismatch" and (
@@ -231,7 +240,9 @@ class _Drawer(CallDrawer):
             kind = kind if self.may("order") else None
         if kind:
             step = replace(step, trouble=self._trouble(kind, opened, type(step)))
-        if kind == "errno" and isinstance(step, Dispatch) and step.x_of is None:
+        if kind == "errno" and (
+            isinstance(step, DispatchByExpert) or (isinstance(step, Dispatch) and step.x_of is None)
+        ):
             # rows that need memory of a size that the Buffer does not have yet
             case = replace(step.case, hidden=rng.choice([1500, 3000, 6000, 12000]))
             step = replace(step, case=case)
@@ -243,13 +254,14 @@ class _Drawer(CallDrawer):
             self._last_look(opened.buffer, at)
         elif not fails:
             over = (not step.is_async and not getattr(step, "hook", False)) or kind == "thread"
-            one = Given(step, at, over, handle=isinstance(step, (Dispatch, LowDispatch)))
+            one = Given(step, at, over, handle=isinstance(step, HANDLES))
             buffer.given.append(one)
             self.given.append(one)
             if not over and self.may("drops") and rng.random() < 0.25:
                 self.drop(one)
                 if buffer.having(Dispatch):  # which may be given the same memory
-                    self._add_call(buffer, replace(self.combine(buffer), rows="buffer", after=None))
+                    again = self.combine(buffer, Dispatch)
+                    self._add_call(buffer, replace(again, rows="buffer", after=None))
         if kind == "kill":
             self._bury(opened.members[step.trouble.rank], at)
 

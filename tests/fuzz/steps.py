@@ -91,6 +91,19 @@ class Combine(_Call):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DispatchByExpert(_Call):
+    case: exchange_case.Case
+
+
+@dataclass(frozen=True, kw_only=True)
+class CombineByExpert(_Call):
+    handle: int
+    rows: str = "own"  # or "buffer" (the Buffer's memory), or "received" (where they arrived)
+    weigh: bool = True
+    given_out: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class LowDispatch(_Call):
     case: low_latency_case.Case
     hook: bool = False
@@ -133,7 +146,7 @@ class EndCollective:
     of: int
 
 
-Call = Dispatch | Cached | Combine | LowDispatch | LowCombine
+Call = Dispatch | Cached | Combine | DispatchByExpert | CombineByExpert | LowDispatch | LowCombine
 Step = Open | Close | Call | Finish | Drop | Collective | EndCollective
 
 # Those after which a Buffer may be broken: a probe and the end of the Buffer follow.

@@ -69,7 +69,24 @@ def test_processes(name: str, transport: str, processes: Pools) -> None:
 def test_in_one_step_and_not(name: str, processes: Pools) -> None:
     """The second dispatch is of another way than the first, which all ranks make in one step."""
     case = replace(case_of(name, 2), transport="direct")
-    check(case, processes(2).run(job, case, 1 << 40))
+    check(case, processes(2).run(job, case, (True, False)))
+
+
+@pytest.mark.parametrize("way", ["compiled", "general", "mixed"])
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@EVERY_CASE
+def test_few_rows(name: str, num_ranks: int, way: str) -> None:
+    """Dispatched as rows of tokens, and then copied to their places."""
+    case = replace(case_of(name, num_ranks), transport="direct", kernels="numba", way=way)
+    check(case, run_virtual(job, num_ranks, case, (False, False)).results)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("way", ["compiled", "general", "mixed"])
+@pytest.mark.parametrize("name", FEW)
+def test_few_rows_of_processes(name: str, way: str, processes: Pools) -> None:
+    case = replace(case_of(name, 4), transport="direct", way=way)
+    check(case, processes(4).run(job, case, (False, False)))
 
 
 def mixed(group: Any, transport: str) -> None:

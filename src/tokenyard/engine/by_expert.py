@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,19 +17,25 @@ from torch import Tensor
 from tokenyard import validate
 from tokenyard.engine import pair_counts
 from tokenyard.engine.agreement import Call, Terms
+from tokenyard.engine.handle import CompiledHandle
 from tokenyard.engine.inputs import DispatchRequest, Outgoing
 from tokenyard.engine.pair_counts import PairCounts
 from tokenyard.engine.stages import Engine
+from tokenyard.errors import SharedMemoryError
 from tokenyard.kernels.base import wide_dtype
 from tokenyard.runtime.completion import Completion
 from tokenyard.runtime.memory import as_bytes
 from tokenyard.transports import DirectPairs, Offer, PairsBack, PairsOut
-from tokenyard.types import ByExpert, Config, Handle, SentPairs
+from tokenyard.types import ByExpert, Config, Handle, Places, SentPairs
 from tokenyard.wire.pairs import SHARES, UNWEIGHED, WEIGHED
+
+if TYPE_CHECKING:
+    from tokenyard.engine.compiled import CompiledCalls
 
 _DISPATCH, _COMBINE = "dispatch by expert", "combine by expert"
 # More than any kernel wants. With far more, padding alone would not fit offsets of int32.
 _MOST_ALIGNED = 1 << 16
+_MUCH = 8 << 20  # bytes from which several threads may copy or sum rows
 
 
 class RowsByExpert(NamedTuple):
@@ -57,7 +63,7 @@ def dispatch_by_expert(engine: Engine, request: DispatchRequest) -> tuple[RowsBy
     else:
         rows, handle = _dispatch_and_spread(engine, request, alignment)
     assert handle.by_expert is not None
-    num_pairs = int(handle.flow.tokens_R.sum()) * handle.by_expert.row_of.shape[1]
+    num_pairs = handle.num_tokens_of_all * handle.by_expert.row_of.shape[1]
     pairs.learn(num_pairs * rows.x.shape[1] * rows.x.element_size())
     return rows, handle
 
@@ -65,30 +71,58 @@ def dispatch_by_expert(engine: Engine, request: DispatchRequest) -> tuple[RowsBy
 def _dispatch_and_spread(
     engine: Engine, request: DispatchRequest, alignment: int
 ) -> tuple[RowsByExpert, Handle]:
-    received, handle, _ = engine.dispatch(request, Completion(), _DISPATCH)
-    assert received.topk_idx is not None
-    assert received.topk_weights is not None
-    kernels, per_expert = engine.kernels, received.num_tokens_per_expert
-    places, _ = kernels.place(received.topk_idx, len(per_expert), alignment)
+    compiled, quick = engine.compiled, None
+    if compiled is not None:
+        quick = compiled.dispatch(
+            request.x,
+            request.topk_idx,
+            request.topk_weights,
+            request.num_experts,
+            alignment,
+            request.config,
+            request.tag,
+            _DISPATCH,
+        )
+    if quick is not None:
+        x, topk_idx, topk_weights, per_expert, handle = quick
+        columns = [x]
+    else:
+        received, handle, _ = engine.dispatch(request, Completion(), _DISPATCH)
+        assert received.topk_idx is not None
+        assert received.topk_weights is not None
+        topk_idx, topk_weights = received.topk_idx, received.topk_weights
+        per_expert = received.num_tokens_per_expert
+        columns = [received.x] if received.scales is None else [received.x, received.scales]
+    (x, *scales), places = _spread(engine, columns, topk_idx, per_expert, alignment)
+    # A copy: the handle must not keep the memory in which the rows lie.
+    kept = topk_weights.clone()
+    handle.by_expert = ByExpert(num_rows=places.num_rows, row_of=places.row_of, topk_weights=kept)
+    return RowsByExpert(x, scales[0] if scales else None, places.offsets, per_expert), handle
+
+
+def _spread(
+    engine: Engine,
+    columns: Sequence[Tensor],
+    topk_idx: Tensor,
+    per_expert: Sequence[int],
+    alignment: int,
+) -> tuple[list[Tensor], Places]:
+    """Each row of the columns to the places of its pairs, and where those are."""
+    kernels, compiled, num_rows = engine.kernels, engine.compiled, sum(per_expert)
+    x = columns[0]
+    if compiled is not None and len(columns) == 1 and num_rows * x.shape[1] * x.itemsize < _MUCH:
+        out = engine.transport.empty(num_rows, x.shape[1], x.dtype)
+        found = compiled.kernels.place_and_spread(x, topk_idx, len(per_expert), alignment, out)
+        if found is not None:
+            return [out], found
+    places, _ = kernels.place(topk_idx, len(per_expert), alignment)
 
     def spread(rows: Tensor) -> Tensor:
         out = engine.transport.empty(places.num_rows, rows.shape[1], rows.dtype)
         kernels.spread(as_bytes(rows), places.row_of, as_bytes(out))
         return out
 
-    rows = RowsByExpert(
-        x=spread(received.x),
-        scales=None if received.scales is None else spread(received.scales),
-        offsets=places.offsets,
-        num_tokens_per_expert=per_expert,
-    )
-    handle.by_expert = ByExpert(
-        num_rows=places.num_rows,
-        row_of=places.row_of,
-        # A copy: the handle must not keep the memory in which the rows lie.
-        topk_weights=received.topk_weights.clone(),
-    )
-    return rows, handle
+    return [spread(column) for column in columns], places
 
 
 def _dispatch_in_one_step(
@@ -171,6 +205,12 @@ def _zero_padding(counts: PairCounts, columns: Sequence[Tensor]) -> None:
 def combine_by_expert(
     engine: Engine, y: Any, handle: Any, weigh: Any, out: Any, config: Config, tag: Any
 ) -> Tensor:
+    if engine.compiled is not None and type(handle) is CompiledHandle:
+        share = _share_of_few(engine, engine.compiled, y, handle, weigh, out)
+        if share is not None:
+            quick = engine.compiled.combine(share, handle, out, config, tag, _COMBINE)
+            if quick is not None:
+                return quick
     try:
         known, by_expert = _handle(handle, engine.buffer_id)
         rows = validate.rows(
@@ -197,6 +237,45 @@ def combine_by_expert(
         rows, known, None, None, out, config, None, tag, at_once, stage=_COMBINE
     )
     return sums
+
+
+def _share_of_few(
+    engine: Engine, compiled: CompiledCalls, y: Any, handle: CompiledHandle, weigh: Any, out: Any
+) -> Tensor | None:
+    """This rank's share of each token that it got, of few contiguous rows of y; None if this is
+    another call, or one with bad input.
+    """
+    by_expert = handle.by_expert
+    if not (
+        by_expert is not None
+        and by_expert.sent is None
+        and handle.ledger is not None
+        and type(y) is Tensor
+        and type(weigh) is bool
+        and y.dtype in validate.SUMMABLE
+        and y.ndim == 2
+        and y.is_cpu
+        and not (y.requires_grad and torch.is_grad_enabled())
+    ):
+        return None
+    num_rows, hidden = y.shape
+    if num_rows != by_expert.num_rows or y.nbytes >= _MUCH or hidden == 0:
+        return None
+    try:
+        if not y.is_contiguous() or y.is_neg() or (num_rows and not y.data_ptr()):
+            return None
+    except RuntimeError:  # of tensors without memory
+        return None
+    if out is not None and not compiled.fits(out, y, handle.num_tokens, hidden):
+        return None
+    row_of, weights = by_expert.row_of, by_expert.topk_weights if weigh else None
+    if weights is not None and y.dtype is torch.float64:
+        weights = weights.double()
+    try:
+        share = engine.transport.empty(row_of.shape[0], hidden, y.dtype)
+    except SharedMemoryError:
+        return None
+    return share if compiled.kernels.sum_shares(y, row_of, weights, share) else None
 
 
 def _sum_in_one_step(

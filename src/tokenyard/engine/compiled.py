@@ -51,7 +51,7 @@ class CompiledCalls:
     ) -> None:
         node = transport.node
         assert node is not None
-        self._engine, self._transport = engine, transport
+        self._engine, self._transport, self.kernels = engine, transport, kernels
         self._node, self._pool, self._agreement = node, node.pool, engine.agreement
         self._take = node.pool.take_small
         self.rank, self.size = transport.rank, transport.size
@@ -67,10 +67,12 @@ class CompiledCalls:
         expert_alignment: Any,
         config: Config,
         tag: Any,
+        stage: str = "dispatch",
     ) -> _Dispatched | None:
         """A dispatch of contiguous CPU tensors that counts by itself and ends before it returns.
 
-        None if this is another call, or one with bad input: nothing is done yet then.
+        None if this is another call, or one with bad input: nothing is done yet then. `stage` is
+        what this rank tells the others that it calls.
         """
         if not (
             type(x) is type(topk_idx) is type(topk_weights) is Tensor
@@ -91,7 +93,7 @@ class CompiledCalls:
         if (x.requires_grad or topk_weights.requires_grad) and torch.is_grad_enabled():
             return None
         num_topk, dtype = shape[1], x.dtype
-        key = dtype, hidden, num_topk, num_experts, expert_alignment, tag
+        key = dtype, hidden, num_topk, num_experts, expert_alignment, tag, stage
         plan = self._plans.get(key)
         if plan is None or plan.config is not config:
             plan = self._plans.add_dispatch(key, config)
@@ -155,7 +157,7 @@ class CompiledCalls:
                     None,
                     tag,
                 )
-                got, handle, _ = self._engine.dispatch(request, _AT_ONCE, heard=heard)
+                got, handle, _ = self._engine.dispatch(request, _AT_ONCE, stage, heard)
                 assert got.topk_idx is not None
                 assert got.topk_weights is not None
                 return got.x, got.topk_idx, got.topk_weights, got.num_tokens_per_expert, handle
@@ -164,7 +166,7 @@ class CompiledCalls:
                 ledger = ledger.with_room(src_room[0])
                 table[at.LEDGER], table[at.SRC_ROOM] = ledger.address, ledger.src_room
             else:
-                self._answer(what, which, "dispatch", say.OFFER)
+                self._answer(what, which, stage, say.OFFER)
         self._agreement.number = number + 1
         num_rows = table[at.NUM_ROWS]
         self._transport.last_bytes = table[at.END]
@@ -194,10 +196,16 @@ class CompiledCalls:
         )
 
     def combine(
-        self, x: Any, handle: CompiledHandle, out: Any, config: Config, tag: Any
+        self,
+        x: Any,
+        handle: CompiledHandle,
+        out: Any,
+        config: Config,
+        tag: Any,
+        stage: str = "combine",
     ) -> Tensor | None:
         """A combine of a contiguous CPU tensor, without weights and biases, that ends before it
-        returns; None as in `dispatch`.
+        returns; None, and `stage`, as in `dispatch`.
         """
         num_rows, ledger = handle.num_rows, handle.ledger
         if not (
@@ -215,7 +223,7 @@ class CompiledCalls:
         if got_rows != num_rows or (x.requires_grad and torch.is_grad_enabled()):
             return None
         dtype = x.dtype
-        key = dtype, hidden, tag
+        key = dtype, hidden, tag, stage
         plan = self._plans.get(key)
         if plan is None or plan.config is not config:
             plan = self._plans.add_combine(key, config)
@@ -233,7 +241,7 @@ class CompiledCalls:
                 return None
         except RuntimeError:
             return None
-        if out is not None and not self._fits(out, x, num_tokens, hidden):
+        if out is not None and not self.fits(out, x, num_tokens, hidden):
             return None
         memory, segment = None, self._pool.find(address, num_rows * row_bytes)
         begin = 0 if segment is None else address - segment.address
@@ -271,9 +279,9 @@ class CompiledCalls:
                 words = np.array([(not copies, *block.told, begin)] * self.size, np.int64)
                 heard = Heard(Offer(words, (block,)), self._node.mailbox.last_messages())
                 return self._engine.combine(
-                    x, handle, None, None, out, config, None, tag, _AT_ONCE, heard
+                    x, handle, None, None, out, config, None, tag, _AT_ONCE, heard, stage
                 )[0]
-            self._answer(what, which, "combine", say.OFFER + 1)
+            self._answer(what, which, stage, say.OFFER + 1)
         self._agreement.number = number + 1
         return sums
 
@@ -290,8 +298,8 @@ class CompiledCalls:
             assert what == STRAY
             raise self._node.liveness.stray(which, stage)
 
-    def _fits(self, out: Any, x: Tensor, num_tokens: int, hidden: int) -> bool:
-        """Whether sums can be written there as they are."""
+    def fits(self, out: Any, x: Tensor, num_tokens: int, hidden: int) -> bool:
+        """Whether sums of x can be written there as they are."""
         if not (
             type(out) is Tensor
             and out.dtype is x.dtype

@@ -102,6 +102,12 @@ class CompiledHandle(Handle):
     def num_tokens(self) -> int:
         return self.is_token_in_rank.shape[0] if self.ledger is None else self.ledger.num_tokens
 
+    @property
+    def num_tokens_of_all(self) -> int:
+        if self.ledger is None:
+            return super().num_tokens_of_all
+        return sum(self.ledger.tokens_R().tolist())
+
     @cached_property
     def flow(self) -> Flow:  # type: ignore[override]
         assert self.ledger is not None

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from tokenyard import validate
 from tokenyard.engine.agreement import Call
+from tokenyard.engine.mismatch import STAGES
 from tokenyard.transports.direct import DirectTransport
-from tokenyard.types import ROW_DTYPES, Config
+from tokenyard.types import ROW_DTYPES, Config, Places
 from tokenyard.validate import SUMMABLE
 from tokenyard.wire import exchange_table as at
 from tokenyard.wire import message as say
@@ -28,6 +29,19 @@ class ExchangeKernels(Protocol):
     def exchange_dispatch(self, table: int) -> Callable[[], int]: ...
 
     def exchange_combine(self, dtype: torch.dtype, table: int) -> Callable[[], int]: ...
+
+    def place_and_spread(
+        self,
+        x_ND: Tensor,
+        topk_idx_NK: Tensor,
+        num_experts: int,
+        expert_alignment: int,
+        out_MD: Tensor,
+    ) -> Places | None: ...
+
+    def sum_shares(
+        self, y_MD: Tensor, row_of_NK: Tensor, weights_NK: Tensor | None, out_ND: Tensor
+    ) -> bool: ...
 
 
 class Plan(NamedTuple):
@@ -65,10 +79,10 @@ class Plans:
         self.get = self._known.get
 
     def add_dispatch(self, key: tuple[Any, ...], config: Config) -> Plan | None:
-        """For a dtype, hidden size, top-k, number of experts, expert_alignment and tag. None if
-        only the engine can make calls of such a shape, or if it is wrong.
+        """For a dtype, hidden size, top-k, number of experts, expert_alignment, tag and stage. None
+        if only the engine can make calls of such a shape, or if it is wrong.
         """
-        dtype, hidden, num_topk, num_experts, expert_alignment, tag = key
+        dtype, hidden, num_topk, num_experts, expert_alignment, tag, stage = key
         try:
             placement = self._engine.local.placement(num_experts)
             self._engine.local.config(config)
@@ -80,7 +94,7 @@ class Plans:
         if dtype not in ROW_DTYPES or min(hidden, num_topk) < 1 or payload > say.PAYLOAD_WORDS:
             return None
         call = Call(
-            stage=1,
+            stage=STAGES.index(stage),
             buffer=self._buffer_id,
             hidden=hidden,
             dtype=ROW_DTYPES.index(dtype),
@@ -112,8 +126,8 @@ class Plans:
         )
 
     def add_combine(self, key: tuple[Any, ...], config: Config) -> Plan | None:
-        """For a dtype, hidden size and tag; None as in `add_dispatch`."""
-        dtype, hidden, tag = key
+        """For a dtype, hidden size, tag and stage; None as in `add_dispatch`."""
+        dtype, hidden, tag, stage = key
         try:
             self._engine.local.config(config)
             validate.tag(tag)
@@ -122,7 +136,7 @@ class Plans:
         if dtype not in SUMMABLE or hidden < 1:
             return None
         call = Call(
-            stage=3,
+            stage=STAGES.index(stage),
             buffer=self._buffer_id,
             hidden=hidden,
             dtype=ROW_DTYPES.index(dtype),

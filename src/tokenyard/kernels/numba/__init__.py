@@ -33,7 +33,13 @@ from tokenyard.kernels.numba.low_latency.steps import (
     sum_slots,
 )
 from tokenyard.kernels.numba.parcels import fill_parcel, take_parcels
-from tokenyard.kernels.numba.permute import place, spread, unpermute
+from tokenyard.kernels.numba.permute import (
+    place,
+    place_and_spread,
+    spread,
+    sum_shares,
+    unpermute,
+)
 from tokenyard.kernels.numba.permute_backward import unpermute_backward
 from tokenyard.kernels.numba.quantize import plan_from_fp8, plan_to_fp8
 from tokenyard.kernels.numba.rearrange.boxes import rearrange
@@ -74,6 +80,7 @@ __all__ = [
     "pack",
     "pick_slots",
     "place",
+    "place_and_spread",
     "place_pairs",
     "plan_from_fp8",
     "plan_ring_combine",
@@ -97,6 +104,7 @@ __all__ = [
     "spread",
     "stage_back",
     "stage_slots",
+    "sum_shares",
     "sum_slots",
     "take_parcels",
     "unpermute",
