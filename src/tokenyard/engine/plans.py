@@ -93,17 +93,8 @@ class Plans:
         payload = 1 + placement.most_experts + self._size
         if dtype not in ROW_DTYPES or min(hidden, num_topk) < 1 or payload > say.PAYLOAD_WORDS:
             return None
-        call = Call(
-            stage=STAGES.index(stage),
-            buffer=self._buffer_id,
-            hidden=hidden,
-            dtype=ROW_DTYPES.index(dtype),
-            num_topk=num_topk,
-            num_experts=num_experts,
-            num_channels=config.num_channels,
-            num_slots=config.num_max_nvl_chunked_recv_tokens,
-            tag=tag,
-        )
+        more = {"num_topk": num_topk, "num_experts": num_experts}
+        call = self._call(stage, dtype, hidden, config, tag, **more)
         table, head, scratch = self._table(call, hidden * dtype.itemsize, num_experts)
         per_expert = _words(len(placement.experts_of_rank[self._rank]))
         padded = np.ascontiguousarray(placement.padded_experts_RL)
@@ -135,15 +126,7 @@ class Plans:
             return None
         if dtype not in SUMMABLE or hidden < 1:
             return None
-        call = Call(
-            stage=STAGES.index(stage),
-            buffer=self._buffer_id,
-            hidden=hidden,
-            dtype=ROW_DTYPES.index(dtype),
-            num_channels=config.num_channels,
-            num_slots=config.num_max_nvl_chunked_recv_tokens,
-            tag=tag,
-        )
+        call = self._call(stage, dtype, hidden, config, tag)
         table, head, scratch = self._table(call, hidden * dtype.itemsize, 0)
         return self._add(
             key,
@@ -154,6 +137,20 @@ class Plans:
             combine_dtype=dtype,
             per_expert=_words(0),
             kept=(scratch,),
+        )
+
+    def _call(
+        self, stage: str, dtype: torch.dtype, hidden: int, config: Config, tag: int, **more: int
+    ) -> Call:
+        return Call(
+            stage=STAGES.index(stage),
+            buffer=self._buffer_id,
+            hidden=hidden,
+            dtype=ROW_DTYPES.index(dtype),
+            num_channels=config.num_channels,
+            num_slots=config.num_max_nvl_chunked_recv_tokens,
+            tag=tag,
+            **more,
         )
 
     def _table(

@@ -11,11 +11,11 @@ from numba import int64, typeof
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.exchange.protocol import (
     Call,
-    all_signalled,
     box_from,
     box_to,
     find_segment,
     open_ledger,
+    passes,
     same_calls,
     signal,
     verdict,
@@ -128,10 +128,8 @@ def _combine_kernel(like, sums, table):
             return verdict(GENERAL, 0)
         _post_offer(table)
         words[at.PHASE] = at.POSTED
-    if words[at.PHASE] == at.POSTED:
-        if not all_signalled(table, MAIL):
-            return verdict(LATE, MAIL)
-        words[at.PHASE] = at.HEARD
+    if not passes(table, at.POSTED, MAIL):
+        return verdict(LATE, MAIL)
     if words[at.PHASE] == at.HEARD:
         if words[at.LEAVE_AT] == at.HEARD or not same_calls(table):
             return verdict(GENERAL, 0)
@@ -144,18 +142,14 @@ def _combine_kernel(like, sums, table):
         if not _all_ready(table):
             signal(table, ROWS)
             words[at.PHASE] = at.SENT
-    if words[at.PHASE] == at.SENT:
-        if not all_signalled(table, ROWS):
-            return verdict(LATE, ROWS)
-        words[at.PHASE] = at.ARRIVED
+    if not passes(table, at.SENT, ROWS):
+        return verdict(LATE, ROWS)
     if words[at.PHASE] == at.ARRIVED:
         _sum_rows(table, like, sums)
         signal(table, READ)
         words[at.PHASE] = at.SUMMED
-    if words[at.PHASE] == at.SUMMED:
-        if not all_signalled(table, READ):
-            return verdict(LATE, READ)
-        words[at.PHASE] = at.OVER
+    if not passes(table, at.SUMMED, READ):
+        return verdict(LATE, READ)
     return np.int64(DONE)
 
 

@@ -12,12 +12,12 @@ from numba import int64
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.exchange.protocol import (
     Call,
-    all_signalled,
     box_from,
     box_to,
     column_bytes,
     find_segment,
     open_ledger,
+    passes,
     same_calls,
     signal,
     verdict,
@@ -261,10 +261,8 @@ def _dispatch_kernel(table):
             return verdict(GENERAL, 0)
         _post_counts(table)
         words[at.PHASE] = at.POSTED
-    if words[at.PHASE] == at.POSTED:
-        if not all_signalled(table, MAIL):
-            return verdict(LATE, MAIL)
-        words[at.PHASE] = at.HEARD
+    if not passes(table, at.POSTED, MAIL):
+        return verdict(LATE, MAIL)
     if words[at.PHASE] == at.HEARD:
         if words[at.LEAVE_AT] == at.HEARD or not same_calls(table):
             return verdict(GENERAL, 0)
@@ -276,10 +274,8 @@ def _dispatch_kernel(table):
         _write_rows(table)
         signal(table, ROWS)
         words[at.PHASE] = at.SENT
-    if words[at.PHASE] == at.SENT:
-        if not all_signalled(table, ROWS):
-            return verdict(LATE, ROWS)
-        words[at.PHASE] = at.ARRIVED
+    if not passes(table, at.SENT, ROWS):
+        return verdict(LATE, ROWS)
     if words[at.PHASE] == at.ARRIVED:
         _localise(table)
         words[at.PHASE] = at.OVER

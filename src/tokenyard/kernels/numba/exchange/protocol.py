@@ -40,7 +40,7 @@ def signal(table, kind):
 
 
 @njit(nogil=True, cache=True)
-def all_signalled(table, kind):
+def _all_signalled(table, kind):
     """Whether the others' signals of a kind come soon."""
     words = pointer(table, INT64)
     epoch = pointer(words[at.EPOCHS], INT64)[kind]
@@ -57,6 +57,15 @@ def all_signalled(table, kind):
         if not came:
             return False
     return True
+
+
+@njit(nogil=True, cache=True)
+def passes(table, phase, kind):
+    """Whether a call is past a phase, in which it waits for the others' signals of a kind."""
+    words = pointer(table, INT64)
+    if words[at.PHASE] == phase and _all_signalled(table, kind):
+        words[at.PHASE] = phase + 1
+    return words[at.PHASE] > phase
 
 
 @njit(nogil=True, cache=True)
