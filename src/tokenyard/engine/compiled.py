@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, from_numpy
+from torch import Tensor
 
 from tokenyard.engine.agreement import Heard
 from tokenyard.engine.handle import CompiledHandle, Ledger
@@ -183,14 +183,10 @@ class CompiledCalls:
             num_rows,
             table[at.NUM_COPIES],
         )
-        if num_rows == 0:
-            memory = memory[:0]
-        ids = np.ndarray((num_rows, num_topk), np.int64, memory, ids_at)
-        weights = np.ndarray((num_rows, num_topk), np.float32, memory, weights_at)
         return (
             rows(memory, 0, num_rows, hidden, dtype),
-            from_numpy(ids),
-            from_numpy(weights),
+            rows(memory, ids_at, num_rows, num_topk, torch.int64),
+            rows(memory, weights_at, num_rows, num_topk, torch.float32),
             per_expert.tolist(),
             handle,
         )

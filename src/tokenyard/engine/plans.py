@@ -56,7 +56,7 @@ class Plan(NamedTuple):
     combine_dtype: torch.dtype
     per_expert: array[int]  # which a dispatch counts
     src_room: list[int]  # rows of others that a ledger has room for, a number that grows
-    like: list[Tensor]  # sums of the number of tokens that the last combine had
+    like: list[Tensor]  # of a combine: sums of as many tokens as one had before
     kept: tuple[Any, ...]
 
 
@@ -113,6 +113,7 @@ class Plans:
             config=config,
             combine_dtype=dtype if dtype in SUMMABLE else torch.bfloat16,
             per_expert=per_expert,
+            like=[],
             kept=(scratch, placement, padded),
         )
 
@@ -136,6 +137,7 @@ class Plans:
             config=config,
             combine_dtype=dtype,
             per_expert=_words(0),
+            like=[torch.empty(0, hidden, dtype=dtype)],
             kept=(scratch,),
         )
 
@@ -173,7 +175,6 @@ class Plans:
             num_channels=config.num_channels,
             row_bytes=table[at.ROW_BYTES],
             src_room=[0],
-            like=[torch.empty(0)],
             **more,
         )
         self._known[key] = plan
