@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
 
 from tokenyard.comm.base import Exchange
-from tokenyard.errors import PeerError
+from tokenyard.errors import PeerError, PeerLeft
 from tokenyard.shm.node import SharedNode
 from tokenyard.topology import Topology
 from tokenyard.transports.base import Offer, Sum
@@ -48,8 +49,8 @@ _SOON = 0.1  # seconds that a combine waits for its neighbours' rows before the 
 # would like to enclose with a message, and to stage.
 _STATE, _WANTS, _WANTS_STAGED, BEFORE = range(4)
 # A rank made a general offer; or it encloses its rows; or it would have, but its neighbours did not
-# come, and it has offered nothing.
-_OFFERS, _ENCLOSES, _ALONE = range(3)
+# come, and it has offered nothing; or it gave up the call before its message had left.
+_OFFERS, _ENCLOSES, _ALONE, _WITHDRAWN = range(4)
 
 PassOn = Callable[[np.ndarray, Sequence[np.ndarray], str], np.ndarray]
 
@@ -160,15 +161,21 @@ class Enclosures:
             sent, counts, rows = self._fill(rail, space, told_RW, enclosed, bases)
             exchange = Exchange(out, sent, now.rooms, counts, stage, True, rows)
             ends.append(self._links.start(rail, exchange))
+            if rail == self._links.own:
+                mine = sent.numpy()[:, 0], counts
         if isinstance(enclosed, EnclosedRows):
             self._fill_own(enclosed, turn)  # while messages travel
-        for end in ends:
-            end()
+        try:
+            for end in ends:
+                end()
+        except BaseException:
+            self._withdraw(*mine)
+            raise
         num_bytes = 8 * self._width * len(self._locals)
         parts = [words[:num_bytes] for words in now.words[turn]]
         heard_RW = pass_on(told_RW, parts, stage)
+        states = self._states(heard_RW, stage)
         self._grow(heard_RW, stage)
-        states = set(heard_RW[:, _STATE].tolist())
         came = Came(turn, bases) if states == {_ENCLOSES} else None
         is_mixed = came is None and states != {_OFFERS}
         return heard_RW[:, BEFORE:], Offer(offer.words, offer.blocks, None, came, is_mixed)
@@ -216,6 +223,25 @@ class Enclosures:
             self._kernels.reduce_at(
                 bases_H, hops.route, hops.node_of_hop, one.biases_TD, one.out_TD
             )
+
+    def _withdraw(self, messages: np.ndarray, counts: Sequence[int]) -> None:
+        """Say in messages that still wait for their receivers that this rank has given up. Gloo
+        reads a message when its receiver is there, so whoever comes later hears it.
+        """
+        begins = accumulate(counts, initial=0)
+        for begin, count, ranks in zip(begins, counts, self._ranks_of_node):
+            if count:
+                words = messages[begin : begin + 8 * self._width * len(ranks)].view(np.int64)
+                words.reshape(len(ranks), -1)[:, _STATE] = _WITHDRAWN
+
+    def _states(self, heard_RW: np.ndarray, stage: str) -> set[int]:
+        """How ranks came to a call. Raises if one of them has given it up."""
+        states = heard_RW[:, _STATE].tolist()
+        if _WITHDRAWN in states:
+            who = states.index(_WITHDRAWN)
+            what = f"{stage}: rank {who} gave up the call, on rank {self._rank}"
+            raise PeerLeft(what, ranks=(who,), stage=stage)
+        return set(states)
 
     def _has_room(self, enclosed: int, staged: int) -> bool:
         """Whether a call may enclose and stage so many bytes. If not by now, the other ranks hear
