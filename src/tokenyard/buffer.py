@@ -287,7 +287,7 @@ class Buffer(Lifetime, LowLatencyCalls):
         """
         config = _default_config(Buffer.num_sms) if config is None else config
         if (
-            type(handle) is CompiledHandle
+            isinstance(handle, CompiledHandle)
             and topk_weights is bias is previous_event is None
             and not (async_finish or allocate_on_comm_stream)
         ):

@@ -77,10 +77,10 @@ def open_while_a_peer_dies(group: Any, transport: str) -> tuple:
         time.sleep(group.rank() * scaled(0.75))
         return share(node, *arguments)
 
-    tokenyard.Buffer(group, timeout=20, transport=transport).close()
+    tokenyard.Buffer(group, timeout=scaled(20), transport=transport).close()
     try:
         with mock.patch.object(SharedNode, "share", stumble):
-            tokenyard.Buffer(group, timeout=20, transport=transport)
+            tokenyard.Buffer(group, timeout=scaled(20), transport=transport)
     except tokenyard.PeerError as error:
         return type(error).__name__, error.ranks, str(error)
     return ("nothing", (), "")
