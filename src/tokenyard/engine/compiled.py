@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor, from_numpy
 
-from tokenyard import validate
 from tokenyard.engine.agreement import Call, Heard
 from tokenyard.engine.handle import CompiledHandle, Ledger
 from tokenyard.engine.inputs import DispatchRequest
+from tokenyard.engine.plans import find_placement, is_valid, tell_shape
 from tokenyard.errors import SharedMemoryError
 from tokenyard.runtime.completion import Completion
 from tokenyard.runtime.threads import num_threads
@@ -166,19 +166,8 @@ class CompiledCalls:
                 block = SharedRows(memory, segment.told, segment.address)
                 heard = Heard(Offer(block.told, (block,)), self._node.mailbox.last_messages(), sent)
                 del block, memory
-                request = DispatchRequest(
-                    x,
-                    topk_idx,
-                    topk_weights,
-                    None,
-                    None,
-                    None,
-                    num_experts,
-                    expert_alignment,
-                    0,
-                    config,
-                    None,
-                    tag,
+                request = DispatchRequest.plain(
+                    x, topk_idx, topk_weights, num_experts, expert_alignment, config, tag
                 )
                 got, handle, _ = self._engine.dispatch(request, _AT_ONCE, heard=heard)
                 assert got.topk_idx is not None
@@ -339,40 +328,20 @@ class CompiledCalls:
         config: Config,
     ) -> _Plan | None:
         """None for a shape that only the engine can make calls of, or that is wrong."""
-        try:
-            placement = self._engine.local.placement(num_experts)
-            self._engine.local.config(config)
-            validate.integer("expert_alignment", expert_alignment, at_least=1)
-            validate.tag(tag)
-        except ValueError:
+        placement = find_placement(self._engine, num_experts, expert_alignment, config, tag)
+        if placement is None:
             return None
         payload = 1 + placement.most_experts + self.size
         if dtype not in ROW_DTYPES or min(hidden, num_topk) < 1 or payload > say.PAYLOAD_WORDS:
             return None
-        call = Call(
-            stage=1,
-            buffer=self._agreement.buffer_id,
-            hidden=hidden,
-            dtype=ROW_DTYPES.index(dtype),
-            num_topk=num_topk,
-            num_experts=num_experts,
-            num_channels=config.num_channels,
-            num_slots=config.num_max_nvl_chunked_recv_tokens,
-            tag=tag,
-        )
+        more = {"num_topk": num_topk, "num_experts": num_experts, "tag": tag}
+        buffer = self._agreement.buffer_id
+        call = Call.of_shape("dispatch", dtype, hidden, config, buffer=buffer, **more)
         row_bytes = hidden * dtype.itemsize
         table, head, kept = self._table(call, row_bytes, num_experts)
-        per_expert = np.zeros(len(placement.experts_of_rank[self.rank]), np.int64)
-        padded = np.ascontiguousarray(placement.padded_experts_RL)
-        table[at.NUM_TOPK], table[at.NUM_EXPERTS] = num_topk, num_experts
-        table[at.RANK_OF_EXPERT] = placement.rank_of_expert.data_ptr()
-        table[at.OWN_EXPERTS] = placement.local_table(self.rank).data_ptr()
-        table[at.PADDED_EXPERTS] = padded.ctypes.data
-        table[at.MOST_EXPERTS] = placement.most_experts
-        table[at.NUM_LOCAL], table[at.ALIGNMENT] = len(per_expert), expert_alignment
-        table[at.PER_EXPERT] = per_expert.ctypes.data
+        per_expert, more_kept = tell_shape(table, placement, self.rank, num_topk, expert_alignment)
         compiled = self._kernels.exchange_dispatch(table.buffer_info()[0])
-        kept = *kept, placement, padded
+        kept = *kept, *more_kept
         return _Plan(
             compiled,
             table,
@@ -389,22 +358,10 @@ class CompiledCalls:
     def _plan_combine(
         self, dtype: torch.dtype, hidden: int, tag: int, config: Config
     ) -> _Plan | None:
-        try:
-            self._engine.local.config(config)
-            validate.tag(tag)
-        except ValueError:
+        if dtype not in SUMMABLE or hidden < 1 or not is_valid(self._engine, config, tag):
             return None
-        if dtype not in SUMMABLE or hidden < 1:
-            return None
-        call = Call(
-            stage=3,
-            buffer=self._agreement.buffer_id,
-            hidden=hidden,
-            dtype=ROW_DTYPES.index(dtype),
-            num_channels=config.num_channels,
-            num_slots=config.num_max_nvl_chunked_recv_tokens,
-            tag=tag,
-        )
+        buffer = self._agreement.buffer_id
+        call = Call.of_shape("combine", dtype, hidden, config, buffer=buffer, tag=tag)
         row_bytes = hidden * dtype.itemsize
         table, head, kept = self._table(call, row_bytes, 0)
         compiled = self._kernels.exchange_combine(dtype, table.buffer_info()[0])

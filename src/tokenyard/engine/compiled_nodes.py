@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard import validate
 from tokenyard.engine.agreement import Call, Heard
 from tokenyard.engine.handle import CompiledHandle
 from tokenyard.engine.inputs import DispatchRequest
 from tokenyard.engine.nodes_handle import NodesHandle
+from tokenyard.engine.plans import find_placement, is_valid, tell_shape
 from tokenyard.runtime import memory
 from tokenyard.runtime.completion import Completion
 from tokenyard.transports import Offer
@@ -124,19 +124,8 @@ class CompiledNodeCalls:
         heard = self._exchange(plan, steps.fill_own, "dispatch")
         verdict = at.GENERAL << 32 if self.leave_at == HEARD else steps.hear()
         if verdict >> 32 == at.GENERAL:
-            request = DispatchRequest(
-                x,
-                topk_idx,
-                topk_weights,
-                None,
-                None,
-                None,
-                num_experts,
-                expert_alignment,
-                0,
-                config,
-                None,
-                tag,
+            request = DispatchRequest.plain(
+                x, topk_idx, topk_weights, num_experts, expert_alignment, config, tag
             )
             told = self._hand_over(heard, [], "dispatch", tuple(marks_TR.sum(0).tolist()))
             got, plain, _ = self._engine.dispatch(request, _AT_ONCE, heard=told)
@@ -207,7 +196,6 @@ class CompiledNodeCalls:
         number, num_tokens = self._agreement.number, handle.num_tokens
         table[at.NUMBER], table[at.NUM_TOKENS] = number, num_tokens
         table[at.X], table[at.HANDLE] = x.data_ptr(), handle.call
-        table[at.NUM_ROWS] = handle.num_rows
         table[at.MARKS] = handle.marks_TR.ctypes.data
         table[at.TALLY], table[at.BITS] = handle.tally_3R.ctypes.data, handle.bits.ctypes.data
         self._steps.begin(table)
@@ -255,41 +243,21 @@ class CompiledNodeCalls:
         config: Config,
     ) -> _Plan | None:
         """None for a shape that only the engine can make calls of, or that is wrong."""
-        try:
-            placement = self._engine.local.placement(num_experts)
-            self._engine.local.config(config)
-            validate.integer("expert_alignment", expert_alignment, at_least=1)
-            validate.tag(tag)
-        except ValueError:
-            return None
+        placement = find_placement(self._engine, num_experts, expert_alignment, config, tag)
         if (
-            dtype not in ROW_DTYPES
+            placement is None
+            or dtype not in ROW_DTYPES
             or min(hidden, num_topk) < 1
             or 1 + placement.most_experts > say.PAYLOAD_WORDS
         ):
             return None
         table, head, scratch = self._table(num_experts)
-        head[say.CALL : say.TOKENS] = Call(
-            stage=1,
-            buffer=self._agreement.buffer_id,
-            hidden=hidden,
-            dtype=ROW_DTYPES.index(dtype),
-            num_topk=num_topk,
-            num_experts=num_experts,
-            num_channels=config.num_channels,
-            num_slots=config.num_max_nvl_chunked_recv_tokens,
-            tag=tag,
-        )
-        per_expert = np.zeros(len(placement.experts_of_rank[self.rank]), np.int64)
-        padded = np.ascontiguousarray(placement.padded_experts_RL)
+        more = {"num_topk": num_topk, "num_experts": num_experts, "tag": tag}
+        buffer = self._agreement.buffer_id
+        call = Call.of_shape("dispatch", dtype, hidden, config, buffer=buffer, **more)
+        head[say.CALL : say.TOKENS] = call
+        per_expert, kept = tell_shape(table, placement, self.rank, num_topk, expert_alignment)
         table[at.ROW_BYTES] = row_bytes = hidden * dtype.itemsize
-        table[at.NUM_TOPK], table[at.NUM_EXPERTS] = num_topk, num_experts
-        table[at.RANK_OF_EXPERT] = placement.rank_of_expert.data_ptr()
-        table[at.OWN_EXPERTS] = placement.local_table(self.rank).data_ptr()
-        table[at.PADDED_EXPERTS] = padded.ctypes.data
-        table[at.MOST_EXPERTS] = placement.most_experts
-        table[at.NUM_LOCAL], table[at.ALIGNMENT] = len(per_expert), expert_alignment
-        table[at.PER_EXPERT] = per_expert.ctypes.data
         return _Plan(
             self._kernels.nodes_dispatch(table.buffer_info()[0]),
             table,
@@ -298,29 +266,18 @@ class CompiledNodeCalls:
             row_bytes + 12 * num_topk + 4,
             (hidden, dtype if dtype in SUMMABLE else torch.bfloat16, config.num_channels),
             per_expert,
-            (head, placement, padded),
+            (head, *kept),
         )
 
     def _plan_combine(
         self, dtype: torch.dtype, hidden: int, tag: int, config: Config
     ) -> _Plan | None:
-        try:
-            self._engine.local.config(config)
-            validate.tag(tag)
-        except ValueError:
-            return None
-        if dtype not in SUMMABLE or hidden < 1:
+        if dtype not in SUMMABLE or hidden < 1 or not is_valid(self._engine, config, tag):
             return None
         table, head, scratch = self._table(0)
-        head[say.CALL : say.TOKENS] = Call(
-            stage=3,
-            buffer=self._agreement.buffer_id,
-            hidden=hidden,
-            dtype=ROW_DTYPES.index(dtype),
-            num_channels=config.num_channels,
-            num_slots=config.num_max_nvl_chunked_recv_tokens,
-            tag=tag,
-        )
+        buffer = self._agreement.buffer_id
+        call = Call.of_shape("combine", dtype, hidden, config, buffer=buffer, tag=tag)
+        head[say.CALL : say.TOKENS] = call
         table[at.ROW_BYTES] = row_bytes = hidden * dtype.itemsize
         return _Plan(
             self._kernels.nodes_combine(dtype, table.buffer_info()[0]),

@@ -9,6 +9,21 @@ node, and P is 1 plus the most partners that a rank of it has.
 
 from __future__ import annotations
 
+from tokenyard.wire.exchange_table import (
+    ALIGNMENT,
+    HEAD,
+    LOW,
+    MOST_EXPERTS,
+    NUM_EXPERTS,
+    NUM_LOCAL,
+    NUM_TOPK,
+    OWN_EXPERTS,
+    PADDED_EXPERTS,
+    PER_EXPERT,
+    RANK_OF_EXPERT,
+    ROW_BYTES,
+)
+
 # The Buffer.
 RANK = 0  # this rank
 SIZE = 1  # R
@@ -24,20 +39,11 @@ NUM_PLACES = 10  # P
 SLOTS = 11  # address of [R]: where each rank's message is in what the node has heard
 RELAYS = 12  # address of [rails of this rank, nodes]: the rank that sends to this one, or -1
 NUM_RAILS = 13  # of this rank: the first is its own
-RELAYED = 14  # address of [L, P, MESSAGE]: messages for the ranks of the node
 
-# The shape of a call.
-HEAD = 15  # address of the message up to its payload
-NUM_TOPK = 16  # K
-NUM_EXPERTS = 17  # E
-ROW_BYTES = 18  # of x
-RANK_OF_EXPERT = 19  # address of [E] int32
-OWN_EXPERTS = 20  # address of [E] int64: an expert's number on this rank, or -1
-PADDED_EXPERTS = 21  # address of [R, MOST_EXPERTS] int64: the experts of each rank, then E
-MOST_EXPERTS = 22  # of one rank
-NUM_LOCAL = 23  # experts of this rank
-ALIGNMENT = 24  # of the counts of a dispatch
-PER_EXPERT = 25  # address of [NUM_LOCAL]: what a dispatch counts
+# The shape of a call has the places that it has in the table of calls on one node: HEAD to
+# PER_EXPERT.
+
+RELAYED = 25  # address of [L, P, MESSAGE]: messages for the ranks of the node
 SCRATCH = 26  # address of scratch_words(R, E) words that no call keeps anything in
 
 # The staging, in the turn of a call.
@@ -82,7 +88,23 @@ SMALL = 32 << 20  # bytes of a result for which a rank surely has memory
 DONE = 0
 GENERAL = 1  # the engine must go on
 STRAY = 2  # a rank wrote what no rank writes
-LOW = (1 << 32) - 1  # the bits of `which`
+
+assert NUM_RAILS < HEAD <= PER_EXPERT < RELAYED
+
+__all__ = [
+    "ALIGNMENT",
+    "HEAD",
+    "LOW",
+    "MOST_EXPERTS",
+    "NUM_EXPERTS",
+    "NUM_LOCAL",
+    "NUM_TOPK",
+    "OWN_EXPERTS",
+    "PADDED_EXPERTS",
+    "PER_EXPERT",
+    "RANK_OF_EXPERT",
+    "ROW_BYTES",
+]
 
 
 def scratch_words(num_ranks: int, num_experts: int) -> int:

@@ -48,7 +48,7 @@ class DispatchSteps(NamedTuple):
 
 
 class CombineSteps(NamedTuple):
-    stage: Step  # leave this rank's rows for its node
+    stage: Step  # leave the rows that other ranks of the node sum
     pack: Step  # sum for other nodes, and write messages; GENERAL if neighbours staged other rows
     relay: Step
     hear: Step
@@ -330,6 +330,17 @@ def _take_kernel(table):
 
 
 @njit(nogil=True, cache=True)
+def _sums_here(table, source):
+    """Whether this rank sums the rows of a source's tokens: its own, or those that it relays."""
+    words = pointer(table, INT64)
+    relays = pointer(words[at.RELAYS], INT64)
+    for link in range(words[at.NUM_RAILS] * words[at.NUM_NODES]):
+        if relays[link] == source:
+            return True
+    return source == words[at.RANK]
+
+
+@njit(nogil=True, cache=True)
 def _stage_kernel(table):
     words = pointer(table, INT64)
     staged = pointer(words[at.STAGED], INT64)[words[at.PLACE]]
@@ -337,8 +348,13 @@ def _stage_kernel(table):
     for i in range(at.HEADER):
         header[i] = 0
     header[0], header[1], header[2] = words[at.HANDLE], 1, words[at.ROW_BYTES]
-    if words[at.NUM_RANKS] > 1:
-        copy_bytes(staged + 8 * at.HEADER, words[at.X], words[at.NUM_ROWS] * words[at.ROW_BYTES])
+    counts = pointer(words[at.TALLY] + 8 * words[at.SIZE], INT64)
+    begin = np.int64(0)
+    for s in range(words[at.SIZE]):
+        num_bytes = counts[s] * words[at.ROW_BYTES]
+        if not _sums_here(table, s):
+            copy_bytes(staged + 8 * at.HEADER + begin, words[at.X] + begin, num_bytes)
+        begin += num_bytes
     return np.int64(at.DONE)
 
 
