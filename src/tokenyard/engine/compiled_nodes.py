@@ -22,6 +22,7 @@ from tokenyard.engine.handle import CompiledHandle
 from tokenyard.engine.inputs import DispatchRequest
 from tokenyard.engine.nodes_handle import NodesHandle
 from tokenyard.engine.plans import find_placement, is_valid, tell_shape
+from tokenyard.errors import SharedMemoryError
 from tokenyard.runtime import memory
 from tokenyard.runtime.completion import Completion
 from tokenyard.transports import Offer
@@ -194,6 +195,11 @@ class CompiledNodeCalls:
         if enclosed > MOST_SUMS or not self._enclosures.has_room(enclosed, staged):
             return None
         number, num_tokens = self._agreement.number, handle.num_tokens
+        try:
+            sums = self._engine.local.empty_sum(x, num_tokens)
+        except SharedMemoryError:
+            return None
+        table[at.OUT_X] = sums.data_ptr()
         table[at.NUMBER], table[at.NUM_TOKENS] = number, num_tokens
         table[at.X], table[at.HANDLE] = x.data_ptr(), handle.call
         table[at.MARKS] = handle.marks_TR.ctypes.data
@@ -202,8 +208,6 @@ class CompiledNodeCalls:
         steps.stage()
         if not self._steps.neighbours_staged() or steps.pack():
             return None
-        sums = self._engine.local.empty_sum(x, num_tokens)
-        table[at.OUT_X] = sums.data_ptr()
         self._agreement.engaged = True
         heard = self._exchange(plan, _nothing, "combine")
         if self.leave_at == HEARD or steps.hear():
