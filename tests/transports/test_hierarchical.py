@@ -81,9 +81,10 @@ def test_nodes_of_8(num_nodes: int, few: bool, monkeypatch: pytest.MonkeyPatch) 
     run = run_virtual(job, case.num_ranks, case, timeout=scaled(280))
     check(case, run.results)
 
-    # A token crosses once to each other node: x, expert ids, weights, number; x and weights back.
+    # A token crosses once to each other node: x, expert ids, weights, number; x and weights back,
+    # and x alone in a second combine.
     crossings = nodes_between(case, 0) + nodes_between(case, 1)
-    out, back = 24 * 2 + 8 * 8 + 8 * 4 + 4, 24 * 2 + 8 * 4
+    out, back = 24 * 2 + 8 * 8 + 8 * 4 + 4, 24 * 2 + 8 * 4 + 24 * 2
     if num_nodes == 1:
         assert "combine" not in run.bytes_sent
         return
