@@ -43,6 +43,7 @@ class Bench:
         with patch.object(enclosed, "MOST_ENCLOSED", 0):
             self.rounds = tokenyard.Buffer(group, transport="hierarchical", ranks_per_node=sizes)
         self.pairs = PerExpert(group, self.x, self.topk_idx, NUM_EXPERTS)
+        self.dispatch()  # in which ranks hear how much they will enclose
         self.got, self.got_in_rounds = self.dispatch(), self.dispatch_in_rounds()
         self.prepare_gloo(rank, sizes)
 

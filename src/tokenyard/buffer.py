@@ -287,7 +287,7 @@ class Buffer(Lifetime, LowLatencyCalls):
         """
         config = _default_config(Buffer.num_sms) if config is None else config
         if (
-            type(handle) is CompiledHandle
+            isinstance(handle, CompiledHandle)
             and topk_weights is bias is previous_event is None
             and not (async_finish or allocate_on_comm_stream)
         ):
@@ -330,19 +330,9 @@ class Buffer(Lifetime, LowLatencyCalls):
         dispatch. The handle also is that of dispatch: combine takes rows by (source rank, token)
         with it.
         """
-        request = DispatchRequest(
-            x,
-            topk_idx,
-            topk_weights,
-            None,
-            None,
-            None,
-            num_experts,
-            expert_alignment,
-            0,
-            _default_config(Buffer.num_sms),
-            None,
-            tag,
+        config = _default_config(Buffer.num_sms)
+        request = DispatchRequest.plain(
+            x, topk_idx, topk_weights, num_experts, expert_alignment, config, tag
         )
         with self._use as engine:
             got, handle = dispatch_by_expert(engine, request)

@@ -24,6 +24,7 @@ from tokenyard.comm import connect
 from tokenyard.comm.process_table import ProcessId, ProcessWatch, this_process
 from tokenyard.engine.agreement import Agreement, Call, Terms
 from tokenyard.engine.compiled import compiled_calls
+from tokenyard.engine.compiled_nodes import compiled_node_calls
 from tokenyard.engine.mismatch import STAGES
 from tokenyard.engine.stages import Engine
 from tokenyard.errors import PeerError, SharedMemoryError
@@ -198,7 +199,9 @@ def open_engine(group: Any, options: Options) -> tuple[Engine, LowLatency | None
         engine = Engine(
             opened, communicator, kernel_set, agreement, topology, placed, own_id, streams
         )
-        engine.compiled = compiled_calls(engine, kernel_set)
+        engine.compiled = compiled_calls(engine, kernel_set) or compiled_node_calls(
+            engine, kernel_set
+        )
         if not options.low_latency_mode:
             return engine, None
         return engine, LowLatency(

@@ -177,8 +177,12 @@ class CallDrawer:
     def _low_how(self, buffer: DrawnBuffer, kind: type) -> dict[str, Any]:
         """There are two places for each kind of call: what was sent but one before is received."""
         earlier = [one for one in buffer.given if isinstance(one.step, kind) and not one.over]
-        for one in earlier[:-1] if earlier else []:
-            self.finish(one)
+        number = buffer.opened.buffer
+        of_kind = [step for step in self.steps if isinstance(step, kind)]
+        sent: list[Any] = [step for step in of_kind if getattr(step, "buffer", None) == number]
+        for one in earlier:
+            if one.step is not sent[-1]:  # which may have been dropped since
+                self.finish(one)
         ways = ["now", *(["hook", "async"] if self.may("async") else [])]
         how = self.rng.choice(ways)
         return {

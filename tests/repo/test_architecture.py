@@ -87,7 +87,7 @@ def test_no_pickled_collectives() -> None:
 # What only some sets have: how a set is built, and what its hardware alone can do.
 OWN_KERNELS = {
     "reference": set(),
-    "numba": {"caching", "exchange", "llvm", "parcels", "ring", "signals"},
+    "numba": {"between_nodes", "caching", "exchange", "llvm", "parcels", "ring", "signals"},
     "triton": {"floats", "launch", "symmetric"},
 }
 

@@ -14,6 +14,7 @@ from tests.cases.processes import Pools
 from tokenyard import spec
 from tokenyard.testing import Processes, run_virtual
 from tokenyard.transports.hierarchical import enclosed, route
+from tokenyard.transports.hierarchical.staging import Staging
 
 SHAPES = [(2, 2), (3, 2, 1)]
 MORE_SHAPES = [(4, 4), (2, 2, 2, 2)]
@@ -41,6 +42,14 @@ def test_more_shapes(name: str, sizes: tuple[int, ...]) -> None:
     check_virtual(on_nodes(name, sizes))
 
 
+# Few rows have two ways between nodes, and ranks may take different ones in the same call.
+@pytest.mark.parametrize("way", ["general", "mixed"])
+@pytest.mark.parametrize("sizes", SHAPES, ids=name_of)
+@pytest.mark.parametrize("name", SAMPLED)
+def test_ways(name: str, sizes: tuple[int, ...], way: str) -> None:
+    check_virtual(replace(on_nodes(name, sizes), way=way))
+
+
 def check_virtual(case: Case) -> None:
     check(case, run_virtual(job, case.num_ranks, case).results)
 
@@ -59,7 +68,7 @@ def test_many_chunks(name: str, sizes: tuple[int, ...], monkeypatch: pytest.Monk
 def test_nodes_of_8(num_nodes: int, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(enclosed, "MOST_ENCLOSED", enclosed.MOST_ENCLOSED if few else 0)
     monkeypatch.setattr(enclosed, "_LEAST", 1 << 18)
-    monkeypatch.setattr(enclosed, "_SOON", 100.0)
+    monkeypatch.setattr(Staging, "soon", 100.0)
     case = Case(
         num_ranks=8 * num_nodes,
         ranks_per_node=8,
@@ -72,9 +81,10 @@ def test_nodes_of_8(num_nodes: int, few: bool, monkeypatch: pytest.MonkeyPatch) 
     run = run_virtual(job, case.num_ranks, case, timeout=scaled(280))
     check(case, run.results)
 
-    # A token crosses once to each other node: x, expert ids, weights, number; x and weights back.
+    # A token crosses once to each other node: x, expert ids, weights, number; x and weights back,
+    # and x alone in a second combine.
     crossings = nodes_between(case, 0) + nodes_between(case, 1)
-    out, back = 24 * 2 + 8 * 8 + 8 * 4 + 4, 24 * 2 + 8 * 4
+    out, back = 24 * 2 + 8 * 8 + 8 * 4 + 4, 24 * 2 + 8 * 4 + 24 * 2
     if num_nodes == 1:
         assert "combine" not in run.bytes_sent
         return

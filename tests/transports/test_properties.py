@@ -22,7 +22,7 @@ def cases(draw: st.DrawFn) -> Case:
     if draw(st.booleans()):
         ranks = st.integers(0, num_ranks - 1)
         placement = tuple(draw(st.lists(ranks, min_size=num_experts, max_size=num_experts)))
-    transport = draw(st.sampled_from(["collective", "direct", "ring"]))
+    transport = draw(st.sampled_from(["collective", "direct", "ring", "hierarchical"]))
     return Case(
         num_ranks=num_ranks,
         tokens=tuple(draw(st.lists(st.integers(0, 20), min_size=1, max_size=num_ranks))),
@@ -47,7 +47,7 @@ def cases(draw: st.DrawFn) -> Case:
         num_sms=draw(st.sampled_from([2, 4, 20, 48])),
         seed=draw(st.integers(0, 10_000)),
         way=draw(st.sampled_from(["compiled", "general", "mixed"]))
-        if transport == "direct"
+        if transport in ("direct", "hierarchical")
         else "compiled",
     )
 

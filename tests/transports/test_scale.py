@@ -28,8 +28,8 @@ def test_256_ranks_on_32_nodes() -> None:
     run = run_virtual(job, 256, case, timeout=scaled(250))
     check(case, run.results)
 
-    # x, expert ids, weights and the token's index go out; x and weights come back.
-    out, back = 24 * 2 + 8 * 8 + 8 * 4 + 4, 24 * 2 + 8 * 4
+    # x, expert ids, weights and the token's index go out; x and weights come back, then x alone.
+    out, back = 24 * 2 + 8 * 8 + 8 * 4 + 4, 24 * 2 + 8 * 4 + 24 * 2
     rows = [rows_between_ranks(case, turn) for turn in range(2)]
     assert torch.equal(run.bytes_sent["dispatch"], (rows[0] + rows[1]) * out)
     assert torch.equal(run.bytes_sent["combine"], (rows[0] + rows[1]).t() * back)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from tokenyard.engine.mismatch import STAGES, differ
@@ -43,13 +44,19 @@ class Call(NamedTuple):
 
     @staticmethod
     def of_rows(stage: str, x: Tensor, scales: Tensor | None, config: Config, **more: int) -> Call:
-        """A call that moves these rows. Rings are divided by two numbers of the Config."""
+        """A call that moves these rows."""
+        if scales is not None:
+            more["num_scales"] = scales.shape[1]
+            more["scales_dtype"] = SCALE_DTYPES.index(scales.dtype)
+        return Call.of_shape(stage, x.dtype, x.shape[1], config, **more)
+
+    @staticmethod
+    def of_shape(stage: str, dtype: torch.dtype, hidden: int, config: Config, **more: int) -> Call:
+        """A call that moves rows of this shape. Rings are divided by two numbers of the Config."""
         return Call(
             stage=STAGES.index(stage),
-            hidden=x.shape[1],
-            dtype=ROW_DTYPES.index(x.dtype),
-            num_scales=-1 if scales is None else scales.shape[1],
-            scales_dtype=-1 if scales is None else SCALE_DTYPES.index(scales.dtype),
+            hidden=hidden,
+            dtype=ROW_DTYPES.index(dtype),
             num_channels=config.num_channels,
             num_slots=config.num_max_nvl_chunked_recv_tokens,
             **more,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from tokenyard import validate
 from tokenyard.engine import pair_counts
 from tokenyard.engine.agreement import Call, Terms
+from tokenyard.engine.compiled import CompiledCalls
 from tokenyard.engine.handle import CompiledHandle
 from tokenyard.engine.inputs import DispatchRequest, Outgoing
 from tokenyard.engine.pair_counts import PairCounts
@@ -28,9 +29,6 @@ from tokenyard.runtime.memory import as_bytes
 from tokenyard.transports import DirectPairs, Offer, PairsBack, PairsOut
 from tokenyard.types import ByExpert, Config, Handle, Places, SentPairs
 from tokenyard.wire.pairs import SHARES, UNWEIGHED, WEIGHED
-
-if TYPE_CHECKING:
-    from tokenyard.engine.compiled import CompiledCalls
 
 _DISPATCH, _COMBINE = "dispatch by expert", "combine by expert"
 # More than any kernel wants. With far more, padding alone would not fit offsets of int32.
@@ -72,7 +70,7 @@ def _dispatch_and_spread(
     engine: Engine, request: DispatchRequest, alignment: int
 ) -> tuple[RowsByExpert, Handle]:
     compiled, quick = engine.compiled, None
-    if compiled is not None:
+    if isinstance(compiled, CompiledCalls):
         quick = compiled.dispatch(
             request.x,
             request.topk_idx,
@@ -110,7 +108,8 @@ def _spread(
     """Each row of the columns to the places of its pairs, and where those are."""
     kernels, compiled, num_rows = engine.kernels, engine.compiled, sum(per_expert)
     x = columns[0]
-    if compiled is not None and len(columns) == 1 and num_rows * x.shape[1] * x.itemsize < _MUCH:
+    few = len(columns) == 1 and num_rows * x.shape[1] * x.itemsize < _MUCH
+    if few and isinstance(compiled, CompiledCalls):
         out = engine.transport.empty(num_rows, x.shape[1], x.dtype)
         found = compiled.kernels.place_and_spread(x, topk_idx, len(per_expert), alignment, out)
         if found is not None:
@@ -205,10 +204,11 @@ def _zero_padding(counts: PairCounts, columns: Sequence[Tensor]) -> None:
 def combine_by_expert(
     engine: Engine, y: Any, handle: Any, weigh: Any, out: Any, config: Config, tag: Any
 ) -> Tensor:
-    if engine.compiled is not None and type(handle) is CompiledHandle:
-        share = _share_of_few(engine, engine.compiled, y, handle, weigh, out)
+    compiled = engine.compiled
+    if isinstance(compiled, CompiledCalls) and type(handle) is CompiledHandle:
+        share = _share_of_few(engine, compiled, y, handle, weigh, out)
         if share is not None:
-            quick = engine.compiled.combine(share, handle, out, config, tag, _COMBINE)
+            quick = compiled.combine(share, handle, out, config, tag, _COMBINE)
             if quick is not None:
                 return quick
     try:

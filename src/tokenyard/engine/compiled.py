@@ -143,19 +143,8 @@ class CompiledCalls:
                 block = SharedRows(memory, segment.told, segment.address)
                 heard = Heard(Offer(block.told, (block,)), self._node.mailbox.last_messages(), sent)
                 del block, memory
-                request = DispatchRequest(
-                    x,
-                    topk_idx,
-                    topk_weights,
-                    None,
-                    None,
-                    None,
-                    num_experts,
-                    expert_alignment,
-                    0,
-                    config,
-                    None,
-                    tag,
+                request = DispatchRequest.plain(
+                    x, topk_idx, topk_weights, num_experts, expert_alignment, config, tag
                 )
                 got, handle, _ = self._engine.dispatch(request, _AT_ONCE, stage, heard)
                 assert got.topk_idx is not None

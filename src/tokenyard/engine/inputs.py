@@ -40,6 +40,20 @@ class DispatchRequest(NamedTuple):
     previous_event: Any
     tag: Any
 
+    @staticmethod
+    def plain(
+        x: Any,
+        topk_idx: Any,
+        topk_weights: Any,
+        num_experts: Any,
+        expert_alignment: Any,
+        config: Any,
+        tag: Any,
+    ) -> DispatchRequest:
+        """A dispatch that counts by itself, waits for no event, and gives the rows that arrive."""
+        routing = topk_idx, topk_weights, None, None, None, num_experts, expert_alignment
+        return DispatchRequest(x, *routing, 0, config, None, tag)
+
 
 class Outgoing(NamedTuple):
     """The rows of a dispatch, checked, listed and counted."""

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard import validate
 from tokenyard.engine.agreement import Call
-from tokenyard.engine.mismatch import STAGES
+from tokenyard.engine.shapes import find_placement, is_valid, tell_shape
 from tokenyard.transports.direct import DirectTransport
 from tokenyard.types import ROW_DTYPES, Config, Places
 from tokenyard.validate import SUMMABLE
@@ -54,7 +53,7 @@ class Plan(NamedTuple):
     num_channels: int
     row_bytes: int
     combine_dtype: torch.dtype
-    per_expert: array[int]  # which a dispatch counts
+    per_expert: np.ndarray  # which a dispatch counts
     src_room: list[int]  # rows of others that a ledger has room for, a number that grows
     like: list[Tensor]  # of a combine: sums of as many tokens as one had before
     kept: tuple[Any, ...]
@@ -83,28 +82,16 @@ class Plans:
         if only the engine can make calls of such a shape, or if it is wrong.
         """
         dtype, hidden, num_topk, num_experts, expert_alignment, tag, stage = key
-        try:
-            placement = self._engine.local.placement(num_experts)
-            self._engine.local.config(config)
-            validate.integer("expert_alignment", expert_alignment, at_least=1)
-            validate.tag(tag)
-        except ValueError:
+        placement = find_placement(self._engine, num_experts, expert_alignment, config, tag)
+        if placement is None:
             return None
         payload = 1 + placement.most_experts + self._size
         if dtype not in ROW_DTYPES or min(hidden, num_topk) < 1 or payload > say.PAYLOAD_WORDS:
             return None
-        more = {"num_topk": num_topk, "num_experts": num_experts}
-        call = self._call(stage, dtype, hidden, config, tag, **more)
+        more = {"num_topk": num_topk, "num_experts": num_experts, "tag": tag}
+        call = Call.of_shape(stage, dtype, hidden, config, buffer=self._buffer_id, **more)
         table, head, scratch = self._table(call, hidden * dtype.itemsize, num_experts)
-        per_expert = _words(len(placement.experts_of_rank[self._rank]))
-        padded = np.ascontiguousarray(placement.padded_experts_RL)
-        table[at.NUM_TOPK], table[at.NUM_EXPERTS] = num_topk, num_experts
-        table[at.RANK_OF_EXPERT] = placement.rank_of_expert.data_ptr()
-        table[at.OWN_EXPERTS] = placement.local_table(self._rank).data_ptr()
-        table[at.PADDED_EXPERTS] = padded.ctypes.data
-        table[at.MOST_EXPERTS] = placement.most_experts
-        table[at.NUM_LOCAL], table[at.ALIGNMENT] = len(per_expert), expert_alignment
-        table[at.PER_EXPERT] = _address(per_expert)
+        per_expert, kept = tell_shape(table, placement, self._rank, num_topk, expert_alignment)
         return self._add(
             key,
             call=self._kernels.exchange_dispatch(_address(table)),
@@ -114,20 +101,15 @@ class Plans:
             combine_dtype=dtype if dtype in SUMMABLE else torch.bfloat16,
             per_expert=per_expert,
             like=[],
-            kept=(scratch, placement, padded),
+            kept=(scratch, *kept),
         )
 
     def add_combine(self, key: tuple[Any, ...], config: Config) -> Plan | None:
         """For a dtype, hidden size, tag and stage; None as in `add_dispatch`."""
         dtype, hidden, tag, stage = key
-        try:
-            self._engine.local.config(config)
-            validate.tag(tag)
-        except ValueError:
+        if dtype not in SUMMABLE or hidden < 1 or not is_valid(self._engine, config, tag):
             return None
-        if dtype not in SUMMABLE or hidden < 1:
-            return None
-        call = self._call(stage, dtype, hidden, config, tag)
+        call = Call.of_shape(stage, dtype, hidden, config, buffer=self._buffer_id, tag=tag)
         table, head, scratch = self._table(call, hidden * dtype.itemsize, 0)
         return self._add(
             key,
@@ -136,23 +118,9 @@ class Plans:
             head=head,
             config=config,
             combine_dtype=dtype,
-            per_expert=_words(0),
+            per_expert=np.zeros(0, np.int64),
             like=[torch.empty(0, hidden, dtype=dtype)],
             kept=(scratch,),
-        )
-
-    def _call(
-        self, stage: str, dtype: torch.dtype, hidden: int, config: Config, tag: int, **more: int
-    ) -> Call:
-        return Call(
-            stage=STAGES.index(stage),
-            buffer=self._buffer_id,
-            hidden=hidden,
-            dtype=ROW_DTYPES.index(dtype),
-            num_channels=config.num_channels,
-            num_slots=config.num_max_nvl_chunked_recv_tokens,
-            tag=tag,
-            **more,
         )
 
     def _table(

@@ -39,6 +39,7 @@ from tokenyard.wire.message import NO_MEMORY
 
 if TYPE_CHECKING:
     from tokenyard.engine.compiled import CompiledCalls
+    from tokenyard.engine.compiled_nodes import CompiledNodeCalls
 
 _LARGE = 32 << 20  # bytes of a result that a rank may not have: ranks ask each other first
 _NOWHERE = nullcontext()
@@ -70,7 +71,8 @@ class Engine:
         nodes = None if self._one_node else topology.node_of_rank
         self._device, self._pid = communicator.device, os.getpid()
         self.streams = streams
-        self.compiled: CompiledCalls | None = None  # for calls of few tokens, where there is such
+        # For calls of few tokens, where there is such.
+        self.compiled: CompiledCalls | CompiledNodeCalls | None = None
         on_device = streams is not None and kernels.counts_on_device and transport.tells_from_device
         self.local = Preparation(
             kernels, self.num_ranks, nodes, placement, self._device, transport.empty, on_device

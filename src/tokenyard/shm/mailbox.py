@@ -9,6 +9,7 @@ no box is overwritten before it was read.
 
 from __future__ import annotations
 
+import os
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -21,8 +22,7 @@ from tokenyard.shm.liveness import Liveness, has_core_each
 from tokenyard.wire import exchange_table as at
 from tokenyard.wire.signals import KINDS, MAIL
 
-_YIELDS = 100  # of a compiled call, before Python waits on
-
+_YIELDS = 100  # of a compiled call, before Python waits on, and of a wait that may be in vain
 _PAUSE = 1e-5  # seconds between two looks for ranks that may come soon
 
 
@@ -135,8 +135,13 @@ class Mailbox:
         patience = self.patience if seconds else 0
         first = self._kernels.meet(outgoing, incoming, self._size, epoch, patience)
         deadline = time.monotonic() + seconds
+        yields = _YIELDS
         while first < self._size and time.monotonic() < deadline:
-            time.sleep(_PAUSE)
+            if yields:  # the others may need this core to get here
+                yields -= 1
+                os.sched_yield()
+            else:
+                time.sleep(_PAUSE)
             first = self._kernels.await_signals(incoming, self._size, epoch, first, 20)
         return first == self._size
 

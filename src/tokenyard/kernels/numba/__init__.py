@@ -11,7 +11,8 @@ apply to them, since they read raw addresses: to step through a kernel, take the
     rearrange/   copies between any two strides
     quantize     to FP8 and back
     low_latency/ the steps of the low-latency mode, and whole calls for ranks that share memory
-    exchange     a whole dispatch or combine of ranks that share memory
+    exchange/    a whole dispatch or combine of ranks that share memory
+    between_nodes  the steps of a call of few rows between nodes
     parcels      few rows on their way to the ranks of another node
     signals      signals between ranks that share memory
     ring/        rows through a fixed amount of shared memory: the protocol and its two uses
@@ -20,6 +21,7 @@ apply to them, since they read raw addresses: to step through a kernel, take the
 """
 
 from tokenyard.kernels.numba.align import align
+from tokenyard.kernels.numba.between_nodes import nodes_combine, nodes_dispatch
 from tokenyard.kernels.numba.exchange.combine import exchange_combine
 from tokenyard.kernels.numba.exchange.dispatch import exchange_dispatch
 from tokenyard.kernels.numba.layout import layout, route
@@ -77,6 +79,8 @@ __all__ = [
     "localise",
     "make_rings",
     "meet",
+    "nodes_combine",
+    "nodes_dispatch",
     "pack",
     "pick_slots",
     "place",

@@ -44,6 +44,8 @@ _ELSEWHERE = (
     "wire/exchange_table.py",
     "wire/fp8.py",
     "wire/message.py",
+    "wire/nodes_table.py",
+    "wire/pairs.py",
     "wire/rings.py",
     "wire/signals.py",
     "wire/slots.py",

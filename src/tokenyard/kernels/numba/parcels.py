@@ -20,7 +20,7 @@ from tokenyard.wire.columns import LINE
 
 
 @njit(nogil=True, cache=True)
-def _first_record(num_tokens, num_bytes):
+def first_record(num_tokens, num_bytes):
     return (num_tokens * num_bytes + LINE - 1) // LINE * LINE
 
 
@@ -28,7 +28,7 @@ def _first_record(num_tokens, num_bytes):
 def _fill_parcel_kernel(columns, marks, num_tokens, num_ranks, ranks, parcel):
     each = (ranks.shape[0] + 7) // 8
     goes, bits = pointer(marks, UINT8), pointer(parcel, UINT8)
-    at, num_records = parcel + _first_record(num_tokens, each), 0
+    at, num_records = parcel + first_record(num_tokens, each), 0
     for t in range(num_tokens):
         row, found = np.int64(t) * num_ranks, np.uint8(0)
         for b in range(each):
@@ -71,7 +71,7 @@ def _take_parcels_kernel(parcels, tokens, counts, num_ranks, place, widths, colu
     row = np.int64(0)
     for s in range(parcels.shape[0]):
         bits, end = pointer(parcels[s], UINT8), row + counts[s]
-        record = parcels[s] + _first_record(tokens[s], each)
+        record = parcels[s] + first_record(tokens[s], each)
         for t in range(tokens[s]):
             found = np.uint8(0)
             for b in range(each):

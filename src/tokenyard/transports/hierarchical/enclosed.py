@@ -24,17 +24,27 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from tokenyard.comm.base import Exchange
-from tokenyard.errors import PeerError
+from tokenyard.errors import PeerError, PeerLeft
 from tokenyard.shm.node import SharedNode
 from tokenyard.topology import Topology
 from tokenyard.transports.base import Offer, Sum
 from tokenyard.transports.direct import DirectKernels
 from tokenyard.transports.hierarchical.links import Links
+from tokenyard.transports.hierarchical.messages import WIDTH, Message, swap
 from tokenyard.transports.hierarchical.route import KnownMarks, Relay, TwoLevelRoute
-from tokenyard.transports.hierarchical.staging import HEADER, Staging, header
+from tokenyard.transports.hierarchical.staging import Staging, header
 from tokenyard.types import Flow, Handle, round_up
 from tokenyard.wire.columns import LINE, column_offsets, row_widths
+from tokenyard.wire.nodes_table import (
+    ALONE,
+    BEFORE,
+    ENCLOSES,
+    HEADER,
+    OFFERS,
+    STATE,
+    WANTS_ENCLOSED_AT,
+    WITHDRAWN,
+)
 from tokenyard.wire.signals import STAGED
 
 MOST_ENCLOSED = 2 << 20  # bytes of rows that a message to a node may enclose
@@ -42,14 +52,6 @@ MOST_SUMS = 1 << 19  # of these, bytes of sums: above, summing while chunks trav
 _MOST_STAGED = 8 << 20  # bytes of rows that a rank may stage for its neighbours
 _MOST_RECEIVED = 16 << 20  # bytes that a rank may get with all messages of a call
 _LEAST = 1 << 14  # bytes of staging, if there is any
-_SOON = 0.1  # seconds that a combine waits for its neighbours' rows before the agreement
-
-# Words that this module puts before each message: the state of the rank, and how many bytes it
-# would like to enclose with a message, and to stage.
-_STATE, _WANTS, _WANTS_STAGED, BEFORE = range(4)
-# A rank made a general offer; or it encloses its rows; or it would have, but its neighbours did not
-# come, and it has offered nothing.
-_OFFERS, _ENCLOSES, _ALONE = range(3)
 
 PassOn = Callable[[np.ndarray, Sequence[np.ndarray], str], np.ndarray]
 
@@ -104,27 +106,26 @@ class Enclosures:
         topology: Topology,
         rank: int,
         kernels: ParcelKernels,
-        num_words: int,
     ) -> None:
-        """Messages have `num_words` int64s for each rank, always."""
         self._node, self._links, self._topology = node, links, topology
         self._rank, self._kernels = rank, kernels
         self._home, self._place = topology.node_of_rank[rank], topology.place(rank)
         nodes = topology.ranks_of_node
         self._locals = nodes[self._home]
         self._ranks_of_node = [np.array(ranks, np.int64) for ranks in nodes]
-        self._width = BEFORE + num_words
-        self._words = [round_up(8 * self._width * len(ranks), LINE) for ranks in nodes]
+        # By node: bytes of the words of a message to it.
+        self.words = [round_up(8 * WIDTH * len(ranks), LINE) for ranks in nodes]
         most = max(len(topology.upstream(one)) for one in range(topology.num_ranks))
         self.most_enclosed = min(MOST_ENCLOSED, _MOST_RECEIVED // max(1, most)) // LINE * LINE
-        self._calls = 0
-        self._wanted = (0, 0)
-        self._staging = Staging(node, topology, rank, self._words, 0, 0, "Buffer")
+        self._most_ranks = max(map(len, nodes))
+        self.calls = 0
+        self.wanted = (0, 0)
+        self.staging = Staging(node, topology, rank, self.words, 0, 0, "Buffer")
 
     def of_rows(self, columns: Sequence[Tensor], is_token_in_rank_TR: Tensor) -> Offer | None:
         """An offer of a dispatch that encloses its rows, if there is room for them by now."""
-        num_bytes = self._num_bytes(is_token_in_rank_TR.shape[0], columns)
-        if not self._has_room(num_bytes, num_bytes):
+        num_bytes = self.num_bytes(is_token_in_rank_TR.shape[0], sum(row_widths(columns)))
+        if not self.has_room(num_bytes, num_bytes):
             return None
         return Offer(enclosed=EnclosedRows(columns, is_token_in_rank_TR))
 
@@ -135,7 +136,7 @@ class Enclosures:
         # All ranks want the same where they have the same tokens: a node may get them all.
         enclosed = max([column_offsets(count, widths)[-1] for count in counts], default=0)
         staged = 8 * HEADER + column_offsets(handle.flow.num_received, widths)[-1]
-        if enclosed > MOST_SUMS or not self._has_room(enclosed, staged):
+        if enclosed > MOST_SUMS or not self.has_room(enclosed, staged):
             return None
         return Offer(enclosed=EnclosedSums(sums, handle, path))
 
@@ -145,41 +146,60 @@ class Enclosures:
         """Exchange messages with all ranks, and what they enclose. `pass_on` gives the messages
         that came from other nodes to the ranks of this node.
         """
-        turn, self._calls = self._calls % 2, self._calls + 1
+        turn, self.calls = self.calls % 2, self.calls + 1
         enclosed, bases = offer.enclosed, []
         if not isinstance(enclosed, EnclosedRows):
             bases = self._stage(enclosed, turn)
             enclosed = enclosed if bases else None
-        told_RW = np.empty((self._topology.num_ranks, self._width), np.int64)
-        state = _OFFERS if offer.enclosed is None else _ALONE if enclosed is None else _ENCLOSES
-        told_RW[:, :BEFORE] = state, *self._wanted
+        told_RW = np.empty((self._topology.num_ranks, WIDTH), np.int64)
+        state = OFFERS if offer.enclosed is None else ALONE if enclosed is None else ENCLOSES
+        told_RW[:, :BEFORE] = state, *self.wanted
         told_RW[:, BEFORE:] = message_RM
-        self._wanted = (0, 0)
-        ends, now = [], self._staging
-        for rail, out, space in zip(self._links.numbers, now.received[turn], now.sent):
-            sent, counts, rows = self._fill(rail, space, told_RW, enclosed, bases)
-            exchange = Exchange(out, sent, now.rooms, counts, stage, True, rows)
-            ends.append(self._links.start(rail, exchange))
-        if isinstance(enclosed, EnclosedRows):
-            self._fill_own(enclosed, turn)  # while messages travel
-        for end in ends:
-            end()
-        num_bytes = 8 * self._width * len(self._locals)
+        self.wanted = (0, 0)
+        now = self.staging
+        messages = [
+            self._fill(rail, space, told_RW, enclosed, bases)
+            for rail, space in zip(self._links.numbers, now.sent)
+        ]
+
+        def meanwhile() -> None:
+            if isinstance(enclosed, EnclosedRows):
+                self._fill_own(enclosed, turn)
+
+        swap(self._links, now, messages, turn, stage, meanwhile)
+        num_bytes = 8 * WIDTH * len(self._locals)
         parts = [words[:num_bytes] for words in now.words[turn]]
         heard_RW = pass_on(told_RW, parts, stage)
+        return self.settle(heard_RW, offer, Came(turn, bases), stage)
+
+    def settle(
+        self, heard_RW: np.ndarray, offer: Offer, came: Came, stage: str
+    ) -> tuple[np.ndarray, Offer]:
+        """The messages of all ranks, without the words before them, and this rank's offer with what
+        came of it. Raises if a rank has given up the call.
+        """
+        states = heard_RW[:, STATE].tolist()
+        if WITHDRAWN in states:
+            who = states.index(WITHDRAWN)
+            what = f"{stage}: rank {who} gave up the call, on rank {self._rank}"
+            raise PeerLeft(what, ranks=(who,), stage=stage)
         self._grow(heard_RW, stage)
-        states = set(heard_RW[:, _STATE].tolist())
-        came = Came(turn, bases) if states == {_ENCLOSES} else None
-        is_mixed = came is None and states != {_OFFERS}
-        return heard_RW[:, BEFORE:], Offer(offer.words, offer.blocks, None, came, is_mixed)
+        all_enclose, all_offer = set(states) == {ENCLOSES}, set(states) == {OFFERS}
+        return heard_RW[:, BEFORE:], Offer(
+            offer.words,
+            offer.blocks,
+            None,
+            came if all_enclose else None,
+            not all_enclose and not all_offer,
+        )
 
     def take_rows(self, came: Came, columns: Sequence[Tensor], flow: Flow, stage: str) -> None:
         """Take this rank's rows from the parcels of all ranks, into columns of results."""
         tokens_R = np.ascontiguousarray(flow.tokens_R)
         stray = int(tokens_R.argmax())
-        if self._num_bytes(int(tokens_R[stray]), columns) <= self._staging.enclosed:
+        if self.num_bytes(int(tokens_R[stray]), sum(row_widths(columns))) <= self.staging.enclosed:
             stray = self._kernels.take_parcels(
-                self._staging.parcels[came.turn],
+                self.staging.parcels[came.turn],
                 tokens_R,
                 np.array(flow.recv_counts, np.int64),
                 len(self._locals),
@@ -187,13 +207,17 @@ class Enclosures:
                 columns,
             )
         if stray >= 0:
-            what = f"{stage}: rank {stray} enclosed what no rank encloses, on rank {self._rank}"
-            raise PeerError(what, ranks=(stray,), stage=stage)
+            raise self.stray(stray, stage)
+
+    def stray(self, rank: int, stage: str) -> PeerError:
+        """The error about a rank whose message cannot be."""
+        what = f"{stage}: rank {rank} enclosed what no rank encloses, on rank {self._rank}"
+        return PeerError(what, ranks=(rank,), stage=stage)
 
     def marks(self, came: Came, marks_TR: np.ndarray, flow: Flow) -> KnownMarks:
         """Who gets each token that this rank's node gets, from the parcels of all ranks."""
         each = -(-len(self._locals) // 8)
-        parcels = self._staging.parcels[came.turn].tolist()
+        parcels = self.staging.parcels[came.turn].tolist()
         bits_R = [
             np.frombuffer(ctypes.string_at(parcel, each * num), np.uint8)
             for parcel, num in zip(parcels, flow.tokens_R.tolist())
@@ -204,8 +228,8 @@ class Enclosures:
         """Add up the sums that other nodes enclosed, the rows of this node, and the biases."""
         widths = row_widths([one.rows_ND for one in sums])
         rail = self._links.numbers.index(self._links.own)
-        received = self._staging.received[came.turn][rail].data_ptr() + self._words[self._home]
-        begin_of_node, hops = self._staging.begin_of_node, path.hops
+        received = self.staging.received[came.turn][rail].data_ptr() + self.words[self._home]
+        begin_of_node, hops = self.staging.begin_of_node, path.hops
         for place, (one, width) in enumerate(zip(sums, widths)):
             bases_H = np.zeros(len(hops.node_of_hop), np.int64)
             bases_H[hops.own] = came.bases[place] + path.starts * width
@@ -217,19 +241,19 @@ class Enclosures:
                 bases_H, hops.route, hops.node_of_hop, one.biases_TD, one.out_TD
             )
 
-    def _has_room(self, enclosed: int, staged: int) -> bool:
+    def has_room(self, enclosed: int, staged: int) -> bool:
         """Whether a call may enclose and stage so many bytes. If not by now, the other ranks hear
         that this one would like to, unless that is too much at all.
         """
         if enclosed > self.most_enclosed or staged > _MOST_STAGED:
             return False
-        self._wanted = (max(enclosed, 1), max(staged, 1))
-        now = self._staging
+        self.wanted = (max(enclosed, 1), max(staged, 1))
+        now = self.staging
         return now.is_shared and enclosed <= now.enclosed and staged <= now.staged
 
     def _fill_own(self, rows: EnclosedRows, turn: int) -> None:
         """Leave this rank's parcel for its own node in its staging."""
-        parcel = int(self._staging.staged_at[turn][self._place])
+        parcel = int(self.staging.staged_at[turn][self._place])
         ranks = self._ranks_of_node[self._home]
         self._kernels.fill_parcel(rows.columns, rows.is_token_in_rank_TR, ranks, parcel)
 
@@ -237,7 +261,7 @@ class Enclosures:
         """Stage the rows of a combine, and find those of the neighbours: by column, where each
         local rank's rows begin. [] if not all have staged theirs.
         """
-        now = self._staging
+        now = self.staging
         if not now.is_shared:
             return []
         headers = [header(at) for at in now.staged_at[turn].tolist()]
@@ -245,7 +269,7 @@ class Enclosures:
         if back is None:
             mine[0] = -1
             if len(headers) > 1:
-                self._node.mailbox.meet_soon(STAGED, self._calls, 0)
+                self._node.mailbox.meet_soon(STAGED, self.calls, 0)
             return []
         rows = [one.rows_ND for one in back.sums]
         widths, num_rows = row_widths(rows), back.handle.flow.num_received
@@ -257,7 +281,7 @@ class Enclosures:
             own = int(now.staged_at[turn][self._place]) + 8 * HEADER
             for column, begin, width in zip(rows, begins, widths):
                 ctypes.memmove(own + begin, column.data_ptr(), num_rows * width)
-            if not self._node.mailbox.meet_soon(STAGED, self._calls, _SOON):
+            if not self._node.mailbox.meet_soon(STAGED, self.calls, now.soon):
                 return []
         if any(one[:4].tolist() != mine[:4].tolist() for one in headers):
             return []
@@ -276,16 +300,16 @@ class Enclosures:
         told_RW: np.ndarray,
         enclosed: EnclosedRows | EnclosedSums | None,
         bases: list[np.ndarray],
-    ) -> tuple[Tensor, list[int], list[int]]:
-        """The messages of this rank on a rail, by node, with how many bytes each has, and how many
-        of those are rows. Words go on the rank's own rail, sums back on the rail of their tokens.
+    ) -> Message:
+        """The messages of this rank on a rail. Words go on the rank's own rail, sums back on the
+        rail of their tokens.
         """
         num_nodes = self._topology.num_nodes
         counts, rows, at = [0] * num_nodes, [0] * num_nodes, 0
         relays = {}
         if isinstance(enclosed, EnclosedSums):
             relays = {one.node: one for one in enclosed.path.relays[rail]}
-        for node, words in enumerate(self._words):
+        for node, words in enumerate(self.words):
             if node == self._home:
                 continue
             message = space[at:]
@@ -307,7 +331,7 @@ class Enclosures:
                 rows[node] = int(relays[node].before[-1]) * sum(widths)
             counts[node] = round_up(size, LINE)
             at += counts[node]
-        return space[:at, None], counts, rows
+        return Message(space[:at, None], counts, rows)
 
     def _sum_for(
         self, relay: Relay, sums: Sequence[Sum], bases: list[np.ndarray], out: Tensor
@@ -327,23 +351,22 @@ class Enclosures:
             )
         return begins[-1]
 
-    def _num_bytes(self, num_tokens: int, columns: Sequence[Tensor]) -> int:
-        """The most bytes that a parcel of so many tokens has."""
-        most_ranks = max(map(len, self._ranks_of_node))
-        return _first_record(num_tokens, most_ranks) + num_tokens * sum(row_widths(columns))
+    def num_bytes(self, num_tokens: int, width: int) -> int:
+        """The most bytes that a parcel of so many tokens has, whose rows have so many."""
+        return _first_record(num_tokens, self._most_ranks) + num_tokens * width
 
     def _grow(self, heard_RW: np.ndarray, stage: str) -> None:
         """Make room for what ranks would like to enclose. All ranks of all nodes do so at once."""
-        now = self._staging
-        wants, wants_staged = heard_RW[:, _WANTS:BEFORE].max(0).tolist()
+        now = self.staging
+        wants, wants_staged = heard_RW[:, WANTS_ENCLOSED_AT:BEFORE].max(0).tolist()
         enclosed, staged = now.enclosed, now.staged
         if wants > enclosed:
             enclosed = min(self.most_enclosed, max(_LEAST, 1 << (wants - 1).bit_length()))
         if wants_staged > staged:
             staged = min(_MOST_STAGED, max(_LEAST, 1 << (wants_staged - 1).bit_length()))
         if (enclosed, staged) != (now.enclosed, now.staged):
-            self._staging = Staging(
-                self._node, self._topology, self._rank, self._words, enclosed, staged, stage
+            self.staging = Staging(
+                self._node, self._topology, self._rank, self.words, enclosed, staged, stage
             )
 
 

@@ -25,11 +25,12 @@ from tokenyard.runtime import memory
 from tokenyard.shm.node import SharedNode
 from tokenyard.topology import Topology
 from tokenyard.wire.columns import LINE
-
-HEADER = 8  # int64s: the handle's call, the number of columns, their widths, and where they begin
+from tokenyard.wire.nodes_table import HEADER
 
 
 class Staging:
+    soon = 0.1  # seconds that a combine waits for its neighbours' rows before the agreement
+
     def __init__(
         self,
         node: SharedNode,
@@ -45,6 +46,7 @@ class Staging:
         share, or needs none, takes messages in memory of its own.
         """
         self.enclosed, self.staged = enclosed, staged
+        self.sizes = list(map(len, topology.ranks_of_node))
         home = topology.node_of_rank[rank]
         members, words = topology.ranks_of_node[home], words_of_node[home]
         # By node: how many bytes may come from it on a rail.

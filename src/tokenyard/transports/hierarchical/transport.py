@@ -27,8 +27,9 @@ from tokenyard.shm.node import SharedNode
 from tokenyard.shm.shared_rows import SharedRows
 from tokenyard.topology import Topology
 from tokenyard.transports.base import Offer, RowsBack, RowsOut, SharedMemoryTransport, Sum
-from tokenyard.transports.hierarchical.enclosed import BEFORE, Enclosures, ParcelKernels
+from tokenyard.transports.hierarchical.enclosed import Enclosures, ParcelKernels
 from tokenyard.transports.hierarchical.links import Links
+from tokenyard.transports.hierarchical.messages import WIDTH
 from tokenyard.transports.hierarchical.route import (
     KnownMarks,
     TwoLevelRoute,
@@ -36,15 +37,16 @@ from tokenyard.transports.hierarchical.route import (
     pack_marks,
     unpack_marks,
 )
+from tokenyard.transports.hierarchical.steps import EnclosedSteps
 from tokenyard.transports.hierarchical.stream import CombineStream, DispatchStream
 from tokenyard.types import Flow, Handle
 from tokenyard.wire.columns import column_offsets, row_widths
-from tokenyard.wire.message import MESSAGE_WORDS, NO_MEMORY
+from tokenyard.wire.message import NO_MEMORY
+from tokenyard.wire.nodes_table import SMALL
 from tokenyard.wire.signals import READ, ROWS
 
 # int64s that ranks of a node pass on at once: the agreement's message of each partner, if they fit.
 _MOST_AT_ONCE = 4096
-_SMALL = 32 << 20  # bytes of a result for which a rank surely has memory
 # Seconds that ranks of a node wait longer for each other than for other nodes: a rank that waits
 # for another node needs the time to find out who is at fault, and to tell its own node.
 _LATER = 1.0
@@ -77,7 +79,7 @@ class HierarchicalTransport(SharedMemoryTransport):
             opened.callback(neighbours.close)
             failure = None
             try:
-                box = min((MESSAGE_WORDS + BEFORE) * self._most, _MOST_AT_ONCE)
+                box = min(WIDTH * self._most, _MOST_AT_ONCE)
                 node = SharedNode(neighbours, kernels, timeout + _LATER, box)
                 self._node = opened.enter_context(node)
             except OSError as error:
@@ -88,9 +90,13 @@ class HierarchicalTransport(SharedMemoryTransport):
                 raise failure or OSError(f"{culprits} cannot attach memory of their node")
             self._links = Links(communicator, topology, name, self._node.liveness.raise_told)
             opened.callback(self._links.close)
-            self._enclosures = Enclosures(
-                self._node, self._links, topology, self.rank, kernels, MESSAGE_WORDS
-            )
+            self.enclosures = Enclosures(self._node, self._links, topology, self.rank, kernels)
+            self.partners = [source for _, source in self._mine]
+            self.mark_bytes = -(-len(self._locals) // 8)  # of a token, in a parcel for this node
+            if topology.num_nodes > 1:
+                self.steps = EnclosedSteps(
+                    self._node, self._links, self.enclosures, topology, self.rank
+                )
             self._opened = opened.pop_all()
 
     def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
@@ -102,15 +108,15 @@ class HierarchicalTransport(SharedMemoryTransport):
             for node, ranks in enumerate(nodes)
         ]
         row_bytes = 8 * width * len(self._locals)
-        with self._telling():
+        with self.telling():
             came = self._swap(parcels, dict.fromkeys(range(self.size), row_bytes), stage)
         return self._pass_on(message_RM, came, stage)
 
     def meet(self, message_RM: np.ndarray, offer: Offer, stage: str) -> tuple[np.ndarray, Offer]:
         if self._topology.num_nodes == 1:
             return self.exchange(message_RM, stage), offer
-        with self._telling():
-            return self._enclosures.meet(message_RM, offer, stage, self._pass_on)
+        with self.telling():
+            return self.enclosures.meet(message_RM, offer, stage, self._pass_on)
 
     def _pass_on(
         self, message_RM: np.ndarray, came: Sequence[np.ndarray], stage: str
@@ -146,12 +152,12 @@ class HierarchicalTransport(SharedMemoryTransport):
     ) -> Offer | None:
         if self._topology.num_nodes == 1 or not ready:
             return None
-        return self._enclosures.of_rows(columns, is_token_in_rank_TR)
+        return self.enclosures.of_rows(columns, is_token_in_rank_TR)
 
     def learn_route(self, rows: RowsOut, is_token_in_rank_TR: Tensor) -> RowsOut:
         flow, stage, came = rows.flow, rows.stage, rows.offer.came
         if came is not None and _is_small(flow, rows.columns):
-            marks = self._enclosures.marks(came, is_token_in_rank_TR.numpy(), flow)
+            marks = self.enclosures.marks(came, is_token_in_rank_TR.numpy(), flow)
             return rows._replace(flow=flow._replace(two_level=marks))
         block = self._take(flow, row_widths(rows.columns))
         told = self._tell_neighbours(block, flow, stage)
@@ -161,13 +167,13 @@ class HierarchicalTransport(SharedMemoryTransport):
         tokens, marks_TR = flow.tokens_R.tolist(), is_token_in_rank_TR.numpy()
         said = self._tell_partners(marks_TR, tokens, 1 + without[0] if without else 0, stage)
         self._check_all([1 + rank for rank in without] + [one for one, _ in said], block, stage)
-        partners = [source for _, source in self._mine]
         starts_RL = {
-            source: told[:, 4 + place].copy() for place, source in enumerate([self.rank, *partners])
+            source: told[:, 4 + place].copy()
+            for place, source in enumerate([self.rank, *self.partners])
         }
         marks_RTL = {
             source: unpack_marks(bits, len(self._locals))
-            for source, (_, bits) in zip(partners, said)
+            for source, (_, bits) in zip(self.partners, said)
         }
         path = build_route(
             marks_TR, tokens, starts_RL, marks_RTL, self._topology, self.rank, self._kernels
@@ -198,7 +204,7 @@ class HierarchicalTransport(SharedMemoryTransport):
             stream = DispatchStream(
                 path, columns, blocks_L, rows_L, self._kernels, node.liveness.beat
             )
-            with self._telling():
+            with self.telling():
                 self._links.stream(stream, stage)
             node.mailbox.meet(ROWS, stage)
 
@@ -212,12 +218,12 @@ class HierarchicalTransport(SharedMemoryTransport):
     def enclose_back(self, sums: Sequence[Sum], handle: Handle, ready: bool) -> Offer | None:
         if self._topology.num_nodes == 1 or not ready:
             return None
-        return self._enclosures.of_sums(sums, handle, self._path(handle.flow))
+        return self.enclosures.of_sums(sums, handle, self._path(handle.flow))
 
     def sum_back(self, back: RowsBack) -> Move:
         sums, path, stage = back.sums, self._path(back.handle.flow), back.stage
         if back.offer.came is not None:
-            self._enclosures.add_up(back.offer.came, sums, path)
+            self.enclosures.add_up(back.offer.came, sums, path)
             return _nothing
         if back.offer.is_mixed:
             columns, flow = [one.rows_ND for one in sums], back.handle.flow
@@ -242,7 +248,7 @@ class HierarchicalTransport(SharedMemoryTransport):
             self._publish(back, all_ready, self._kernels)
             for one, bases_L in zip(sums, bases):
                 stream = CombineStream(path, one, bases_L, self._kernels, node.liveness.beat)
-                with self._telling():
+                with self.telling():
                     self._links.stream(stream, stage)
             # The rows are the user's again after this, so all must have read them.
             node.mailbox.meet(READ, stage)
@@ -258,7 +264,7 @@ class HierarchicalTransport(SharedMemoryTransport):
         arrive = [
             memory.empty(flow.num_rows, column.shape[1], dtype=column.dtype) for column in columns
         ]
-        self._enclosures.take_rows(rows.offer.came, arrive, flow, rows.stage)
+        self.enclosures.take_rows(rows.offer.came, arrive, flow, rows.stage)
         return arrive
 
     def _offer_again(self, offer: Offer, stage: str) -> np.ndarray:
@@ -298,9 +304,8 @@ class HierarchicalTransport(SharedMemoryTransport):
             np.concatenate([head, pack_marks(marks_TR, ranks)]) if node != self._home else head[:0]
             for node, ranks in enumerate(self._topology.ranks_of_node)
         ]
-        each = -(-len(self._locals) // 8)  # bytes of a token's marks
-        sizes = {rank: len(head) + each * num for rank, num in enumerate(tokens_R)}
-        with self._telling():
+        sizes = {rank: len(head) + self.mark_bytes * num for rank, num in enumerate(tokens_R)}
+        with self.telling():
             came = self._swap(parcels, sizes, stage)
         return [(int(one[: len(head)].view(np.int32)[0]), one[len(head) :]) for one in came]
 
@@ -329,7 +334,7 @@ class HierarchicalTransport(SharedMemoryTransport):
             raise shared_rows.no_memory([int(told.max()) - 1], block.error, stage, self.rank)
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
+    def telling(self) -> Iterator[None]:
         """Tell the ranks of the node, which wait for this one, why it does not come."""
         try:
             yield
@@ -340,7 +345,7 @@ class HierarchicalTransport(SharedMemoryTransport):
 
 def _is_small(flow: Flow, columns: Sequence[Tensor]) -> bool:
     """Whether no rank has a large result: all ranks see the same."""
-    return flow.most_rows * sum(row_widths(columns)) < _SMALL
+    return flow.most_rows * sum(row_widths(columns)) < SMALL
 
 
 def _nothing() -> None:

@@ -1,0 +1,342 @@
+"""Calls of few tokens between nodes: one message each way, and a few compiled steps around it.
+
+A dispatch or combine of a plain kind (see `CompiledNodeCalls.dispatch`) looks up the plan of its
+shape, and makes the steps of `kernels.numba.between_nodes`. Between them it exchanges messages with
+other nodes, and passes on what came to the ranks of its own. The messages are those of
+`transports.hierarchical.enclosed`, so each rank is free to take either way in every call. Whatever
+is unusual is handed over to the engine: before the exchange, or with what was heard.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokenyard.engine.agreement import Call, Heard
+from tokenyard.engine.handle import CompiledHandle
+from tokenyard.engine.inputs import DispatchRequest
+from tokenyard.engine.nodes_handle import NodesHandle
+from tokenyard.engine.shapes import find_placement, is_valid, tell_shape
+from tokenyard.errors import SharedMemoryError
+from tokenyard.runtime import memory
+from tokenyard.runtime.completion import Completion
+from tokenyard.transports import Offer
+from tokenyard.transports.hierarchical import HierarchicalTransport
+from tokenyard.transports.hierarchical.enclosed import MOST_SUMS, Came
+from tokenyard.types import ROW_DTYPES, Config, Handle, round_up
+from tokenyard.validate import SUMMABLE
+from tokenyard.wire import message as say
+from tokenyard.wire import nodes_table as at
+from tokenyard.wire.columns import LINE
+from tokenyard.wire.exchange_table import HEARD, POSTED
+
+if TYPE_CHECKING:
+    from tokenyard.engine.stages import Engine
+
+_MOST_PLANS = 64
+_AT_ONCE = Completion()
+
+_Dispatched = tuple[Tensor, Tensor, Tensor, list[int], Handle]
+
+
+class NodeKernels(Protocol):
+    def nodes_dispatch(self, table: int) -> Any: ...
+
+    def nodes_combine(self, dtype: torch.dtype, table: int) -> Any: ...
+
+
+class _Plan(NamedTuple):
+    """A shape's compiled steps, the table that they read, and what the table has addresses of."""
+
+    steps: Any
+    table: array[int]
+    scratch: np.ndarray
+    config: Config
+    record_bytes: int  # of a row of every column
+    shape: tuple[int, torch.dtype, int]  # hidden size, dtype of combine, channels
+    per_expert: np.ndarray
+    kept: tuple[Any, ...]
+
+
+class CompiledNodeCalls:
+    def __init__(
+        self, engine: Engine, transport: HierarchicalTransport, kernels: NodeKernels
+    ) -> None:
+        self._engine, self._transport, self._kernels = engine, transport, kernels
+        self._steps, self._enclosures = transport.steps, transport.enclosures
+        self._agreement = engine.agreement
+        self.rank, self.size = transport.rank, transport.size
+        self._plans: dict[Any, _Plan] = {}
+        # A phase of `wire.exchange_table` at which the engine takes over: for tests. 0: none
+        self.leave_at = 0
+
+    def dispatch(
+        self,
+        x: Any,
+        topk_idx: Any,
+        topk_weights: Any,
+        num_experts: Any,
+        expert_alignment: Any,
+        config: Config,
+        tag: Any,
+    ) -> _Dispatched | None:
+        """A dispatch of contiguous CPU tensors that counts by itself and ends before it returns.
+
+        None if this is another call, or has bad input, or too many rows: nothing is done yet then.
+        """
+        if not (
+            type(num_experts) is type(expert_alignment) is type(tag) is int
+            and _are_plain(x, topk_idx, topk_weights)
+            and topk_idx.dtype is torch.int64
+            and topk_weights.dtype is torch.float32
+            and x.shape[0] == topk_idx.shape[0]
+            and topk_weights.shape == topk_idx.shape
+            and self._engine.worker.pending is None
+        ):
+            return None
+        (num_tokens, hidden), num_topk = x.shape, topk_idx.shape[1]
+        key = x.dtype, hidden, num_topk, num_experts, expert_alignment, tag
+        plan = self._plans.get(key)
+        if plan is None or plan.config is not config:
+            plan = self._plan_dispatch(*key, config)
+            if plan is None:
+                return None
+            self._plans[key] = plan
+        steps, table = plan.steps, plan.table
+        num_bytes = self._enclosures.num_bytes(num_tokens, plan.record_bytes)
+        if self.leave_at == POSTED or not self._enclosures.has_room(num_bytes, num_bytes):
+            return None
+        number = self._agreement.number
+        marks_TR = memory.empty_array((num_tokens, self.size), np.bool_)
+        tally_3R = memory.empty_array((3, self.size), np.int64)
+        table[at.NUMBER], table[at.NUM_TOKENS] = number, num_tokens
+        table[at.X], table[at.TOPK_IDX] = x.data_ptr(), topk_idx.data_ptr()
+        table[at.TOPK_WEIGHTS] = topk_weights.data_ptr()
+        table[at.MARKS], table[at.TALLY] = marks_TR.ctypes.data, tally_3R.ctypes.data
+        self._steps.begin(table)
+        if steps.pack():
+            return None
+        self._agreement.engaged = True
+        heard = self._exchange(plan, steps.fill_own, "dispatch")
+        verdict = at.GENERAL << 32 if self.leave_at == HEARD else steps.hear()
+        if verdict >> 32 == at.GENERAL:
+            request = DispatchRequest.plain(
+                x, topk_idx, topk_weights, num_experts, expert_alignment, config, tag
+            )
+            told = self._hand_over(heard, [], "dispatch", tuple(marks_TR.sum(0).tolist()))
+            got, plain, _ = self._engine.dispatch(request, _AT_ONCE, heard=told)
+            assert got.topk_idx is not None
+            assert got.topk_weights is not None
+            return got.x, got.topk_idx, got.topk_weights, got.num_tokens_per_expert, plain
+        if verdict:
+            raise self._enclosures.stray(verdict & at.LOW, "dispatch")
+        num_rows = table[at.NUM_ROWS]
+        recv_x = memory.empty(num_rows, hidden, dtype=x.dtype)
+        recv_idx = memory.empty(num_rows, num_topk, dtype=torch.int64)
+        recv_weights = memory.empty(num_rows, num_topk, dtype=torch.float32)
+        tokens_N = memory.empty(num_rows, dtype=torch.int32)
+        bits = memory.empty_array(int(tally_3R[0].sum()) * self._transport.mark_bytes, np.uint8)
+        table[at.OUT_X], table[at.OUT_IDX] = recv_x.data_ptr(), recv_idx.data_ptr()
+        table[at.OUT_WEIGHTS] = recv_weights.data_ptr()
+        table[at.OUT_TOKENS], table[at.BITS] = tokens_N.data_ptr(), bits.ctypes.data
+        verdict = steps.take()
+        if verdict:
+            raise self._enclosures.stray(verdict & at.LOW, "dispatch")
+        self._agreement.number = number + 1
+        handle = NodesHandle.made(
+            self._engine.buffer_id,
+            number,
+            plan.shape,
+            marks_TR,
+            tally_3R,
+            bits,
+            tokens_N,
+            self.rank,
+            self._engine.topology,
+            self._engine.kernels,
+        )
+        return recv_x, recv_idx, recv_weights, plan.per_expert.tolist(), handle
+
+    def combine(
+        self, x: Any, handle: CompiledHandle, out: Any, config: Config, tag: Any
+    ) -> Tensor | None:
+        """A combine of a contiguous CPU tensor, without weights and biases, that ends before it
+        returns; None as in `dispatch`.
+        """
+        if not (
+            type(handle) is NodesHandle
+            and handle.marks_TR is not None
+            and out is None
+            and type(tag) is int
+            and _are_plain(x)
+            and x.shape[0] == handle.num_rows
+            and handle.buffer_id == self._engine.buffer_id
+            and self._engine.worker.pending is None
+            and self.leave_at != POSTED
+        ):
+            return None
+        hidden = x.shape[1]
+        key = x.dtype, hidden, tag
+        plan = self._plans.get(key)
+        if plan is None or plan.config is not config:
+            plan = self._plan_combine(*key, config)
+            if plan is None:
+                return None
+            self._plans[key] = plan
+        steps, table, width = plan.steps, plan.table, plan.record_bytes
+        most_records = int(handle.tally_3R[2, self._transport.partners].max(initial=0))
+        enclosed = round_up(most_records * width, LINE)
+        staged = 8 * at.HEADER + round_up(handle.num_rows * width, LINE)
+        if enclosed > MOST_SUMS or not self._enclosures.has_room(enclosed, staged):
+            return None
+        number, num_tokens = self._agreement.number, handle.num_tokens
+        try:
+            sums = self._engine.local.empty_sum(x, num_tokens)
+        except SharedMemoryError:
+            return None
+        table[at.OUT_X] = sums.data_ptr()
+        table[at.NUMBER], table[at.NUM_TOKENS] = number, num_tokens
+        table[at.X], table[at.HANDLE] = x.data_ptr(), handle.call
+        table[at.MARKS] = handle.marks_TR.ctypes.data
+        table[at.TALLY], table[at.BITS] = handle.tally_3R.ctypes.data, handle.bits.ctypes.data
+        self._steps.begin(table)
+        steps.stage()
+        if not self._steps.neighbours_staged() or steps.pack():
+            return None
+        self._agreement.engaged = True
+        heard = self._exchange(plan, _nothing, "combine")
+        if self.leave_at == HEARD or steps.hear():
+            bases_L = plan.scratch[: table[at.NUM_RANKS]].copy()
+            told = self._hand_over(heard, [bases_L], "combine", ())
+            return self._engine.combine(
+                x, handle, None, None, None, config, None, tag, _AT_ONCE, told
+            )[0]
+        steps.add_up()
+        self._agreement.number = number + 1
+        return sums
+
+    def _exchange(self, plan: _Plan, meanwhile: Any, stage: str) -> np.ndarray:
+        with self._transport.telling():
+            return self._steps.exchange(
+                plan.table, plan.steps.relay, meanwhile, f"{stage} (notify)"
+            )
+
+    def _hand_over(
+        self, heard: np.ndarray, bases: list[np.ndarray], stage: str, counts: tuple[int, ...]
+    ) -> Heard:
+        """What the engine goes on with. All ranks have met in the turn of the last call."""
+        came = Came((self._enclosures.calls - 1) % 2, bases)
+        told_RW = heard[self._steps.slots_R]
+        with self._transport.telling():
+            told, offer = self._enclosures.settle(told_RW, Offer(), came, f"{stage} (notify)")
+        return Heard(offer, told, counts)
+
+    def _plan_dispatch(
+        self,
+        dtype: torch.dtype,
+        hidden: int,
+        num_topk: int,
+        num_experts: int,
+        expert_alignment: int,
+        tag: int,
+        config: Config,
+    ) -> _Plan | None:
+        """None for a shape that only the engine can make calls of, or that is wrong."""
+        placement = find_placement(self._engine, num_experts, expert_alignment, config, tag)
+        if (
+            placement is None
+            or dtype not in ROW_DTYPES
+            or min(hidden, num_topk) < 1
+            or 1 + placement.most_experts > say.PAYLOAD_WORDS
+        ):
+            return None
+        table, head, scratch = self._table(num_experts)
+        more = {"num_topk": num_topk, "num_experts": num_experts, "tag": tag}
+        buffer = self._agreement.buffer_id
+        call = Call.of_shape("dispatch", dtype, hidden, config, buffer=buffer, **more)
+        head[say.CALL : say.TOKENS] = call
+        per_expert, kept = tell_shape(table, placement, self.rank, num_topk, expert_alignment)
+        table[at.ROW_BYTES] = row_bytes = hidden * dtype.itemsize
+        return _Plan(
+            self._kernels.nodes_dispatch(table.buffer_info()[0]),
+            table,
+            scratch,
+            config,
+            row_bytes + 12 * num_topk + 4,
+            (hidden, dtype if dtype in SUMMABLE else torch.bfloat16, config.num_channels),
+            per_expert,
+            (head, *kept),
+        )
+
+    def _plan_combine(
+        self, dtype: torch.dtype, hidden: int, tag: int, config: Config
+    ) -> _Plan | None:
+        if dtype not in SUMMABLE or hidden < 1 or not is_valid(self._engine, config, tag):
+            return None
+        table, head, scratch = self._table(0)
+        buffer = self._agreement.buffer_id
+        call = Call.of_shape("combine", dtype, hidden, config, buffer=buffer, tag=tag)
+        head[say.CALL : say.TOKENS] = call
+        table[at.ROW_BYTES] = row_bytes = hidden * dtype.itemsize
+        return _Plan(
+            self._kernels.nodes_combine(dtype, table.buffer_info()[0]),
+            table,
+            scratch,
+            config,
+            row_bytes,
+            (hidden, dtype, config.num_channels),
+            np.zeros(0, np.int64),
+            (head,),
+        )
+
+    def _table(self, num_experts: int) -> tuple[array[int], np.ndarray, np.ndarray]:
+        """A table, the message up to its payload, and scratch memory."""
+        if len(self._plans) >= _MOST_PLANS:
+            self._plans.clear()
+        table = array("q", self._steps.words)
+        head = np.zeros(say.PAYLOAD, np.int64)
+        scratch = np.zeros(at.scratch_words(self.size, num_experts), np.int64)
+        table[at.HEAD], table[at.SCRATCH] = head.ctypes.data, scratch.ctypes.data
+        return table, head, scratch
+
+
+def _are_plain(*tensors: Any) -> bool:
+    """Whether these are contiguous matrices in memory, of which nobody wants gradients."""
+    for one in tensors:
+        if not (type(one) is Tensor and one.is_cpu and one.ndim == 2):
+            return False
+        if one.requires_grad and torch.is_grad_enabled():
+            return False
+        try:
+            if not one.is_contiguous() or one.is_neg():
+                return False
+            if not one.data_ptr() and one.numel():
+                return False
+        except RuntimeError:  # of a tensor without memory
+            return False
+    return True
+
+
+def _nothing() -> None:
+    """What a combine does while messages travel."""
+
+
+def compiled_node_calls(engine: Engine, kernels: Any) -> CompiledNodeCalls | None:
+    """The compiled calls of an engine between nodes, if its transport and its kernels have them.
+
+    TOKENYARD_COMPILED_CALLS=0 leaves them out, as it does those of one node.
+    """
+    transport = engine.transport
+    if (
+        not isinstance(transport, HierarchicalTransport)
+        or not hasattr(kernels, "nodes_dispatch")
+        or engine.topology.num_nodes == 1
+        or os.environ.get("TOKENYARD_COMPILED_CALLS") == "0"
+    ):
+        return None
+    return CompiledNodeCalls(engine, transport, kernels)
