@@ -110,7 +110,8 @@ def _spread(
     """Each row of the columns to the places of its pairs, and where those are."""
     kernels, compiled, num_rows = engine.kernels, engine.compiled, sum(per_expert)
     x = columns[0]
-    if compiled is not None and len(columns) == 1 and num_rows * x.shape[1] * x.itemsize < _MUCH:
+    few = 0 <= num_rows * x.shape[1] * x.itemsize < _MUCH  # below 0 if a rank told nonsense
+    if compiled is not None and len(columns) == 1 and few:
         out = engine.transport.empty(num_rows, x.shape[1], x.dtype)
         found = compiled.kernels.place_and_spread(x, topk_idx, len(per_expert), alignment, out)
         if found is not None:
