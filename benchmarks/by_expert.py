@@ -5,8 +5,9 @@
 
 Experts that do nothing, so that the exchange alone is measured. `in place`: the experts' output
 lies in memory of the Buffer, which other ranks can read; `ordinary`: in memory of torch, as after
-grouped_mm. The sums of all ways are compared by bits before they are timed. Prints a line of JSON
-for each number of tokens: microseconds of a round, the best of the rounds' means.
+grouped_mm; `general`: dispatch and combine without compiled calls, as they were before there were
+any. The sums of all ways are compared by bits before they are timed. Prints a line of JSON for each
+number of tokens: microseconds of a round, the best of the rounds' means.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from tokenyard.testing import Processes
 
 PLAIN = "dispatch, combine"
 OLD, OLD_COPIED = "with permute, unpermute", "with permute, unpermute, ordinary"
+OLD_GENERAL = "with permute, unpermute, general"
 NEW, NEW_COPIED = "by expert, in place", "by expert, ordinary"
 
 
@@ -35,15 +37,28 @@ def inputs(rank: int, tokens: int, args: argparse.Namespace) -> tuple[Tensor, Te
     return x, idx.contiguous(), weights.contiguous()
 
 
+def without_compiled_calls(group: Any, transport: str) -> tokenyard.Buffer:
+    os.environ["TOKENYARD_COMPILED_CALLS"] = "0"
+    try:
+        return tokenyard.Buffer(group, transport=transport)
+    finally:
+        del os.environ["TOKENYARD_COMPILED_CALLS"]
+
+
 def make_ways(
-    buffer: tokenyard.Buffer, x: Tensor, idx: Tensor, weights: Tensor, num_experts: int
+    buffer: tokenyard.Buffer,
+    general: tokenyard.Buffer,
+    x: Tensor,
+    idx: Tensor,
+    weights: Tensor,
+    num_experts: int,
 ) -> dict[str, Callable[[], Tensor]]:
     routed: Any = {"topk_idx": idx, "topk_weights": weights, "num_experts": num_experts}
     num_local = len(buffer.get_local_experts(num_experts))
     got: Any = buffer.dispatch_by_expert(x, **routed)
     ordinary = got.x.clone()  # experts that do nothing say the same every time
 
-    def old(in_place: bool) -> Tensor:
+    def old(buffer: tokenyard.Buffer, in_place: bool) -> Tensor:
         got: Any = buffer.dispatch(x, **routed)
         rows = tokenyard.permute(got.recv_x, got.recv_topk_idx, num_local)
         out = buffer.get_next_combine_buffer(got.handle)
@@ -61,9 +76,10 @@ def make_ways(
 
     return {
         PLAIN: plain,
-        OLD: lambda: old(True),
+        OLD_GENERAL: lambda: old(general, True),
+        OLD: lambda: old(buffer, True),
         NEW: lambda: new(True),
-        OLD_COPIED: lambda: old(False),
+        OLD_COPIED: lambda: old(buffer, False),
         NEW_COPIED: lambda: new(False),
     }
 
@@ -73,8 +89,11 @@ def job(group: Any, tokens: int, args: argparse.Namespace) -> dict[str, float]:
     torch.set_num_threads(1)
     if args.pin:
         os.sched_setaffinity(0, {group.rank() % (os.cpu_count() or 1)})
-    with tokenyard.Buffer(group, transport=args.transport) as buffer:
-        ways = make_ways(buffer, *inputs(buffer.rank, tokens, args), args.experts)
+    with (
+        tokenyard.Buffer(group, transport=args.transport) as buffer,
+        without_compiled_calls(group, args.transport) as general,
+    ):
+        ways = make_ways(buffer, general, *inputs(buffer.rank, tokens, args), args.experts)
         wanted = ways[OLD]()
         for name, run in ways.items():
             if name != PLAIN:
@@ -106,7 +125,11 @@ def main() -> None:
     with Processes(args.ranks, timeout=300) as ranks:
         for tokens in args.tokens:
             us = ranks.run(job, tokens, args)[0]
-            ratios = {"in place": us[NEW] / us[OLD], "ordinary": us[NEW_COPIED] / us[OLD_COPIED]}
+            ratios = {
+                "in place": us[NEW] / us[OLD],
+                "in place, of general": us[NEW] / us[OLD_GENERAL],
+                "ordinary": us[NEW_COPIED] / us[OLD_COPIED],
+            }
             shown = {name: round(value, 1) for name, value in us.items()}
             of_permute = {name: round(value, 2) for name, value in ratios.items()}
             print(json.dumps({"tokens": tokens, "us": shown, "new of old": of_permute}), flush=True)

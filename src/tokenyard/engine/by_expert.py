@@ -108,8 +108,8 @@ def _spread(
     """Each row of the columns to the places of its pairs, and where those are."""
     kernels, compiled, num_rows = engine.kernels, engine.compiled, sum(per_expert)
     x = columns[0]
-    few = len(columns) == 1 and num_rows * x.shape[1] * x.itemsize < _MUCH
-    if few and isinstance(compiled, CompiledCalls):
+    few = 0 <= num_rows * x.shape[1] * x.itemsize < _MUCH  # below 0 if a rank told nonsense
+    if few and len(columns) == 1 and isinstance(compiled, CompiledCalls):
         out = engine.transport.empty(num_rows, x.shape[1], x.dtype)
         found = compiled.kernels.place_and_spread(x, topk_idx, len(per_expert), alignment, out)
         if found is not None:

@@ -153,9 +153,8 @@ def _place_and_spread_kernel(
         return False
     marks = np.zeros(num_places, np.uint8)
     num_copies = _mark_kernel(row_of, numel, marks)
-    streaming = streams(num_bytes, num_copies * num_bytes)
     rows = x, num_bytes, row_of, num_topk, out, num_bytes, num_bytes
-    _spread_kernel(*rows, 0, num_rows, streaming)
+    _spread_kernel(*rows, 0, num_rows, False)  # into the cache, where the experts find few rows
     if num_copies < num_places:
         _zero_kernel(out, num_bytes, num_bytes, marks, 0, num_places)
     return True

@@ -204,13 +204,22 @@ def place_pairs(
 def _scatter_pairs_kernel(columns, places, ranks, num_topk, blocks, rows, begin, end, much):
     place_of, rank_of = pointer(places, INT64), pointer(ranks, INT32)
     targets = _targets(columns, blocks, np.zeros_like(rows), rows)
+    together = np.empty(num_topk, np.int64)
     for t in range(begin, end):
         for j in range(columns.shape[0]):
             row, width = columns[j, 0] + np.int64(t) * columns[j, 2], columns[j, 1]
+            count, bits = 0, width
             for i in range(t * num_topk, (t + 1) * num_topk):
                 if place_of[i] >= 0:
-                    target = targets[j, rank_of[i]] + place_of[i] * width
-                    copy_row(target, row, width, much and width >= _LONG_ROW)
+                    together[count] = targets[j, rank_of[i]] + place_of[i] * width
+                    bits |= together[count]
+                    count += 1
+            streaming = much and width >= _LONG_ROW
+            if streaming and bits % LINE == 0:
+                stream_row_to(together.ctypes.data, count, row, width)
+            else:
+                for c in range(count):
+                    copy_row(together[c], row, width, streaming)
     fence_stores()
 
 

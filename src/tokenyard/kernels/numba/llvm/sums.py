@@ -46,18 +46,11 @@ def _make(num_vectors: Any, lanes: Any, streaming: Any = False) -> Any:
                 row = builder.inttoptr(row, narrow.as_pointer())
                 weight = builder.load(builder.gep(weights, [loop.index]))
                 weight = _broadcast(builder, weight, lanes)
-                for i, total in enumerate(sums):
-                    place = builder.add(at, at.type(i * lanes))
-                    term = vectors.widen(
-                        builder, vectors.load(builder, row, place, narrow, lanes), dtype, lanes
-                    )
-                    term = builder.fmul(weight, term)
+                for total, value in zip(sums, _read(builder, row, at, dtype, num_vectors, lanes)):
+                    term = builder.fmul(weight, value)
                     builder.store(builder.fadd(builder.load(total), term), total)
             pointer = builder.inttoptr(out, narrow.as_pointer())
-            for i, total in enumerate(sums):
-                value = vectors.narrow(builder, builder.load(total), dtype, lanes)
-                place = builder.add(at, at.type(i * lanes))
-                _put(builder, value, pointer, place, dtype, lanes, streaming)
+            _write(builder, sums, pointer, at, dtype, lanes, streaming)
             return context.get_dummy_value()
 
         return sig, codegen
@@ -65,16 +58,46 @@ def _make(num_vectors: Any, lanes: Any, streaming: Any = False) -> Any:
     return scaled_sum
 
 
+def _read(builder: Any, row: Any, at: Any, dtype: Any, num_vectors: Any, lanes: Any) -> list[Any]:
+    """num_vectors * lanes elements of a row from `at` on, wide; `_write` undoes their order."""
+    if num_vectors == 1:
+        value = vectors.load(builder, row, at, vectors.element(dtype), lanes)
+        return [vectors.widen(builder, value, dtype, lanes)]
+    found = []
+    for i in range(0, num_vectors, 2):
+        place = builder.add(at, at.type(i * lanes))
+        found += vectors.widen_pair(builder, row, place, dtype, lanes)
+    return found
+
+
+def _write(
+    builder: Any, sums: Any, pointer: Any, at: Any, dtype: Any, lanes: Any, streaming: Any
+) -> None:
+    """Round sums of what `_read` gave, and store them at pointer[at], which is on a line's boundary
+    if they are streamed.
+    """
+    values = [builder.load(total) for total in sums]
+    if len(values) == 1:
+        narrow = {0: vectors.narrow(builder, values[0], dtype, lanes)}
+    else:
+        narrow = {}
+        for i in range(0, len(values), 2):
+            pair = vectors.narrow_pair(builder, values[i : i + 2], dtype, lanes)
+            narrow |= {i * lanes + more: value for more, value in pair.items()}
+    for more, value in narrow.items():
+        _put(builder, value, pointer, builder.add(at, at.type(more)), dtype, lanes, streaming)
+
+
 def _put(
     builder: Any, value: Any, pointer: Any, index: Any, dtype: Any, lanes: Any, streaming: Any
 ) -> None:
-    """Store `lanes` elements at pointer[index], which their size divides if they are streamed."""
-    if not streaming:
-        vectors.store(builder, value, pointer, index, vectors.element(dtype), lanes)
-        return
+    """Store elements at pointer[index], which `lanes` of them divide if they are streamed."""
     place = builder.bitcast(builder.gep(pointer, [index]), value.type.as_pointer())
-    store = builder.store(value, place, align=min(LINE, lanes * dtype.bitwidth // 8))
-    store.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+    if streaming:
+        store = builder.store(value, place, align=min(LINE, lanes * dtype.bitwidth // 8))
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+    else:
+        builder.store(value, place, align=1)
 
 
 def _broadcast(builder: Any, value: Any, lanes: Any) -> Any:
@@ -137,10 +160,9 @@ def _make_grouped(num_vectors: Any, lanes: Any, streaming: Any = False) -> Any:
                     row = builder.inttoptr(row, narrow.as_pointer())
                     weight = builder.load(builder.gep(weights, [loop.index]))
                     weight = _broadcast(builder, weight, lanes)
-                    for i, part in enumerate(parts):
-                        place = builder.add(at, at.type(i * lanes))
-                        term = vectors.load(builder, row, place, narrow, lanes)
-                        term = builder.fmul(weight, vectors.widen(builder, term, dtype, lanes))
+                    values = _read(builder, row, at, dtype, num_vectors, lanes)
+                    for part, value in zip(parts, values):
+                        term = builder.fmul(weight, value)
                         builder.store(builder.fadd(builder.load(part), term), part)
                 builder.store(end, first)
                 for part, total in zip(parts, sums):
@@ -148,10 +170,7 @@ def _make_grouped(num_vectors: Any, lanes: Any, streaming: Any = False) -> Any:
                     share = vectors.widen(builder, share, dtype, lanes)
                     builder.store(builder.fadd(builder.load(total), share), total)
             pointer = builder.inttoptr(out, narrow.as_pointer())
-            for i, total in enumerate(sums):
-                value = vectors.narrow(builder, builder.load(total), dtype, lanes)
-                place = builder.add(at, at.type(i * lanes))
-                _put(builder, value, pointer, place, dtype, lanes, streaming)
+            _write(builder, sums, pointer, at, dtype, lanes, streaming)
             return context.get_dummy_value()
 
         return sig, codegen
@@ -273,17 +292,11 @@ def _make_sum(streaming: Any) -> Any:
             addresses = builder.inttoptr(sources, at.type.as_pointer())
             with cgutils.for_range(builder, count) as loop:
                 row = builder.load(builder.gep(addresses, [loop.index]))
-                pointer = builder.inttoptr(row, narrow.as_pointer())
-                for i, total in enumerate(sums):
-                    place = builder.add(at, at.type(i * LANES))
-                    term = vectors.load(builder, pointer, place, narrow, LANES)
-                    term = vectors.widen(builder, term, dtype, LANES)
+                row = builder.inttoptr(row, narrow.as_pointer())
+                for total, term in zip(sums, _read(builder, row, at, dtype, len(sums), LANES)):
                     builder.store(builder.fadd(builder.load(total), term), total)
             pointer = builder.inttoptr(out, narrow.as_pointer())
-            for i, total in enumerate(sums):
-                value = vectors.narrow(builder, builder.load(total), dtype, LANES)
-                place = builder.add(at, at.type(i * LANES))
-                vectors.store(builder, value, pointer, place, narrow, LANES, streaming)
+            _write(builder, sums, pointer, at, dtype, LANES, streaming)
             return context.get_dummy_value()
 
         return sig, codegen

@@ -96,6 +96,32 @@ def narrow(builder: Any, value: Any, dtype: Any, lanes: Any) -> Any:
     return value
 
 
+def widen_pair(builder: Any, pointer: Any, index: Any, dtype: Any, lanes: Any) -> list[Any]:
+    """2 * lanes elements from pointer[index] as two wide vectors, in the order that is quickest:
+    bfloat16 by even and odd places, which takes no shuffle. `narrow_pair` puts them back.
+    """
+    kind = element(dtype)
+    if dtype == types.uint16:
+        at = builder.gep(builder.bitcast(pointer, kind.as_pointer()), [index])
+        words = load(builder, at, index.type(0), I32, lanes)
+        even = builder.shl(words, splat(I32, 16, lanes))
+        odd = builder.and_(words, splat(I32, 0xFFFF0000, lanes))
+        return [builder.bitcast(one, vector(ir.FloatType(), lanes)) for one in (even, odd)]
+    places = index, builder.add(index, index.type(lanes))
+    return [
+        widen(builder, load(builder, pointer, place, kind, lanes), dtype, lanes) for place in places
+    ]
+
+
+def narrow_pair(builder: Any, pair: Any, dtype: Any, lanes: Any) -> dict[int, Any]:
+    """What `widen_pair` read, rounded: by the place of its first element, what to store there."""
+    first, second = (narrow(builder, one, dtype, lanes) for one in pair)
+    if dtype == types.uint16:
+        even, odd = (builder.zext(one, vector(I32, lanes)) for one in (first, second))
+        return {0: builder.or_(even, builder.shl(odd, splat(I32, 16, lanes)))}
+    return {0: first, lanes: second}
+
+
 @cache
 def _has_half() -> bool:
     """Whether the machine converts float16. Elsewhere LLVM calls a function that Numba has not."""
