@@ -32,22 +32,25 @@ class GatheringExchange(Exchange):
         if self._locals is None:
             self._locals = torch.tensor([*self.expert_map(num_experts), -1])
         num_tokens = x.shape[0]
-        most = _most_tokens(num_tokens)
+        most = self.most_tokens(num_tokens)
         if most > num_tokens:
             rows = 0, 0, 0, most - num_tokens
             x = torch.nn.functional.pad(x, rows)
             topk_ids = torch.nn.functional.pad(topk_ids, rows, value=num_experts)
             topk_weights = torch.nn.functional.pad(topk_weights, rows)
-        # Ids and weights as one message, of a dtype that vLLM's collectives move.
-        routing = torch.cat([topk_ids.int().view(torch.float32), topk_weights.float()], 1)
-        all_x, all_routing = self.all_gather(x), self.all_gather(routing)
-        ids, weights = all_routing.chunk(2, 1)
-        grouped = permute(
-            all_x, self._locals[ids.view(torch.int32)], self.experts(num_experts).num_local
-        )
+        all_x, ids, weights = self.gather_all(x, topk_ids, topk_weights)
+        num_local = self.experts(num_experts).num_local
+        grouped = permute(all_x, self._locals[ids], num_local)
         begin = most * self.buffer.rank
         own: Any = slice(begin, begin + num_tokens)  # this rank's tokens among those of all
-        return Arrived(rows=grouped, weights=weights.contiguous(), handle=own)
+        return Arrived(rows=grouped, weights=weights, handle=own)
+
+    def gather_all(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        # Ids and weights are one message, of a dtype that vLLM's collectives move.
+        routing = torch.cat([ids.int().view(torch.float32), weights.float()], 1)
+        all_x, all_routing = self.all_gather(x), self.all_gather(routing)
+        all_ids, all_weights = all_routing.chunk(2, 1)
+        return all_x, all_ids.view(torch.int32), all_weights.contiguous()
 
     def send_back(
         self, y: Tensor, arrived: Arrived, weights: Tensor | None, out: Tensor | None = None
@@ -60,6 +63,13 @@ class GatheringExchange(Exchange):
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Nothing: a request warms these up."""
+
+    def most_tokens(self, mine: int) -> int:
+        """Of any rank, in this step of vLLM's."""
+        from vllm.forward_context import get_forward_context
+
+        told = get_forward_context().dp_metadata
+        return mine if told is None else int(told.num_tokens_across_dp_cpu.max())
 
     def all_gather(self, one: Tensor) -> Tensor:
         raise NotImplementedError
@@ -106,13 +116,6 @@ class GlooExchange(GatheringExchange):
         summed = torch.empty_like(mine)
         dist.reduce_scatter_tensor(summed, sums, group=self.buffer.group)
         mine.copy_(summed)
-
-
-def _most_tokens(mine: int) -> int:
-    from vllm.forward_context import get_forward_context
-
-    told = get_forward_context().dp_metadata
-    return mine if told is None else int(told.num_tokens_across_dp_cpu.max())
 
 
 def shm() -> None:
