@@ -35,7 +35,9 @@ from tokenyard.integrations.vllm.settings import Settings
 from tokenyard.testing import run_processes
 
 HIDDEN, NUM_EXPERTS, NUM_TOPK, RANKS = 2048, 64, 8, 2
-CASES = {"prefill": 2048, "decode": 16}  # tokens a rank: 32 sequences are 16 on each of two
+# Tokens a rank, and calls of a turn. 32 sequences are 16 on each of two ranks. A barrier lets ranks
+# go some 0.3 ms apart, which a turn of one short call would measure.
+CASES = {"prefill": (2048, 1), "decode": (16, 40)}
 OURS = "tokenyard"
 
 
@@ -98,7 +100,7 @@ def job(group: Any, rounds: int) -> dict[tuple[str, str, str], float]:
     torch.set_num_threads(1)
     exchanges = open_exchanges(group)
     figures: dict[tuple[str, str, str], float] = {}
-    for name, num_tokens in CASES.items():
+    for name, (num_tokens, num_calls) in CASES.items():
         torch.manual_seed(dist.get_rank(group))
         # Small whole numbers: sums of them are the same in any order.
         x = torch.randint(-3, 4, (num_tokens, HIDDEN)).to(torch.bfloat16)
@@ -107,22 +109,24 @@ def job(group: Any, rounds: int) -> dict[tuple[str, str, str], float]:
         all_ways = {who: ways(one, x, ids, weights) for who, one in exchanges.items()}
         for what in all_ways[OURS]:
             work = {who: one[what] for who, one in all_ways.items()}
-            taken = measure(work, rounds if name == "prefill" else 20 * rounds)
+            taken = measure(work, rounds, num_calls)
             figures |= {(name, what, who): seconds for who, seconds in taken.items()}
     for one in exchanges.values():
         one.buffer.close()
     return figures
 
 
-def measure(work: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, float]:
-    """They take turns. Seconds, the median over rounds of the slowest rank."""
+def measure(work: dict[str, Callable[[], Tensor]], rounds: int, num_calls: int) -> dict[str, float]:
+    """They take turns. Seconds of a call, the median over rounds of the slowest rank."""
     seconds: dict[str, list[float]] = {who: [] for who in work}
     for _ in range(rounds + 3):
         for who, run in work.items():
             dist.barrier()
             begin = time.perf_counter()
-            run()
-            took = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+            for _ in range(num_calls):
+                run()
+            seconds_each = (time.perf_counter() - begin) / num_calls
+            took = torch.tensor(seconds_each, dtype=torch.float64)
             dist.all_reduce(took, op=dist.ReduceOp.MAX)
             seconds[who].append(float(took))
     return {who: statistics.median(taken[3:]) for who, taken in seconds.items()}
