@@ -1,6 +1,7 @@
 """Tokens a second of vLLM's server on two ranks: the plugin, and what a user would run instead.
 
     python benchmarks/vllm_serving.py      # in an environment of .ci/vllm-env; some ten minutes
+    python benchmarks/vllm_serving.py --servers tokenyard shm tensor    # 5 GB of memory a server
 
 Four servers, a core each for two ranks:
 
