@@ -13,6 +13,7 @@ Each rank's tokens are padded to the rank with most. vLLM's ranks know these num
 from __future__ import annotations
 
 import uuid
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,6 +101,8 @@ class ShmExchange(GatheringExchange):
             dist.barrier(group)
             torch.ops._C.join_shm_manager(self._manager, names[0])
             dist.barrier(group)
+            # All have mapped it, and vLLM would leave it there.
+            Path(f"/dev/shm/{names[0]}_{rank}").unlink(missing_ok=True)
         return self._manager
 
 
