@@ -1,125 +1,231 @@
-"""Tokens a second of vLLM's server on two ranks: the plugin, and the same with gloo's collectives.
+"""Tokens a second of vLLM's server on two ranks: the plugin, and what a user would run instead.
 
-    python benchmarks/vllm_serving.py      # in an environment of .ci/vllm-env; some minutes
+    python benchmarks/vllm_serving.py      # in an environment of .ci/vllm-env; some ten minutes
+    python benchmarks/vllm_serving.py --servers tokenyard shm tensor    # 5 GB of memory a server
 
-Both servers run the plugin. In the second its Exchange is replaced by all-gather and reduce-scatter
-over gloo (`Gathered` of vllm_exchange.py), by a plugin of our own that vLLM finds beside it; what
-else surrounds the experts kernel is the same. The model has two layers of 64 experts, top-8, hidden
-size 2048, and random weights. "prefill" is prompts of 1024 tokens, of which one token is asked for;
-"decode" 32 sequences at once, 64 tokens each.
+Four servers, a core each for two ranks:
+
+    tokenyard   the plugin; data parallel ranks share the experts
+    shm         the same, but tokens travel through vLLM's own shared-memory collectives
+    gloo        the same, but tokens travel through torch.distributed (`vllm_gathering.py`)
+    tensor      --tensor-parallel-size 2, without plugin and without expert parallelism
+
+The model is a Qwen3-MoE with random weights in bfloat16: 8 layers of 64 experts, top-8, hidden size
+2048, intermediate size of an expert 256. "prefill" is prompts of 1024 tokens, of which one token is
+asked for; "decode" is 32 sequences at once.
+
+All servers are up at once, and sleep (SIGSTOP) but for the one that is measured. They take turns,
+in another order each round. A figure is the median over rounds; so is a ratio, of figures of the
+same round. Before that each server answers a few prompts one by one, and those that differ only in
+how tokens travel must answer with the same tokens. A tensor parallel rank adds up another part of
+each product, so that in bfloat16 its tokens may differ: they are counted.
 """
 
+from __future__ import annotations
+
+import argparse
 import os
 import random
+import signal
+import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.vllm_exchange import Gathered
-from tokenyard.integrations.vllm.exchange import Arrived, Exchange
-from tokenyard.ops.permute import permute, unpermute
+from tests.cases.vllm.server import Server, serve
+
+ROOT = Path(__file__).parents[1]
+EXPERT_PARALLEL = ("--data-parallel-size", "2", "--enable-expert-parallel")
+TENSOR_PARALLEL = ("--tensor-parallel-size", "2")
+SERVERS = {
+    "tokenyard": EXPERT_PARALLEL,
+    "shm": EXPERT_PARALLEL,
+    "gloo": EXPERT_PARALLEL,
+    "tensor": TENSOR_PARALLEL,
+}
+# What the requests need and no more: the memory of all servers is taken at once.
+COMMON: tuple[str, ...] = ("--max-model-len", "1152", "--max-num-batched-tokens", "2048")
+COMMON += ("--num-gpu-blocks-override", "128", "--no-enable-prefix-caching")
 
 
-class GlooExchange(Exchange):
-    """All-gather and reduce-scatter, padded to the rank with most tokens."""
-
-    def send(self, x: Any, topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> Arrived:
-        group = self.buffer.group
-        gloo = Gathered(group)
-        most = torch.tensor(x.shape[0])
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-        short = int(most) - x.shape[0]
-        pad = torch.nn.functional.pad
-        all_x, all_ids, all_weights = gloo.there(
-            pad(x, (0, 0, 0, short)),
-            pad(topk_ids.long(), (0, 0, 0, short), value=num_experts),
-            pad(topk_weights.float(), (0, 0, 0, short)),
-        )
-        local = torch.tensor([*self.expert_map(num_experts), -1])
-        rows = permute(all_x, local[all_ids], self.experts(num_experts).num_local)
-        self._num_tokens = x.shape[0]
-        return Arrived(rows=rows, weights=all_weights, handle=gloo)  # type: ignore[arg-type]
-
-    def send_back(
-        self, y: Tensor, arrived: Arrived, weights: Tensor | None, out: Tensor | None = None
-    ) -> Tensor:
-        partial = unpermute(y, arrived.rows.row_of, weights=weights)
-        gloo: Any = arrived.handle
-        summed = gloo.back(partial)[: self._num_tokens]
-        return summed if out is None else out.copy_(summed)
+class Load(NamedTuple):
+    prompts: list[list[int]]
+    num_tokens: int  # of each answer
+    total: int  # tokens that are counted
 
 
-def register() -> None:
-    """An entry point of vLLM's, for the second server."""
-    import tokenyard.integrations.vllm.manager as manager
-
-    manager.Exchange = GlooExchange  # type: ignore[misc]
-
-
-def measure(model: Path, log: Path, **environment: str) -> dict[str, float]:
-    from tests.cases.vllm.server import serve
-
+def loads(args: argparse.Namespace) -> dict[str, Load]:
     chance = random.Random(1)
-    long = [[chance.randrange(1, 500) for _ in range(1024)] for _ in range(8)]
-    short = [[chance.randrange(1, 500) for _ in range(8)] for _ in range(32)]
-    options = ("--data-parallel-size", "2", "--enable-expert-parallel", "--max-model-len", "1100")
-    more = ("--max-num-batched-tokens", "2048", "--no-enable-prefix-caching")
-    with serve(model, log, *options, *more, **environment) as server:
-        figures = {}
-        for name, prompts, num_tokens, tokens in (
-            ("prefill", long, 1, 8 * 1024),
-            ("decode", short, 64, 32 * 64),
-        ):
-            server.complete_all(prompts, num_tokens)
-            begin = time.perf_counter()
-            server.complete_all(prompts, num_tokens)
-            figures[name] = tokens / (time.perf_counter() - begin)
+
+    def prompts(number: int, length: int) -> list[list[int]]:
+        return [[chance.randrange(1, 500) for _ in range(length)] for _ in range(number)]
+
+    num_long, num_answer = args.prompts, args.answer
+    return {
+        "prefill": Load(prompts(num_long, 1024), 1, num_long * 1024),
+        "decode": Load(prompts(32, 8), num_answer, 32 * num_answer),
+    }
+
+
+def ask(server: Server, load: Load, at_once: int, num_ranks: int) -> list[list[int]]:
+    """The tokens of all answers. Data parallel ranks get as many of the prompts each."""
+
+    def one(number: int) -> list[int]:
+        dp_rank = number % num_ranks if num_ranks > 1 else None
+        return server.complete(load.prompts[number], load.num_tokens, dp_rank)["token_ids"]
+
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(one, range(len(load.prompts))))
+
+
+@contextmanager
+def awake(server: Server) -> Iterator[None]:
+    """All its processes are of the session that the first one leads."""
+    os.killpg(server.process.pid, signal.SIGCONT)
+    try:
+        yield
+    finally:
+        os.killpg(server.process.pid, signal.SIGSTOP)
+
+
+@contextmanager
+def started(name: str, model: Path, folder: Path, logs: Path) -> Iterator[Server]:
+    """A server that sleeps."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    environment = {
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(
+            ",".join(map(str, part)) for part in (cores[:half], cores[half:])
+        ),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    if name in ("shm", "gloo"):
+        path = str(add_plugin(name, folder / f"{name}-path"))
+        environment["PYTHONPATH"] = os.pathsep.join([path, environment["PYTHONPATH"]])
+    if name == "tensor":
+        environment["TOKENYARD_VLLM"] = "0"
+    options = (*COMMON, *SERVERS[name])
+    with serve(model, logs / f"{name}.log", *options, **environment) as server:
+        os.killpg(server.process.pid, signal.SIGSTOP)
+        try:
+            yield server
+        finally:
+            os.killpg(server.process.pid, signal.SIGCONT)
+
+
+def add_plugin(name: str, path: Path) -> Path:
+    """A distribution whose entry point vLLM finds beside the plugin's."""
+    info = path / f"{name}_exchange-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-exchange\nVersion: 1\n")
+    entry = f"{name} = benchmarks.vllm_gathering:{name}"
+    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{entry}\n")
+    return path
+
+
+def num_ranks(name: str) -> int:
+    """With requests of their own."""
+    return 2 if SERVERS[name] is EXPERT_PARALLEL else 1
+
+
+def compare(servers: dict[str, Server]) -> None:
+    """Prompts one by one: then it does not depend on the time which of them share a step."""
+    chance = random.Random(2)
+    prompts = [[chance.randrange(1, 500) for _ in range(length)] for length in (5, 17, 64, 300)]
+    answers = {}
+    for name, server in servers.items():
+        with awake(server):
+            answers[name] = ask(server, Load(prompts, 16, 0), 1, num_ranks(name))
+    first, want = next(iter(answers.items()))
+    for name, got in answers.items():
+        same = sum(one == other for one, other in zip(got, want))
+        print(f"{name}: {same} of {len(want)} answers are those of {first}", flush=True)
+        assert got == want or name == "tensor", (name, got, want)
+
+
+def measure(
+    servers: dict[str, Server], work: dict[str, Load], rounds: int
+) -> dict[str, dict[str, list[float]]]:
+    """Tokens a second by load and server, of each round. The first one warms up."""
+    figures: dict[str, dict[str, list[float]]] = {
+        load: {name: [] for name in servers} for load in work
+    }
+    order = list(servers)
+    for number in range(rounds + 1):
+        for name in order:
+            with awake(servers[name]):
+                for kind, load in work.items():
+                    begin = time.perf_counter()
+                    ask(servers[name], load, 32, num_ranks(name))
+                    rate = load.total / (time.perf_counter() - begin)
+                    if number:
+                        figures[kind][name].append(rate)
+                    print(f"round {number}: {name} {kind} {rate:.1f}", file=sys.stderr, flush=True)
+        order = order[1:] + order[:1]
     return figures
 
 
+def show(figures: dict[str, dict[str, list[float]]]) -> None:
+    for kind, rates in figures.items():
+        first = next(iter(rates))
+        print(f"\n{kind:12}{'tokens/s':>12}{'quartiles':>20}{first + ' / it':>18}")
+        for name, all_rates in rates.items():
+            ratios = [mine / other for mine, other in zip(rates[first], all_rates)]
+            ratio = f"{statistics.median(ratios):18.3f}" if name != first else ""
+            print(f"{name:12}{statistics.median(all_rates):12.1f}{spread(all_rates):>20}{ratio}")
+
+
+def spread(values: Sequence[float]) -> str:
+    if len(values) < 2:
+        return ""
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return f"{low:.1f} to {high:.1f}"
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--intermediate", type=int, default=256)
+    parser.add_argument("--prompts", type=int, default=4, help="long ones, of a round")
+    parser.add_argument("--answer", type=int, default=32, help="tokens of a sequence of decode")
+    parser.add_argument("--logs", type=Path, help="a directory that keeps the servers' logs")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # not before servers have ended
     from tests.cases.vllm.models import save
 
-    cores = sorted(os.sched_getaffinity(0))
-    half = len(cores) // 2
-    bind = "|".join(",".join(map(str, part)) for part in (cores[:half], cores[half:]))
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         here = Path(folder)
         model = save(
             "qwen3",
             here / "model",
-            hidden_size=2048,
-            num_attention_heads=16,
+            num_hidden_layers=args.layers,
+            hidden_size=args.hidden,
+            num_attention_heads=max(4, args.hidden // 128),
             head_dim=128,
             num_experts=64,
             num_experts_per_tok=8,
-            moe_intermediate_size=256,
+            moe_intermediate_size=args.intermediate,
             max_position_embeddings=2048,
         )
-        plugin = here / "path" / "gloo_exchange-1.dist-info"
-        plugin.mkdir(parents=True)
-        (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: gloo-exchange\nVersion: 1\n")
-        entry = "gloo = benchmarks.vllm_serving:register"
-        (plugin / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{entry}\n")
-        paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        ours = measure(model, here / "ours.log", VLLM_CPU_OMP_THREADS_BIND=bind)
-        gloo = measure(
-            model,
-            here / "gloo.log",
-            VLLM_CPU_OMP_THREADS_BIND=bind,
-            PYTHONPATH=os.pathsep.join([str(here / "path"), *paths]),
-        )
-    print(f"{'tokens/s':12}{'tokenyard':>12}{'gloo':>12}{'times':>8}")
-    for name, figure in ours.items():
-        print(f"{name:12}{figure:12.1f}{gloo[name]:12.1f}{figure / gloo[name]:8.2f}")
+        logs = args.logs or here
+        servers = {
+            name: stack.enter_context(started(name, model, here, logs)) for name in args.servers
+        }
+        compare(servers)
+        figures = measure(servers, loads(args), args.rounds)
+    show(figures)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -130,6 +132,25 @@ def test_the_log_names_a_dead_worker(victim: str, model: Any, tmp_path: Path) ->
         for one in askers:
             one.join(scaled(60))
         assert failed.is_set()
+
+
+@pytest.mark.slow
+def test_the_benchmark_compares_servers(tmp_path: Path) -> None:
+    """A small model through the plugin and through vLLM's collectives: the same tokens, or it
+    raises.
+    """
+    script = Path(__file__).parents[2] / "benchmarks" / "vllm_serving.py"
+    small = ("--layers", "1", "--hidden", "256", "--intermediate", "64", "--answer", "4")
+    options = (*small, "--rounds", "1", "--logs", str(tmp_path), "--servers", "tokenyard", "shm")
+    done = subprocess.run(
+        [sys.executable, str(script), *options],
+        capture_output=True,
+        text=True,
+        timeout=scaled(800),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "shm: 4 of 4 answers are those of tokenyard" in done.stdout
 
 
 @pytest.mark.slow
