@@ -17,8 +17,8 @@ asked for; "decode" is 32 sequences at once.
 All servers are up at once, and sleep (SIGSTOP) but for the one that is measured. They take turns,
 in another order each round. A figure is the median over rounds; so is a ratio, of figures of the
 same round. Before that each server answers a few prompts one by one. With gloo the tokens must be
-the plugin's. The others are counted: vLLM's all-reduce cuts bfloat16 sums off where the processor
-has no AVX512_BF16, and a tensor parallel rank adds up another part of each product.
+the plugin's. The others are counted: vLLM's all-reduce cuts bfloat16 sums off on Cascade Lake, and
+a tensor parallel rank adds up another part of each product.
 """
 
 from __future__ import annotations
