@@ -166,26 +166,17 @@ def test_the_oracle_notices_experts_elsewhere(whole: tuple[Program, list[Record]
     assert any("experts.down[0] at the end is there" in one for one in problems)
 
 
-def scaled_weights(real: Any) -> Any:
-    return lambda y, row_of, weights: real(y, row_of, weights * 1.0001)
+def with_other(change: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[[Any], Any]:
+    """A dispatch_by_expert that is given other tokens, experts or weights."""
 
+    def broken(real: Any) -> Any:
+        def dispatch(buffer: Any, *routed: Any) -> Any:
+            *tensors, num_experts = routed
+            return real(buffer, *change(*tensors, num_experts), num_experts)
 
-def lost_weight_gradient(real: Any) -> Any:
-    return lambda y, row_of, weights: real(y, row_of, weights.detach())
+        return dispatch
 
-
-def lost_row_gradient(real: Any) -> Any:
-    def dispatch(buffer: Any, x: torch.Tensor, *args: Any, **options: Any) -> Any:
-        return real(buffer, x.detach(), *args, **options)
-
-    return dispatch
-
-
-def other_expert(real: Any) -> Any:
-    def permute(x: torch.Tensor, topk_idx: torch.Tensor, num: int, **options: Any) -> Any:
-        return real(x, torch.where(topk_idx >= 0, num - 1 - topk_idx, topk_idx), num, **options)
-
-    return permute
+    return broken
 
 
 def own_load(real: Any) -> Any:
@@ -195,10 +186,26 @@ def own_load(real: Any) -> Any:
 @pytest.mark.parametrize(
     "name, broken, first",
     [
-        ("unpermute", scaled_weights, "step 0, call 0, out"),
-        ("unpermute", lost_weight_gradient, "step 0, call 0, x.grad"),
-        ("dispatch", lost_row_gradient, "step 0, call 0, x.grad"),
-        ("permute", other_expert, "step 0, call 0, "),
+        (
+            "dispatch_by_expert",
+            with_other(lambda x, ids, weights, _: (x, ids, weights * 1.0001)),
+            "step 0, call 0, out",
+        ),
+        (
+            "dispatch_by_expert",
+            with_other(lambda x, ids, weights, _: (x, ids, weights.detach())),
+            "step 0, call 0, x.grad",
+        ),
+        (
+            "dispatch_by_expert",
+            with_other(lambda x, ids, weights, _: (x.detach(), ids, weights)),
+            "step 0, call 0, x.grad",
+        ),
+        (
+            "dispatch_by_expert",
+            with_other(lambda x, ids, weights, num: (x, num - 1 - ids, weights)),
+            "step 0, call 0, ",
+        ),
         ("sum_over_ranks", own_load, "step 0, call 0, layer 0, auxiliary loss"),
     ],
     ids=["weights", "weights-backward", "rows-backward", "experts", "load"],
