@@ -42,7 +42,10 @@ def expected(x: Tensor, ids: Tensor, weights: Tensor, known: Tensor) -> Tensor:
     return x * factor[:, None]
 
 
-def through_experts(group: Any, ep_ranks: list[int], ep_size: int, case: tuple[int, ...]) -> Tensor:
+def through_experts(
+    group: Any, ep_ranks: list[int], ep_size: int, case: tuple[int, ...], overlap: bool = False
+) -> Tensor:
+    """With overlap, the experts' output and the sums lie in one workspace, as vLLM's may."""
     exchange = Exchange(group, ep_ranks, ep_size, SETTINGS)
     num_experts, num_topk, *tokens = case
     with exchange.buffer as buffer:
@@ -51,7 +54,11 @@ def through_experts(group: Any, ep_ranks: list[int], ep_size: int, case: tuple[i
         first = even_split(num_experts, ep_size).index(ep_ranks[buffer.rank])
         arrived = exchange.send(x, ids, weights, num_experts)
         y = fake_experts(arrived.rows, first)
-        return exchange.send_back(y, arrived, arrived.weights)
+        if not overlap:
+            return exchange.send_back(y, arrived, arrived.weights)
+        workspace = torch.cat([y, y.new_zeros(len(x), HIDDEN)])
+        out = workspace[len(y) // 2 :][: len(x)]
+        return exchange.send_back(workspace[: len(y)], arrived, arrived.weights, out)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +73,13 @@ def test_tokens_meet_their_experts(case: tuple[int, ...]) -> None:
     for rank, out in enumerate(got):
         x, ids, weights = tokens_of(rank, tokens[rank], num_experts, num_topk)
         assert_same(out, expected(x, ids, weights, torch.ones(num_experts)))
+
+
+def test_sums_may_take_the_memory_of_what_is_summed() -> None:
+    case = (8, 2, 5, 3)
+    for rank, out in enumerate(run_virtual(through_experts, 2, [0, 1], 2, case, True).results):
+        x, ids, weights = tokens_of(rank, case[2 + rank], 8, 2)
+        assert_same(out, expected(x, ids, weights, torch.ones(8)))
 
 
 @pytest.mark.parametrize("num_experts", [8, 10], ids=["even", "uneven"])

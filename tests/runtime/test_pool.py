@@ -73,6 +73,37 @@ def test_a_region_is_lent_again_only_when_all_its_tensors_are_dead(pool: Pool[An
     assert pool.find(first.address - 5, 10) is None
 
 
+def test_small_regions_are_lent_again_when_nobody_holds_them(pool: Pool[Any]) -> None:
+    first, array = pool.take_small(1000)
+    view = torch.from_numpy(array[:1000].view(np.int64))[3:5]
+    del array
+    assert pool.in_use == first.size  # asked for, so the pool holds on to it no longer
+    second, array = pool.take_small(1000)
+    assert second is not first
+    del array
+    again, array = pool.take_small(2000)
+    assert again is second
+    del view
+    assert pool.take_small(1000)[0] is first  # which has come back as any other
+    del array
+    pool.trim()
+    assert (pool.in_use, pool.idle) == (0, 0)
+
+
+def test_small_regions_are_not_lent_for_much_more_or_less(pool: Pool[Any]) -> None:
+    large = pool.take_small(300_000)[0]
+    assert pool.take_small(400_000)[0] is not large
+    assert pool.take_small(1000)[0] is not large
+    assert pool.take_small(200_000)[0] is large
+
+
+def test_small_takes_let_a_large_region_go_as_others_do(pool: Pool[Any]) -> None:
+    pool.take(64 * MIB)
+    for _ in range(3 * pools._WINDOW):
+        pool.take_small(1000)
+    assert sum(region.size for region in pool) < 2 * MIB
+
+
 def test_regions_begin_on_a_cache_line(pool: Pool[Any]) -> None:
     held = [pool.take(number)[0] for number in (1, 70_001, 5 * MIB + 3)]
     assert [region.address % 64 for region in held] == [0, 0, 0]

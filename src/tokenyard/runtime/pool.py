@@ -26,8 +26,8 @@ from tokenyard.runtime.limits import NoMemory
 
 _WINDOW = 128  # calls of Pool.take
 _SMALLEST = 1 << 16  # bytes of a region
-_MOST_ON_SHELF = 1 << 20  # bytes of a region that stays lent
-_MOST_SHELVED = 8  # such regions
+_MOST_ON_SHELF = 1 << 19  # bytes of a region that stays lent
+_MOST_SHELVED = 4  # such regions
 
 
 class Region(Protocol):
@@ -106,7 +106,7 @@ class Pool(Generic[R]):
             region = self._reuse(wanted)
             self._takes += 1
             if self._takes % _WINDOW == 0:
-                self._peaks = [self._peaks[1], 0]
+                self._peaks = [self._peaks[1], self._in_use]
             self._in_use += wanted
             if self._in_use > self._peaks[1]:
                 self._peaks[1] = self._in_use
@@ -129,6 +129,9 @@ class Pool(Generic[R]):
                 array, region = one
                 size = region.size
                 if num_bytes <= size and (size <= _SMALLEST or size <= 2 * num_bytes):
+                    self._takes += 1
+                    if self._takes % _WINDOW == 0:
+                        self._next_window()
                     return region, array
         region, array = self.take(num_bytes)
         if region.size <= _MOST_ON_SHELF:
@@ -208,6 +211,12 @@ class Pool(Generic[R]):
                 return None
             self._idle -= found.size
         return found
+
+    def _next_window(self) -> None:
+        with self._lock:
+            self._settle()
+            self._peaks = [self._peaks[1], self._in_use]
+            self._trim_to_peak(0)
 
     def _trim_to_peak(self, more: int) -> None:
         """Down to three quarters more than was in use at once, with `more` bytes yet to come."""

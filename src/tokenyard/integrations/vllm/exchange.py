@@ -89,7 +89,7 @@ class Exchange:
         weigh, handle = weights is not None, arrived.handle
         if out is None:
             return self.buffer.combine_by_expert(y, handle, weigh=weigh)
-        if out.dtype == y.dtype and out.is_contiguous():
+        if out.dtype == y.dtype and out.is_contiguous() and not _overlap(out, y):
             return self.buffer.combine_by_expert(y, handle, weigh=weigh, out=out)
         return out.copy_(self.buffer.combine_by_expert(y, handle, weigh=weigh))
 
@@ -104,3 +104,9 @@ class Exchange:
         x, weights = torch.zeros(1, 128, dtype=dtype), torch.ones(1, self.ep_size)
         arrived = self.send(x, torch.arange(self.ep_size)[None], weights, self.ep_size)
         self.send_back(arrived.rows.x, arrived, arrived.weights)
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether contiguous tensors share memory, as results of vLLM's workspace may."""
+    begin, first = one.data_ptr(), other.data_ptr()
+    return first < begin + one.nbytes and begin < first + other.nbytes
