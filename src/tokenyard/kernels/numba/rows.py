@@ -20,7 +20,7 @@ from tokenyard.types import Route, SentPairs
 from tokenyard.wire.columns import LINE
 
 _LONG_ROW = 1024
-_MUCH = 1 << 20
+_MUCH = 1 << 22  # bytes that are unlikely to be read again from the cache
 _PIECE = 512  # bytes of a row that go to all its ranks before the next ones
 _AHEAD = 1024  # bytes that are read before they are needed
 
