@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from typing import Any
 
 import numpy as np
 
-from tokenyard.comm.base import Communicator
-from tokenyard.errors import SharedMemoryError, name_ranks
+from tokenyard.comm.base import Communicator, Leaving
+from tokenyard.errors import PeerError, SharedMemoryError, name_ranks
 from tokenyard.shm import shared_rows
 from tokenyard.shm.attached import AttachedSegments, Mapped, attach_controls
 from tokenyard.shm.control import Control, ControlLayout
@@ -33,7 +32,7 @@ _BOX = 128  # int64s of a message that go at once
 _STAGE = "Buffer (attach)"
 
 
-class SharedNode:
+class SharedNode(Leaving):
     def __init__(
         self,
         communicator: Communicator,
@@ -117,12 +116,8 @@ class SharedNode:
         shared_rows.check(able_R1, [error], stage, self.rank)
         return addresses_R
 
-    def __enter__(self) -> SharedNode:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self.liveness.__exit__(kind, error, trace)
-        self.close()
+    def tell(self, error: PeerError) -> None:
+        self.liveness.tell(error)
 
     def close(self) -> None:
         self.mailbox.look = None
