@@ -35,7 +35,6 @@ from tokenyard.transports import (
     CollectiveTransport,
     Opening,
     Probe,
-    Transport,
     check_name,
     open_transport,
     why_not_attached,
@@ -193,8 +192,8 @@ def open_engine(group: Any, options: Options) -> tuple[Engine, LowLatency | None
             several_machines=len(set(machines)) > 1,
             alone=alone,
         )
-        undo.callback(opened.close)
-        undo.push(partial(_tell_why, opened))
+        # Others may have opened their Buffers when this rank fails, and wait for it in a call.
+        undo.enter_context(opened)
         agreement, streams = Agreement(opened, shared_id), streams_for(communicator.device)
         engine = Engine(
             opened, communicator, kernel_set, agreement, topology, placed, own_id, streams
@@ -226,14 +225,6 @@ def open_engine(group: Any, options: Options) -> tuple[Engine, LowLatency | None
         assert built is not None
         undo.pop_all()
     return built
-
-
-def _tell_why(transport: Transport, kind: Any, error: BaseException | None, trace: Any) -> None:
-    """Before a transport is closed because a peer failed: others may have opened their Buffers, and
-    wait for this rank in a call.
-    """
-    if isinstance(error, PeerError):
-        transport.tell(error)
 
 
 def _try_probe(kernel_set: kernel_sets.Kernels) -> tuple[Probe | None, str | None]:

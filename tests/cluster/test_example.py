@@ -56,10 +56,8 @@ def test_multi_node() -> None:
             for node, agent in enumerate(agents):
                 ranks = (2 * node, 2 * node + 1)
                 wanted = [f"rank {rank}: there and back in" for rank in ranks]
-                for rank in ranks:
-                    wanted.append(
-                        f"rank {rank}: <tokenyard.Buffer rank {rank} of 4 on 2 nodes, hier"
-                    )
+                opened = "of 4 on 2 nodes, hierarchical>"
+                wanted += [f"rank {rank}: <tokenyard.Buffer rank {rank} {opened}" for rank in ranks]
                 text = listen(agent, wanted)
                 assert all(one in text for one in wanted), text
         finally:

@@ -105,3 +105,24 @@ def test_a_slow_rank_finds_the_memory_of_one_that_closes(processes: Pools) -> No
     begin = time.monotonic()
     assert processes(2).run(close_before_a_slow_rank) == ["received", "received"]
     assert time.monotonic() - begin < scaled(50)
+
+
+def close_as_a_call_ends(group: Any) -> str:
+    """Rank 0 closes its Buffer while a call on the Buffer's thread waits for rank 1 to read."""
+    x, topk_idx = torch.ones(64, 1024, dtype=torch.bfloat16), torch.zeros(64, 1, dtype=torch.int64)
+    for _ in range(5):
+        with tokenyard.Buffer(group, low_latency_mode=True, transport="direct") as buffer:
+            dispatch = partial(buffer.low_latency_dispatch, x, topk_idx, 64, 2, use_fp8=False)
+            if group.rank() == 0:
+                dispatch(async_finish=True)
+                time.sleep(scaled(0.1))  # that call has read what came, and waits
+            else:
+                *_, hook = dispatch(return_recv_hook=True)
+                time.sleep(scaled(0.2))
+                hook()
+    return "closed"
+
+
+@pytest.mark.processes
+def test_a_buffer_may_be_closed_while_a_call_ends_on_its_thread(processes: Pools) -> None:
+    assert processes(2).run(close_as_a_call_ends) == ["closed", "closed"]

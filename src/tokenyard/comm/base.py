@@ -8,7 +8,7 @@ tell ranks of other nodes who is at fault.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,27 @@ from tokenyard.runtime.memory import as_bytes
 from tokenyard.runtime.streams import to_device, to_host
 
 Move = Callable[[], None]
+Self = TypeVar("Self", bound="Leaving")
+
+
+class Leaving:
+    """What a rank closes when it leaves its peers. If a `with` ends because a peer failed, the rank
+    tells the others so before it closes: they may be waiting for this rank.
+    """
+
+    def tell(self, error: PeerError) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, PeerError):
+            self.tell(error)
+        self.close()
 
 
 class Exchange(NamedTuple):

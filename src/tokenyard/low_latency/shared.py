@@ -307,7 +307,7 @@ class SharedSlots:
     def wait_to_leave(self, seconds: float) -> None:
         """Wait until all ranks have mapped what this rank named in calls that it has ended."""
         deadline = time.monotonic() + seconds
-        for place, (named, _) in self.new.items():
+        for place, (named, _) in self.new.copy().items():  # the Buffer's thread may end a call
             self.posts.wait_to_leave(place, named, deadline)
 
     def _after_reading(self, post: Post, number: int, stage: str) -> None:
@@ -316,7 +316,7 @@ class SharedSlots:
         rank waits for this one meanwhile, a later call waits instead.
         """
         self.posts.pay(post, number)
-        for place, (named, identity) in list(self.new.items()):
+        for place, (named, identity) in self.new.copy().items():
             if not self.posts.wait_until_read(place, named, post, number, stage):
                 return
             self.new.pop(place, None)

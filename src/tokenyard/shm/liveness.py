@@ -14,9 +14,9 @@ import select
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from tokenyard.comm.base import Communicator
+from tokenyard.comm.base import Communicator, Leaving
 from tokenyard.errors import (
     PeerDied,
     PeerError,
@@ -40,7 +40,7 @@ class Stopped(NamedTuple):
     ranks: tuple[int, ...]
 
 
-class Liveness:
+class Liveness(Leaving):
     def __init__(
         self,
         communicator: Communicator,
@@ -69,17 +69,6 @@ class Liveness:
         except OSError as error:
             self.close()
             raise OSError(f"rank {self.me} cannot watch the other ranks: {error}") from error
-
-    def __enter__(self) -> Liveness:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """This rank leaves. If that is because a peer failed, it says so first, since others may
-        wait for this rank.
-        """
-        if isinstance(error, PeerError):
-            self.tell(error)
-        self.close()
 
     def wait_until(
         self, step: Callable[[], int], missing: Callable[[], Sequence[int]], stage: str
@@ -120,14 +109,15 @@ class Liveness:
             gone = self.have_left()
             dead = tuple(rank for rank in self.dead_ranks() if rank not in given_up)
             if gone and step():  # what they did before they left may have come just now
-                fallen = set(dead).difference(self.names(sorted(gone)))
-                gone &= set(missing())
-                if gone:
+                awaited = gone.intersection(missing())
+                if awaited:
                     if not self.shrinks:
                         self.raise_told(stage)  # a rank says why before it leaves
-                    if fallen:  # most likely the others left because of that
-                        return Stopped(PeerDied, tuple(sorted(fallen)))
-                    return Stopped(PeerLeft, self.names(sorted(gone)))
+                    names = self.names(sorted(gone))
+                    fallen = tuple(rank for rank in dead if rank not in names)
+                    if fallen:  # most likely the others left because of these
+                        return Stopped(PeerDied, fallen)
+                    return Stopped(PeerLeft, self.names(sorted(awaited)))
             if dead and dead_since is None:
                 dead_since = now
             if dead_since is not None and now > dead_since + _GRACE:

@@ -15,12 +15,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import numpy as np
 
-from tokenyard.comm.base import Communicator
-from tokenyard.errors import SharedMemoryError, name_ranks
+from tokenyard.comm.base import Communicator, Leaving
+from tokenyard.errors import PeerError, SharedMemoryError, name_ranks
 from tokenyard.shm import shared_rows
 from tokenyard.shm.attached import AttachedSegments, Mapped, attach_controls
 from tokenyard.shm.control import Control, ControlLayout
@@ -35,7 +34,7 @@ _BOX = 128  # int64s of a message that go at once
 _STAGE = "Buffer (attach)"
 
 
-class SharedNode:
+class SharedNode(Leaving):
     def __init__(
         self,
         communicator: Communicator,
@@ -134,12 +133,8 @@ class SharedNode:
         blocks_R[self.rank] = own.address
         return blocks_R, mapped
 
-    def __enter__(self) -> SharedNode:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self.liveness.__exit__(kind, error, trace)
-        self.close()
+    def tell(self, error: PeerError) -> None:
+        self.liveness.tell(error)
 
     def close(self) -> None:
         self.mailbox.look = None

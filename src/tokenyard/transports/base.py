@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.comm.base import Communicator, Move
+from tokenyard.comm.base import Communicator, Leaving, Move
 from tokenyard.errors import PeerError
 from tokenyard.kernels.base import RowKernels
 from tokenyard.runtime import memory
@@ -81,7 +81,7 @@ class RowsBack(NamedTuple):
     stage: str
 
 
-class Transport:
+class Transport(Leaving):
     """An exchange has two calls: an offer, and, once every rank has heard those of all others, the
     exchange itself. That returns a `Move`, which does the work, at once or on another thread. Moves
     are made one by one, in the order of the calls.
@@ -226,7 +226,7 @@ class SharedMemoryTransport(Transport):
         return self._node.pool.rows(num_rows, width, dtype)
 
     def tell(self, error: PeerError) -> None:
-        self._node.liveness.tell(error)
+        self._node.tell(error)
 
     def dead_ranks(self) -> tuple[int, ...]:
         return self._node.liveness.dead_ranks()

@@ -95,7 +95,7 @@ class SharedSegments:
         pass
 
     def tell(self, error: PeerError) -> None:
-        self._node.liveness.tell(error)
+        self._node.tell(error)
 
     def dead_ranks(self) -> tuple[int, ...]:
         return self._node.liveness.dead_ranks()
