@@ -156,7 +156,8 @@ def _judge_probe(program: Program, number: int, outs: dict[int, Outcome]) -> lis
         allowed = {"BufferClosed", "PeerDied" if trouble.kind == "kill" else "PeerLeft"}
         if trouble.kind == "late":  # on whom the others have given up
             allowed.add("PeerTimeout")
-        if trouble.kind == "raise" and trouble.what == "Agreement.meet":
+        # Whoever did not come to tell of its call may be here a call early.
+        if trouble.kind == "order" or (trouble.kind, trouble.what) == ("raise", "Agreement.meet"):
             allowed.add("CallMismatch")
         # Who has seen that a rank is late, or gave up, has given up as well.
         right = one.names in ((), named) or trouble.kind == "late" or rank == culprit
