@@ -90,7 +90,7 @@ class Worker:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix=self._name)
         # Tensors that were made in inference mode can only be written to in that mode.
-        self.pending = self._thread.submit(self._do, work, torch.is_inference_mode_enabled())
+        self.pending = self._thread.submit(self._run, work, torch.is_inference_mode_enabled())
         return EventHandle(self.pending)
 
     def drain(self) -> None:
@@ -118,14 +118,17 @@ class Worker:
         self._thread.submit(end)
         self._thread.shutdown(wait=False)
 
-    def _do(self, work: Callable[[], None], inference: bool) -> None:
+    def _run(self, work: Callable[[], None], inference: bool) -> None:
         if self.failure is not None:
             raise self.failure
         try:
-            with torch.inference_mode(inference):
-                work()
+            self._do(work, inference)
         except BaseException as error:
             self.failure = error
             if self._on_failure is not None:
                 self._on_failure(error)
             raise
+
+    def _do(self, work: Callable[[], None], inference: bool) -> None:
+        with torch.inference_mode(inference):
+            work()
