@@ -90,6 +90,7 @@ def dispatch_depths(group: dist.ProcessGroup) -> dict[str, int]:
     given: Any = {"topk_idx": topk_idx, "topk_weights": torch.ones(4, 2), "num_experts": 2}
     with tokenyard.Buffer(group, transport="direct") as buffer:
         got: Any = buffer.dispatch(x, **given)  # compile everything, and learn how much arrives
+        buffer.dispatch(x, handle=buffer.dispatch(x, **given, num_worst_tokens=16).handle)
         with pytest.MonkeyPatch.context() as patch:
             for module in numba_modules():
                 for name, kernel in list(vars(module).items()):

@@ -12,7 +12,7 @@ apply to them, since they read raw addresses: to step through a kernel, take the
     quantize     to FP8 and back
     low_latency/ the steps of the low-latency mode, and whole calls for ranks that share memory
     exchange/    a whole dispatch or combine of ranks that share memory
-    between_nodes  the steps of a call of few rows between nodes
+    between_nodes/  the steps of a call of few rows between nodes
     parcels      few rows on their way to the ranks of another node
     signals      signals between ranks that share memory
     ring/        rows through a fixed amount of shared memory: the protocol and its two uses
@@ -21,7 +21,8 @@ apply to them, since they read raw addresses: to step through a kernel, take the
 """
 
 from tokenyard.kernels.numba.align import align
-from tokenyard.kernels.numba.between_nodes import nodes_combine, nodes_dispatch
+from tokenyard.kernels.numba.between_nodes.combine import nodes_combine
+from tokenyard.kernels.numba.between_nodes.dispatch import nodes_dispatch
 from tokenyard.kernels.numba.exchange.combine import exchange_combine
 from tokenyard.kernels.numba.exchange.dispatch import exchange_dispatch
 from tokenyard.kernels.numba.layout import layout, route
