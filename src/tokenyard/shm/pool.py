@@ -32,7 +32,7 @@ class SegmentPool(Pool[Segment]):
 
     def rows(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """Rows in a segment that is free again when they have died."""
-        _, array = self.take(num_rows * width * dtype.itemsize)
+        _, array = self.take_small(num_rows * width * dtype.itemsize)
         return rows(array, 0, num_rows, width, dtype)
 
 

@@ -84,7 +84,7 @@ class PairsBack(NamedTuple):
 
 
 class DirectPairs:
-    least_bytes = 4 << 20  # of all ranks' pairs, from which it pays to spare a copy
+    least_bytes = 16 << 20  # of all ranks' pairs, from which it pays to spare a copy
 
     def __init__(self, node: SharedNode, kernels: PairKernels, node_of_rank: Sequence[int]) -> None:
         self._node, self._kernels, self._node_of_rank = node, kernels, node_of_rank
