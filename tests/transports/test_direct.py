@@ -60,7 +60,7 @@ def test_a_result_that_is_held_is_never_overwritten(ranks: Processes) -> None:
 
 
 def resident_after(group: Any, rounds: int) -> tuple[int, int]:
-    """Pages of this process after a tenth of the rounds, and after all of them."""
+    """Pages of this process after half of the rounds, when it has what it needs, and after all."""
 
     def pages() -> int:
         gc.collect()
@@ -71,7 +71,7 @@ def resident_after(group: Any, rounds: int) -> tuple[int, int]:
         for turn in range(rounds):
             got = dispatch(buffer, turn, num_tokens=20 + turn % 30)
             buffer.combine(got.recv_x, got.handle)
-            if turn == rounds // 10:
+            if turn == rounds // 2:
                 early = pages()
         return early, pages()
 
@@ -79,7 +79,7 @@ def resident_after(group: Any, rounds: int) -> tuple[int, int]:
 @pytest.mark.parametrize("rounds", [500, pytest.param(5000, marks=pytest.mark.slow)])
 def test_memory_stays_flat(ranks: Processes, rounds: int) -> None:
     for early, late in ranks.run(resident_after, rounds):
-        assert late < early + 256  # a MiB of pages
+        assert late < early + 128  # half a MiB of pages
 
 
 def many_rounds(group: Any, rounds: int) -> int:
