@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokenyard import validate
 from tokenyard.engine.agreement import Heard
 from tokenyard.engine.handle import CompiledHandle, Ledger
 from tokenyard.engine.inputs import DispatchRequest
@@ -295,9 +296,7 @@ class CompiledCalls:
             and not out.is_neg()
         ):
             return False
-        begin, first = out.data_ptr(), x.data_ptr()
-        apart = first >= begin + out.nbytes or begin >= first + x.nbytes
-        return apart and (begin != 0 or not num_tokens)
+        return not validate.overlap(out, x) and (out.data_ptr() != 0 or not num_tokens)
 
 
 def compiled_calls(engine: Engine, kernels: Any) -> CompiledCalls | None:

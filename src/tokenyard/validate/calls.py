@@ -272,9 +272,12 @@ def out(value: Any, num_tokens: int, like: Tensor, read: Sequence[Tensor] = ()) 
     shape, dtypes = (num_tokens, like.shape[-1]), (like.dtype,)
     given = target("out", value, shape=shape, dtypes=dtypes, device=like.device)
     require(given.is_contiguous(), "out is not contiguous, want it so")
-    begin, end = given.data_ptr(), given.data_ptr() + given.nbytes
-    for one in read:
-        first = one.data_ptr()
-        if first < end and begin < first + one.nbytes:
-            raise ValueError("out shares memory with what is to be summed, want memory of its own")
+    if any(overlap(given, one) for one in read):
+        raise ValueError("out shares memory with what is to be summed, want memory of its own")
     return given
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two contiguous tensors share memory."""
+    begin, first = one.data_ptr(), other.data_ptr()
+    return first < begin + one.nbytes and begin < first + other.nbytes

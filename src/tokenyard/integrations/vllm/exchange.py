@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tokenyard import validate
 from tokenyard.buffer import Buffer, Rows
 from tokenyard.integrations.vllm.settings import Settings
 from tokenyard.topology import Placement
@@ -89,7 +90,7 @@ class Exchange:
         weigh, handle = weights is not None, arrived.handle
         if out is None:
             return self.buffer.combine_by_expert(y, handle, weigh=weigh)
-        if out.dtype == y.dtype and out.is_contiguous() and not _overlap(out, y):
+        if out.dtype == y.dtype and out.is_contiguous() and not validate.overlap(out, y):
             return self.buffer.combine_by_expert(y, handle, weigh=weigh, out=out)
         return out.copy_(self.buffer.combine_by_expert(y, handle, weigh=weigh))
 
@@ -104,9 +105,3 @@ class Exchange:
         x, weights = torch.zeros(1, 128, dtype=dtype), torch.ones(1, self.ep_size)
         arrived = self.send(x, torch.arange(self.ep_size)[None], weights, self.ep_size)
         self.send_back(arrived.rows.x, arrived, arrived.weights)
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether contiguous tensors share memory, as results of vLLM's workspace may."""
-    begin, first = one.data_ptr(), other.data_ptr()
-    return first < begin + one.nbytes and begin < first + other.nbytes

@@ -15,11 +15,11 @@ from tokenyard.kernels.numba.between_nodes.messages import (
     mark_bytes,
     relay_kernel,
     same_calls,
-    verdict,
     whole_lines,
     write_messages,
 )
 from tokenyard.kernels.numba.caching import njit
+from tokenyard.kernels.numba.exchange.protocol import verdict
 from tokenyard.kernels.numba.llvm.pointers import INT64, LIKE, UINT8, copy_bytes, pointer
 from tokenyard.kernels.numba.reduce import scratch, sum_token
 from tokenyard.wire import message as say

@@ -16,11 +16,11 @@ from tokenyard.kernels.numba.between_nodes.messages import (
     record_bytes,
     relay_kernel,
     same_calls,
-    verdict,
     whole_lines,
     write_messages,
 )
 from tokenyard.kernels.numba.caching import njit
+from tokenyard.kernels.numba.exchange.protocol import verdict
 from tokenyard.kernels.numba.llvm.pointers import FLOAT32, INT32, INT64, UINT8, copy_bytes, pointer
 from tokenyard.kernels.numba.parcels import first_record
 from tokenyard.wire import message as say

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tokenyard.kernels.numba.caching import njit
+from tokenyard.kernels.numba.exchange.protocol import same_call
 from tokenyard.kernels.numba.llvm.pointers import INT64, copy_bytes, pointer
 from tokenyard.wire import message as say
 from tokenyard.wire import nodes_table as at
@@ -15,11 +16,6 @@ from tokenyard.wire.columns import LINE
 MESSAGE_BYTES = 8 * (at.BEFORE + say.MESSAGE_WORDS)
 
 Step = Callable[[], int]
-
-
-@njit(nogil=True, cache=True)
-def verdict(what, which):
-    return np.int64(what) << 32 | np.int64(which)
 
 
 @njit(nogil=True, cache=True)
@@ -89,13 +85,9 @@ def heard_from(table, rank):
 def same_calls(table):
     """Whether all ranks make the call that this one makes, with good input, and enclose theirs."""
     words = pointer(table, INT64)
-    mine = pointer(words[at.HEAD], INT64)
     for r in range(words[at.SIZE]):
-        theirs = pointer(heard_from(table, r), INT64)
-        state = pointer(heard_from(table, r) - 8 * at.BEFORE, INT64)[at.STATE]
-        if state != at.ENCLOSES or theirs[say.WORST] != 0:
+        theirs = heard_from(table, r)
+        state = pointer(theirs - 8 * at.BEFORE, INT64)[at.STATE]
+        if state != at.ENCLOSES or not same_call(theirs, words[at.HEAD]):
             return False
-        for i in range(say.TOKENS):
-            if theirs[i] != mine[i]:
-                return False
     return True
