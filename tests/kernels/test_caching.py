@@ -45,7 +45,7 @@ def run(tree: Path, **settings: str) -> tuple[str, bool, str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith("NUMBA_")}
     done = subprocess.run(
         [sys.executable, "-c", PACK],
-        env={**kept, "PYTHONPATH": str(tree), **settings},
+        env={**kept, "PYTHONPATH": str(tree), "TOKENYARD_PROGRESS": "0", **settings},
         capture_output=True,
         text=True,
         timeout=scaled(250),

@@ -5,6 +5,8 @@ kind of failure it is, which ranks are to blame if it knows, and how many exchan
 itself. A rank that waits reads the notes of the others and raises the same failure. Ranks that were
 to come and left no note are blamed.
 
+A rank that compiles kernels says so here too, again and again, and is waited for.
+
 The store may have died with the process that held it, or a cut network may hide it; then an
 operation on it may never end. So each operation runs on a thread of its own, which is left behind
 if it does not end in time. After that the store counts as lost and is not asked again.
@@ -26,6 +28,7 @@ _T = TypeVar("_T")
 
 _FRESH = 5.0  # seconds for which a note says that its author lives, and that a rank is late
 _OPENING = "opening"  # the label of all Buffers that have none yet
+_BUSY = "tokenyard/busy"
 _PATIENCE = 0.5  # seconds for an operation on the store
 KINDS: tuple[type[PeerError], ...] = (PeerDied, PeerLeft, PeerTimeout)  # the gravest first
 
@@ -84,6 +87,20 @@ class FailureBoard:
                 self._store.set(key, "there are notes")
 
         self._ask(write)
+
+    def post_busy(self) -> None:
+        """Note that this rank is busy, and gets on."""
+        now = repr(time.time())
+        self._ask(lambda: self._store.set(f"{_BUSY}/{self._rank}", now))
+
+    def is_busy(self, ranks: Sequence[int]) -> bool:
+        """Whether one of these ranks has noted just now that it is busy."""
+        keys = [f"{_BUSY}/{rank}" for rank in ranks if rank != self._rank]
+
+        def look() -> list[bytes]:
+            return [self._store.get(key) for key in keys if self._store.check([key])]
+
+        return any(time.time() - float(when) < _FRESH for when in self._ask(look))
 
     def read(self, ranks: Sequence[int]) -> dict[int, FailureNote]:
         """The notes of those of these ranks that have posted one, without this rank's own."""

@@ -23,10 +23,12 @@ from tokenyard.comm.base import Communicator, Exchange, Move
 from tokenyard.comm.failure_board import KINDS, FailureBoard, FailureNote, StoreLost
 from tokenyard.comm.process_table import ProcessWatch
 from tokenyard.errors import BufferClosed, PeerDied, PeerError, PeerLeft, PeerTimeout, name_ranks
+from tokenyard.runtime import busy
 
 _LOOK = 0.1  # seconds between two looks at the failure board
 _LET_GO = 0.1  # seconds to close connections that nobody uses
 _GRACE = 0.5  # seconds in which the other ranks may post that they live, after an exchange failed
+_LONGEST = 120.0  # seconds that a rank may need to compile what a call needs
 _BEFORE = 1.0  # a note may be this many seconds older than the exchange that it concerns
 
 
@@ -92,14 +94,18 @@ class _TorchExchange(Communicator):
             work.wait()  # no GPU has run this
             return  # no GPU has run this
         begin = time.time()
+        deadline = begin + self._timeout
         while True:
             try:
                 work.wait(timedelta(seconds=min(_LOOK, self._timeout)))
                 return
             except RuntimeError as error:
-                late = time.time() - begin >= self._timeout
-                if late or "timed out" not in str(error).lower():
+                if "timed out" not in str(error).lower():
                     raise
+                if time.time() >= deadline:
+                    if not self._is_waiting_for_busy():
+                        raise
+                    deadline = time.time() + self._timeout
             if self._look is not None:
                 self._look(stage)
             with suppress(StoreLost):  # the exchange will fail by itself
@@ -107,6 +113,12 @@ class _TorchExchange(Communicator):
                 for note in notes.values():
                     if note.when > begin - _BEFORE or note.is_final:
                         raise _Noticed("timeout" if note.kind is PeerTimeout else "death")
+
+    def _is_waiting_for_busy(self) -> bool:
+        """Whether a rank compiles kernels: one that does not come may in turn wait for that one."""
+        with suppress(StoreLost):
+            return self._whole.board.is_busy(self._all_ranks())
+        return False
 
     def _concern(
         self, notes: Mapping[int, FailureNote], number: int | None
@@ -236,6 +248,8 @@ class TorchCommunicator(_TorchExchange):
         self._parts: list[GlooPart] = []
         # A connection of its own: an operation that never ends must not block the user's.
         self.board = FailureBoard(lambda: _own_connection(self._store, timeout), self.rank)
+        if self.size > 1:
+            busy.listen(self.beat)
 
     def part(self, members: Sequence[int], name: str) -> GlooPart:
         made = GlooPart(self, members, self._store, name, self._timeout)
@@ -255,6 +269,7 @@ class TorchCommunicator(_TorchExchange):
 
     def close(self) -> None:
         """Close the parts. The group itself is the user's, and stays open."""
+        busy.forget(self)
         for part in self._parts:
             part.close()
         self._parts.clear()
@@ -271,6 +286,11 @@ class TorchCommunicator(_TorchExchange):
         if group is None:
             raise BufferClosed(f"the process group was destroyed, on rank {self.rank}")
         return group
+
+    def beat(self) -> None:
+        """This rank is busy, and gets on: ranks that wait for it wait longer."""
+        with suppress(StoreLost):
+            self.board.post_busy()
 
     def post(self, kind: type[PeerError], culprits: Sequence[int]) -> None:
         """A note, with the exchanges that this rank has ended on all connections, on the failure
@@ -304,12 +324,16 @@ class GlooPart(_TorchExchange):
         meeting = dist.PrefixStore(f"tokenyard/{name}", _own_connection(store, timeout))
         self._pg: dist.ProcessGroupGloo | None = None
         if self.size > 1:
-            # Gloo's own time limit comes a little after ours, whose message says more.
-            limit = timedelta(seconds=timeout + 1)
+            # Gloo's own time limit comes after ours, whose message says more; once the ranks are
+            # connected, long after, since ours waits for ranks that compile.
             try:
-                self._pg = dist.ProcessGroupGloo(meeting, self.rank, self.size, limit)
+                pg = dist.ProcessGroupGloo(
+                    meeting, self.rank, self.size, timedelta(seconds=timeout + 1)
+                )
             except RuntimeError as error:
                 raise self.explain("Buffer (connect)", error) from error
+            pg._set_default_timeout(timedelta(seconds=timeout + _LONGEST))
+            self._pg = pg
 
     def part(self, members: Sequence[int], name: str) -> GlooPart:
         raise NotImplementedError("parts are made of the whole group")

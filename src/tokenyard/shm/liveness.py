@@ -26,6 +26,7 @@ from tokenyard.errors import (
     text_to_words,
     words_to_text,
 )
+from tokenyard.runtime import busy
 from tokenyard.shm.control import BEAT, FAILURE, LEFT, Control
 
 _FAILURES = (PeerTimeout, PeerDied, PeerLeft)
@@ -69,6 +70,7 @@ class Liveness(Leaving):
         except OSError as error:
             self.close()
             raise OSError(f"rank {self.me} cannot watch the other ranks: {error}") from error
+        busy.listen(self.beat)
 
     def wait_until(
         self, step: Callable[[], int], missing: Callable[[], Sequence[int]], stage: str
@@ -221,6 +223,7 @@ class Liveness(Leaving):
 
     def close(self) -> None:
         """This rank leaves: the others see that, and it watches them no longer."""
+        busy.forget(self)
         self._heads[self.rank][LEFT] = 1
         with self._one_polls:
             for fd in self._pidfds:

@@ -4,6 +4,9 @@ Numba's own cache looks only at the file that holds the function, though compile
 other files too. Here the name of an entry follows from the content of all files that kernels may
 use, so that no entry is ever stale. Entries of other contents are deleted when one is saved.
 
+Processes that want one kernel at the same time compile it once (`turns`), and ranks that wait for
+this one meanwhile know that it is busy (`runtime.busy`). Who compiles says so (`progress`).
+
 Where Numba finds no folder that it can write, kernels are kept in a folder of the user's own among
 the temporary files, or else nowhere. A line in the log says so, once.
 """
@@ -16,14 +19,19 @@ import os
 import stat
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import llvmlite
 import numba
-from numba.core import caching
+from numba.core import caching, sigutils
+
+from tokenyard.kernels.numba.progress import Progress
+from tokenyard.kernels.numba.turns import turn
+from tokenyard.runtime.busy import busy
 
 _log = logging.getLogger("tokenyard")
 _HERE = Path(__file__).parent
@@ -33,6 +41,7 @@ _ELSEWHERE = (
     "errors.py",
     "kernels/base.py",
     "kernels/rearrange_plan.py",
+    "runtime/busy.py",
     "runtime/limits.py",
     "runtime/memory.py",
     "runtime/pool.py",
@@ -72,6 +81,7 @@ def _digest() -> str | None:
 # Read before any kernel is defined: a file that is replaced meanwhile must not lend its name to
 # code that was made of the one before.
 _DIGEST = _digest()
+_progress = Progress()
 
 
 def njit(*, cache: bool = False, **options: Any) -> Any:
@@ -82,9 +92,25 @@ def njit(*, cache: bool = False, **options: Any) -> Any:
         kernel = jit(function)
         if cache:
             kernel._cache = _cache_of(function)
+            kernel.compile = partial(_compile, kernel, kernel.compile)
         return kernel
 
     return compiled
+
+
+def _compile(kernel: Any, compile: Callable[[Any], Any], signature: Any) -> Any:
+    """Numba's compile: load a kernel, or compile it, unless that has happened already."""
+    arguments, _ = sigutils.normalize_signature(signature)
+    if tuple(arguments) in kernel.overloads:
+        return compile(signature)
+    path = getattr(kernel._cache, "path_of", lambda *_: None)(signature, kernel)
+    if path is not None and os.path.exists(path):
+        return compile(signature)
+    with busy(_progress):
+        if path is None:
+            return compile(signature)
+        with turn(f"{path}.turn", partial(os.path.exists, path)):
+            return compile(signature)
 
 
 def _cache_of(function: Any) -> Any:
@@ -149,6 +175,9 @@ class _Entries(caching.IndexDataCacheFile):
         self._function = f"{function}-"
         self._fresh = f"{function}-{_DIGEST}-"
 
+    def path(self, key: Any) -> str:
+        return self._data_path(self._name(key))
+
     def load(self, key: Any) -> Any:
         with suppress(FileNotFoundError):
             return self._load_data(self._name(key))
@@ -175,6 +204,11 @@ class _Cache(caching.FunctionCache):
         super().__init__(py_func)
         file = Path(py_func.__code__.co_filename)
         self._cache_file = _Entries(self.cache_path, f"{file.stem}.{py_func.__qualname__}")
+
+    def path_of(self, signature: Any, kernel: Any) -> str | None:
+        """Where a signature's compiled code is kept, or will be."""
+        key = self._index_key(signature, kernel.targetctx.codegen())
+        return self._cache_file.path(key)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:

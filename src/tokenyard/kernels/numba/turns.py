@@ -1,0 +1,100 @@
+"""Who compiles: of the processes that want one kernel at the same time, one compiles it, and the
+others load what it has kept.
+
+A turn is a lock on a file beside the one that will hold the kernel. The system takes it back when
+the process ends. A process that is stopped, or does not get on for another reason, is not waited
+for: whoever waits compiles for itself then.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+try:
+    import fcntl
+except ImportError:  # Windows: everybody compiles
+    fcntl = None  # type: ignore[assignment]
+
+_LOOK = 0.02  # seconds between two looks at what another process compiles
+_STUCK = 3.0  # seconds without any use of the processor after which it is not waited for
+
+_STOPPED = -1
+
+_given_up: set[int] = set()  # processes that were not waited for
+
+
+@contextmanager
+def turn(path: str, is_kept: Callable[[], bool]) -> Iterator[None]:
+    """Inside, it is this process that compiles, or there is no need to: `is_kept`."""
+    lock = _wait(path, is_kept) if fcntl is not None else None
+    try:
+        yield
+    finally:
+        if lock is not None:
+            with suppress(OSError):
+                os.unlink(path)
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child may hold the file open
+            os.close(lock)
+
+
+def _wait(path: str, is_kept: Callable[[], bool]) -> int | None:
+    """The locked file, or None: the kernel is there now, or nobody is worth waiting for."""
+    used, since = None, time.monotonic()
+    while True:
+        try:
+            lock = _try_lock(path)
+        except OSError:  # a folder that cannot be written, or without locks
+            return None
+        if lock is not None:
+            return lock
+        if is_kept():
+            return None
+        holder = _holder(path)
+        before, used = used, _processor_time(holder)
+        now = time.monotonic()
+        if used != before:
+            since = now
+        if holder in _given_up or used == _STOPPED or now > since + _STUCK:
+            if holder:
+                _given_up.add(holder)
+            return None
+        time.sleep(_LOOK)
+
+
+def _try_lock(path: str) -> int | None:
+    """None if another process has it."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Whoever had it may have removed the file meanwhile: then the lock is of no use.
+        if os.fstat(file).st_ino == os.stat(path).st_ino:
+            os.pwrite(file, b"%-20d" % os.getpid(), 0)
+            return file
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except BaseException:
+        os.close(file)
+        raise
+    os.close(file)
+    return None
+
+
+def _holder(path: str) -> int:
+    """The process that compiles, 0 if that cannot be read yet."""
+    with suppress(OSError, ValueError), open(path) as file:
+        return int(file.read())
+    return 0
+
+
+def _processor_time(pid: int) -> int | None:
+    """That a process has used, in ticks; None if that cannot be seen."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            state, *fields = file.read().rsplit(")", 1)[1].split()
+    except (OSError, IndexError, ValueError):
+        return None
+    return _STOPPED if state in "TtZX" else int(fields[10]) + int(fields[11])
