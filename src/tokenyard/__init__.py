@@ -35,6 +35,7 @@ _HOMES = {
     "per_token_cast_to_fp8": "ops.quantize",
     "topk_idx_t": "types",
     "unpermute": "ops.permute",
+    "warm_up": "warming",
 }
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from tokenyard.types import Config as Config
     from tokenyard.types import Handle as Handle
     from tokenyard.types import topk_idx_t as topk_idx_t
+    from tokenyard.warming import warm_up as warm_up
 
 
 def __getattr__(name: str) -> Any:

@@ -28,6 +28,7 @@ from typing import Any
 import llvmlite
 import numba
 from numba.core import caching, sigutils
+from numba.core.types.misc import unliteral
 
 from tokenyard.kernels.numba.progress import Progress
 from tokenyard.kernels.numba.turns import turn
@@ -99,9 +100,15 @@ def njit(*, cache: bool = False, **options: Any) -> Any:
 
 
 def _compile(kernel: Any, compile: Callable[[Any], Any], signature: Any) -> Any:
-    """Numba's compile: load a kernel, or compile it, unless that has happened already."""
-    arguments, _ = sigutils.normalize_signature(signature)
-    if tuple(arguments) in kernel.overloads:
+    """Numba's compile: load a kernel, or compile it, unless that has happened already.
+
+    For a call with constants Numba would compile a function for each of their values. Once for
+    their type is enough: LLVM knows the values where it takes the function in.
+    """
+    arguments, returned = sigutils.normalize_signature(signature)
+    arguments = tuple(unliteral(argument) for argument in arguments)
+    signature = arguments if returned is None else returned(*arguments)
+    if arguments in kernel.overloads:
         return compile(signature)
     path = getattr(kernel._cache, "path_of", lambda *_: None)(signature, kernel)
     if path is not None and os.path.exists(path):
