@@ -28,6 +28,7 @@ _HOMES = {
     "PeerTimeout": "errors",
     "SharedMemoryError": "errors",
     "TokenyardError": "errors",
+    "local_group": "groups",
     "moe_align_block_size": "ops.align",
     "permute": "ops.permute",
     "rearrange": "ops.rearrange",
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from tokenyard.errors import PeerTimeout as PeerTimeout
     from tokenyard.errors import SharedMemoryError as SharedMemoryError
     from tokenyard.errors import TokenyardError as TokenyardError
+    from tokenyard.groups import local_group as local_group
     from tokenyard.ops.align import moe_align_block_size as moe_align_block_size
     from tokenyard.ops.permute import permute as permute
     from tokenyard.ops.permute import unpermute as unpermute

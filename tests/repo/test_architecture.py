@@ -23,6 +23,7 @@ FLOORS = {
     "spec": 3,
     "validate": 3,
     "shm": 4,
+    "groups": 4,
     "transports": 5,
     "ops": 5,
     "engine": 7,

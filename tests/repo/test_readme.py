@@ -81,6 +81,18 @@ def test_quickstart(installed: dict[str, str], num_ranks: int) -> None:
     assert out.count("combine gave back the right sums: True") == num_ranks
 
 
+@pytest.mark.parametrize("how", ["file", "text", "without a network"])
+def test_quickstart_without_a_launcher(installed: dict[str, str], how: str) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "quickstart.py")]
+    if how == "text":
+        command = [sys.executable, "-c", SNIPPETS[0]]
+    elif how == "without a network":
+        command = ["unshare", "--net", "--map-root-user", *command]
+    out = run(command, installed)
+    assert re.search(r"rank 0: 4 rows, \[[\d, ]+\] by expert", out)
+    assert "rank 0: combine gave back the right sums: True" in out
+
+
 def test_deepep_style(installed: dict[str, str]) -> None:
     out = torchrun(4, ROOT / "examples" / "deepep_style.py", installed)
     assert len(re.findall(r"rank \d: \d+ rows, largest error of combine", out)) == 4
