@@ -115,10 +115,23 @@ def test_a_folder_of_ones_own_holds_kernels_where_no_other_can_be_written(
 
     own.chmod(0o770)  # others may have put files there
     rows, hit, folder, said = run(tree, **settings)
-    assert (rows, hit, folder) == (WHOLE, False, "None")
+    assert (rows, hit) == (WHOLE, False)
+    assert not Path(folder).is_dir()
     (line,) = said.splitlines()
     assert "compiled anew in every process" in line
     assert "set NUMBA_CACHE_DIR" in line
+
+
+def test_kernels_that_come_with_the_package_are_found_from_elsewhere(
+    tree: Path, tmp_path: Path
+) -> None:
+    """As in an image that was warmed up, and runs as another user."""
+    assert run(tree)[:2] == (WHOLE, False)
+    other = tmp_path / "other"
+    rows, hit, folder, said = run(tree, NUMBA_CACHE_DIR=str(other))
+    assert (rows, hit, said) == (WHOLE, True, "")
+    assert folder.startswith(str(other))
+    assert not list(other.rglob("*.nb?")), "nothing is written twice"
 
 
 def add_one(number: Any) -> Any:

@@ -8,7 +8,8 @@ Processes that want one kernel at the same time compile it once (`turns`), and r
 this one meanwhile know that it is busy (`runtime.busy`). Who compiles says so (`progress`).
 
 Where Numba finds no folder that it can write, kernels are kept in a folder of the user's own among
-the temporary files, or else nowhere. A line in the log says so, once.
+the temporary files, or else nowhere. A line in the log says so, once. Kernels that lie in the
+package or in NUMBA_CACHE_DIR are found there, written or not: an image may come with its kernels.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import llvmlite
 import numba
@@ -110,30 +111,34 @@ def _compile(kernel: Any, compile: Callable[[Any], Any], signature: Any) -> Any:
     signature = arguments if returned is None else returned(*arguments)
     if arguments in kernel.overloads:
         return compile(signature)
-    path = getattr(kernel._cache, "path_of", lambda *_: None)(signature, kernel)
-    if path is not None and os.path.exists(path):
+    if not isinstance(kernel._cache, _Cache):
+        with busy(_progress):
+            return compile(signature)
+    entry = kernel._cache.entry(signature, kernel.targetctx)
+    if entry.exists():
         return compile(signature)
-    with busy(_progress):
-        if path is None:
-            return compile(signature)
-        with turn(f"{path}.turn", partial(os.path.exists, path)):
-            return compile(signature)
+    with busy(_progress), turn(f"{entry.path}.turn", entry.exists):
+        return compile(signature)
 
 
 def _cache_of(function: Any) -> Any:
     if _DIGEST is None:
         _warn("tokenyard's source files cannot be read: kernels are compiled anew in every process")
         return caching.NullCache()
-    try:
-        return _Cache(function)
-    except RuntimeError:  # Numba has no other word for it
-        _warn(f"no folder can be written: kernels are compiled anew in every process; {_ADVICE}")
-        return caching.NullCache()
+    return _Cache(function)
 
 
 @cache
 def _warn(text: str) -> None:
     _log.warning(text)
+
+
+def _folders(file: Path) -> Iterator[Path]:
+    """Where kernels of a file may lie, whoever put them there."""
+    yield file.parent / "__pycache__"
+    if numba.config.CACHE_DIR:
+        place = caching._CacheLocator.get_suitable_cache_subpath(str(file))
+        yield Path(numba.config.CACHE_DIR, place)
 
 
 class _OwnFolder(caching._SourceFileBackedLocatorMixin, caching._CacheLocator):
@@ -166,8 +171,29 @@ class _OwnFolder(caching._SourceFileBackedLocatorMixin, caching._CacheLocator):
         return self
 
 
+class _Nowhere(caching.InTreeCacheLocator):
+    """The package's own folder, where nothing can be written."""
+
+    @classmethod
+    def from_function(cls, py_func: Any, py_file: Any) -> Any:
+        return cls(py_func, py_file)
+
+
 class _Implementation(caching.CompileResultCacheImpl):
-    _locator_classes = (*caching.CompileResultCacheImpl._locator_classes, _OwnFolder)
+    _locator_classes = (*caching.CompileResultCacheImpl._locator_classes, _OwnFolder, _Nowhere)
+
+
+class _Entry(NamedTuple):
+    """Where the code of one signature is kept, or will be."""
+
+    path: str
+    elsewhere: tuple[str, ...]  # where it is read, too, if it is not there
+
+    def exists(self) -> bool:
+        return self.find() is not None
+
+    def find(self) -> str | None:
+        return next(filter(os.path.exists, (self.path, *self.elsewhere)), None)
 
 
 class _Entries(caching.IndexDataCacheFile):
@@ -177,17 +203,24 @@ class _Entries(caching.IndexDataCacheFile):
     at the same time may take the same number, and one finds the other's code afterwards.
     """
 
-    def __init__(self, folder: str, function: str) -> None:
+    def __init__(self, folder: str, function: str, elsewhere: Sequence[str]) -> None:
         super().__init__(folder, function, _DIGEST)
+        self._elsewhere = elsewhere  # folders that are read only
         self._function = f"{function}-"
         self._fresh = f"{function}-{_DIGEST}-"
 
-    def path(self, key: Any) -> str:
-        return self._data_path(self._name(key))
+    def entry(self, key: Any) -> _Entry:
+        name = self._name(key)
+        return _Entry(
+            self._data_path(name), tuple(os.path.join(one, name) for one in self._elsewhere)
+        )
 
     def load(self, key: Any) -> Any:
-        with suppress(FileNotFoundError):
-            return self._load_data(self._name(key))
+        found = self.entry(key).find()
+        if found is not None:
+            with suppress(FileNotFoundError):
+                return self._load_data(found)  # a whole path, which it joins to its folder
+        return None
 
     def save(self, key: Any, data: Any) -> None:
         self._save_data(self._name(key), data)
@@ -210,12 +243,14 @@ class _Cache(caching.FunctionCache):
     def __init__(self, py_func: Any) -> None:
         super().__init__(py_func)
         file = Path(py_func.__code__.co_filename)
-        self._cache_file = _Entries(self.cache_path, f"{file.stem}.{py_func.__qualname__}")
+        self._cache_file = _Entries(
+            self.cache_path,
+            f"{file.stem}.{py_func.__qualname__}",
+            [str(folder) for folder in _folders(file) if str(folder) != self.cache_path],
+        )
 
-    def path_of(self, signature: Any, kernel: Any) -> str | None:
-        """Where a signature's compiled code is kept, or will be."""
-        key = self._index_key(signature, kernel.targetctx.codegen())
-        return self._cache_file.path(key)
+    def entry(self, signature: Any, target_context: Any) -> _Entry:
+        return self._cache_file.entry(self._index_key(signature, target_context.codegen()))
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
@@ -228,4 +263,8 @@ class _Cache(caching.FunctionCache):
         try:
             super().save_overload(sig, data)
         except OSError as error:
-            _warn(f"compiled kernels cannot be kept: {error}; {_ADVICE}")
+            if isinstance(self._impl.locator, _Nowhere):
+                what = "no folder can be written: kernels are compiled anew in every process"
+            else:
+                what = f"compiled kernels cannot be kept: {error}"
+            _warn(f"{what}; {_ADVICE}")
