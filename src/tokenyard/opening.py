@@ -235,6 +235,7 @@ def _try_probe(kernel_set: kernel_sets.Kernels) -> tuple[Probe | None, str | Non
     try:
         return Probe(), None
     except SharedMemoryError as error:
+        _log.warning("ranks cannot share memory, which is the fast way on one machine: %s", error)
         return None, str(error)
 
 

@@ -13,7 +13,7 @@ TESTS = ROOT / "tests"
 FILES = sorted(TESTS.rglob("*.py"))
 
 # Rooms that have no folder of the source: what is about several of them, or about none.
-ACROSS = {"cases", "cluster", "faults", "fuzz", "gpu", "models", "repo", "wrappers"}
+ACROSS = {"cases", "cluster", "faults", "fuzz", "gpu", "hostile", "models", "repo", "wrappers"}
 # Programs that are run by hand too.
 PROGRAMS = ("tests/fuzz", "tests/nn/programs")
 

@@ -39,7 +39,7 @@ def why_not() -> str | None:
     """Why ranks cannot share memory on this system; None if they can."""
     if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
         return "this system has no memfd or no pidfd (they are Linux's)"
-    return None if os.path.isdir("/proc/self/fd") else "/proc is not mounted"
+    return None
 
 
 class Segment:
@@ -126,6 +126,8 @@ _REMEDIES = {
     errno.EMFILE: "this process has no file descriptor left, raise its limit with `ulimit -n`",
     errno.ENFILE: "the machine has no file descriptor left, raise the sysctl fs.file-max",
     errno.ENOMEM: "no memory or address space is left, look at `ulimit -v` and vm.max_map_count",
+    errno.EFBIG: "this process may write no files of that size, raise its limit with `ulimit -f`",
+    errno.ENOSYS: "the system's kernel, or a seccomp filter, has no such call",
     errno.EACCES: _PERMISSION,
     errno.EPERM: _PERMISSION,
 }
@@ -177,7 +179,9 @@ class Probe:
     """One page of this process, by which peers find out whether they can map its memory."""
 
     def __init__(self) -> None:
-        """Raises SharedMemoryError if there is not even one page."""
+        """Raises SharedMemoryError without a page of memory, or a way to name it to others."""
+        if not os.path.isdir("/proc/self/fd"):
+            raise SharedMemoryError("/proc is not mounted; mount it, as containers usually do")
         self._segment = Segment(mmap.PAGESIZE)
         self.words = os.getpid(), self._segment.fd, self._segment.identity
 

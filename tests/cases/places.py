@@ -1,0 +1,182 @@
+"""Two ranks in a place that is not made for them: what it is, and how they get there."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tests.cases.clock import scaled
+
+RANK = """
+import os, sys
+{before}
+import torch, tokenyard
+group = tokenyard.local_group()
+x, (weights, idx) = torch.ones(4, 8), torch.rand(4, 16).topk(2)
+with tokenyard.Buffer(group, timeout=30) as buffer:
+    got = buffer.dispatch(x, topk_idx=idx, topk_weights=weights, num_experts=16)
+    out = buffer.combine(got.recv_x, got.handle).x
+    if out.shape != x.shape or not (out >= 1).all():
+        sys.exit("wrong sums")
+    print(buffer)
+"""
+
+NOBODY = ("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups")
+
+# A system call fails with this number: a filter that the kernel runs before every call.
+SECCOMP = """
+import ctypes, struct
+def refuse(call, error):
+    # load the call's number; if it is this one return the error, else allow
+    ends = [(0x06, 0, 0, 0x50000 | error), (0x06, 0, 0, 0x7fff0000)]
+    code = [(0x20, 0, 0, 0), (0x15, 0, 1, call), *ends]
+    filter = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in code))
+    given = struct.pack("HxxxxxxP", len(code), ctypes.addressof(filter))
+    program = ctypes.create_string_buffer(given)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, ctypes.byref(program)):
+        sys.exit("no seccomp here")
+"""
+MEMFD_CREATE, PIDFD_OPEN, MAY_NOT = 319, 434, 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """How ranks are started, and what comes of it."""
+
+    way: str = "1 node, direct"  # how rows travel there
+    said: Sequence[str] = ()  # what one of the ranks says, in one line
+    by: Callable[[int], Sequence[str]] = lambda rank: ()  # a command that starts a rank
+    settings: Mapping[str, str | None] = field(default_factory=dict)
+    limit: tuple[int, int] | None = None
+    flags: Sequence[str] = ()
+    before: str = ""
+
+
+def in_namespace(script: str, *kinds: str) -> Callable[[int], Sequence[str]]:
+    """Rank by rank, in namespaces of its own, after a script."""
+    kinds = kinds or ("--mount",)
+    return lambda rank: ["unshare", *kinds, "sh", "-c", f'{script} && exec "$@"', "sh"]
+
+
+READ_ONLY = (
+    "mount --make-rprivate / && mount -o bind / / && mount -o remount,bind,ro / && "
+    'for one in $(cut -d" " -f2 /proc/self/mounts | grep -v "^/proc\\|^/dev\\|^/sys\\|^/$"); do '
+    "mount -o remount,bind,ro $one 2>/dev/null; done; true"
+)
+
+PLACES = {
+    "python -O": Place(flags=["-O"]),
+    "python -OO": Place(flags=["-OO"]),
+    "another user, who may write nothing": Place(
+        by=lambda rank: NOBODY, settings={"HOME": "/nonexistent"}
+    ),
+    "a read-only root": Place(by=in_namespace(READ_ONLY)),
+    "two users": Place(
+        by=lambda rank: NOBODY if rank else (),
+        settings={"HOME": "/nonexistent"},
+        way="2 nodes, hierarchical",
+        said=["cannot use its memory", "which is of user 0, while this one is of user 65534"],
+    ),
+    "two containers": Place(
+        by=lambda rank: ["unshare", "--pid", "--fork", "--mount-proc"],
+        way="2 nodes, hierarchical",
+        said=["cannot use its memory", "let ranks share a PID namespace"],
+    ),
+    "processes are hidden": Place(
+        by=lambda rank: [
+            *in_namespace("mount -t proc -o hidepid=2 none /proc", "--mount", "--pid", "--fork")(0),
+            *NOBODY,
+        ],
+        settings={"HOME": "/nonexistent"},
+        way="2 nodes, hierarchical",
+        said=["/proc without hidepid"],
+    ),
+    "no /proc": Place(
+        by=in_namespace("mount -t tmpfs none /proc"),
+        way="1 node, collective over gloo",
+        said=["ranks cannot share memory", "/proc is not mounted"],
+    ),
+    "no memfd": Place(
+        before=f"{SECCOMP}\nrefuse({MEMFD_CREATE}, {MAY_NOT})",
+        way="1 node, collective over gloo",
+        said=["ranks cannot share memory", "Operation not permitted"],
+    ),
+    "no pidfd": Place(
+        before=f"{SECCOMP}\nrefuse({PIDFD_OPEN}, {MAY_NOT})",
+        way="1 node, collective over gloo",
+        said=["cannot watch the other ranks", "Operation not permitted"],
+    ),
+    "64 descriptors": Place(limit=(resource.RLIMIT_NOFILE, 64)),
+    "no file above 0 bytes": Place(
+        limit=(resource.RLIMIT_FSIZE, 0),
+        way="1 node, collective over gloo",
+        said=["ranks cannot share memory", "raise its limit with `ulimit -f`"],
+    ),
+    "3 GiB of addresses": Place(limit=(resource.RLIMIT_AS, 3 << 30)),
+    "no locked memory": Place(limit=(resource.RLIMIT_MEMLOCK, 0)),
+    "no home": Place(settings={"HOME": None, "XDG_CACHE_HOME": None, "USER": None}),
+    "no folder for temporary files": Place(settings={"TMPDIR": "/nonexistent"}),
+    "a plain locale": Place(settings={"LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0"}),
+    "no standard input": Place(before="os.close(0)"),
+    "no standard error": Place(before="os.close(2)"),
+}
+
+
+def run(place: Place) -> list[tuple[str, str, int]]:
+    """What each of two ranks printed, what it said, and how it ended."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = []
+    for rank in range(2):
+        settings: dict[str, str | None] = {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            **place.settings,
+        }
+        command = [sys.executable, *place.flags, "-c", RANK.format(before=place.before)]
+        if place.limit is not None:
+            what, most = place.limit
+            command = ["prlimit", f"--{_LIMITS[what]}={most}", *command]
+        ranks.append(
+            subprocess.Popen(
+                [*place.by(rank), *command],
+                env={name: value for name, value in settings.items() if value is not None},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    return [(*rank.communicate(timeout=scaled(150)), rank.returncode) for rank in ranks]
+
+
+_LIMITS = {
+    resource.RLIMIT_NOFILE: "nofile",
+    resource.RLIMIT_FSIZE: "fsize",
+    resource.RLIMIT_AS: "as",
+    resource.RLIMIT_MEMLOCK: "memlock",
+}
+
+
+def why_not() -> str | None:
+    """Why places cannot be made here."""
+    if os.geteuid() != 0:
+        return "needs root"
+    for tool in ("unshare", "setpriv", "prlimit"):
+        if shutil.which(tool) is None:
+            return f"needs {tool}"
+    done = subprocess.run(
+        [*NOBODY, sys.executable, "-c", "import tokenyard"], capture_output=True, check=False
+    )
+    return None if done.returncode == 0 else "other users cannot read this Python"
