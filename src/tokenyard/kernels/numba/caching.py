@@ -34,6 +34,7 @@ from numba.core.types.misc import unliteral
 from tokenyard.kernels.numba.progress import Progress
 from tokenyard.kernels.numba.turns import turn
 from tokenyard.runtime.busy import busy
+from tokenyard.runtime.interrupts import deferred, look
 
 _log = logging.getLogger("tokenyard")
 _HERE = Path(__file__).parent
@@ -44,6 +45,7 @@ _ELSEWHERE = (
     "kernels/base.py",
     "kernels/rearrange_plan.py",
     "runtime/busy.py",
+    "runtime/interrupts.py",
     "runtime/limits.py",
     "runtime/memory.py",
     "runtime/pool.py",
@@ -111,6 +113,13 @@ def _compile(kernel: Any, compile: Callable[[Any], Any], signature: Any) -> Any:
     signature = arguments if returned is None else returned(*arguments)
     if arguments in kernel.overloads:
         return compile(signature)
+    with deferred():
+        made = _load_or_compile(kernel, compile, signature)
+        look()
+    return made
+
+
+def _load_or_compile(kernel: Any, compile: Callable[[Any], Any], signature: Any) -> Any:
     if not isinstance(kernel._cache, _Cache):
         with busy(_progress):
             return compile(signature)

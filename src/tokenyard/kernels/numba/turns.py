@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from tokenyard.runtime.interrupts import look
+
 try:
     import fcntl
 except ImportError:  # Windows: everybody compiles
@@ -45,6 +47,7 @@ def _wait(path: str, is_kept: Callable[[], bool]) -> int | None:
     """The locked file, or None: the kernel is there now, or nobody is worth waiting for."""
     used, since = None, time.monotonic()
     while True:
+        look()
         try:
             lock = _try_lock(path)
         except OSError:  # a folder that cannot be written, or without locks
@@ -97,4 +100,4 @@ def _processor_time(pid: int) -> int | None:
             state, *fields = file.read().rsplit(")", 1)[1].split()
     except (OSError, IndexError, ValueError):
         return None
-    return _STOPPED if state in "TtZX" else int(fields[10]) + int(fields[11])
+    return _STOPPED if state in "Tt" else int(fields[10]) + int(fields[11])
