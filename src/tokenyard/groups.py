@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from tokenyard.comm.loopback import LoopbackGroup, LoopbackWorld
+from tokenyard.runtime.interrupts import shorten_tracebacks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -21,6 +22,7 @@ def local_group() -> ProcessGroup | LoopbackGroup:
 
     For several ranks in one process see `tokenyard.testing.run_virtual`.
     """
+    shorten_tracebacks()
     # Not at the top: torch.distributed is not there on every build of torch.
     import torch.distributed as dist
 

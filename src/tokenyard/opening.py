@@ -29,6 +29,7 @@ from tokenyard.engine.mismatch import STAGES
 from tokenyard.engine.stages import Engine
 from tokenyard.errors import PeerError, SharedMemoryError
 from tokenyard.low_latency.engine import LowLatency
+from tokenyard.runtime.interrupts import shorten_tracebacks
 from tokenyard.runtime.streams import streams_for
 from tokenyard.topology import Placement, Topology
 from tokenyard.transports import (
@@ -136,6 +137,7 @@ class Options:
 
 def open_engine(group: Any, options: Options) -> tuple[Engine, LowLatency | None]:
     """The engines of a new Buffer. Bad options on one rank raise on all of them."""
+    shorten_tracebacks()
     communicator = connect(group, options.timeout if options.has_sane_timeout else 30.0)
     rank, size = communicator.rank, communicator.size
     # The first meeting must take place even if `kernels` is wrong, and needs no fast ones.

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,69 +21,96 @@ from tests.cases.clock import scaled
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ("quickstart.py", "deepep_style.py", "train_moe.py")
-SOON, SCREEN = 3.0, 50  # seconds, lines
+SCREEN = 50  # lines
 LONGEST = 12.0  # seconds after which Ctrl-C comes at the latest
+# Torch's own import loses a Ctrl-C now and then (`python -c "import torch"`, 2 of 25 tries), so the
+# clock starts after it.
+RUN = """
+import runpy, sys
+import torch
+print("ready", flush=True)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
-def interrupt(draw: random.Random, folder: Path) -> str:
+def interrupt(draw: random.Random, folder: Path, soon: float) -> str:
     """Start an example as a shell would, and press Ctrl-C. What went wrong, or nothing."""
     num_ranks, example = draw.choice((1, 2, 4)), draw.choice(EXAMPLES)
     is_cold, delay = draw.random() < 0.5, draw.uniform(0.1, LONGEST)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    settings = os.environ | {
-        "WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
-    if is_cold:
-        settings["NUMBA_CACHE_DIR"] = str(folder)
-    ranks: list[subprocess.Popen[str]] = []
-    for rank in range(num_ranks):
-        together: Any = {"process_group": ranks[0].pid if ranks else 0}
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, str(ROOT / "examples" / example)],
-                env=settings | {"RANK": str(rank)},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                **together,
-            )
-        )
-    time.sleep(scaled(delay))
+    ranks = start(example, num_ranks, {"NUMBA_CACHE_DIR": str(folder)} if is_cold else {})
+    for process in ranks:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    time.sleep(delay)
     begin = time.monotonic()
-    if any(rank.poll() is None for rank in ranks):
+    if any(process.poll() is None for process in ranks):
         os.killpg(ranks[0].pid, signal.SIGINT)
     late, said = [], []
     for number, process in enumerate(ranks):
+        left = max(0.1, begin + scaled(20) - time.monotonic())
         try:
-            said.append(
-                process.communicate(timeout=max(0.1, begin + scaled(20) - time.monotonic()))[1]
-            )
+            said.append(process.communicate(timeout=left)[1])
         except subprocess.TimeoutExpired:
             process.kill()
             said.append(process.communicate()[1])
             late.append(number)
     seconds = time.monotonic() - begin
     what = f"{example} on {num_ranks} ranks, {'cold' if is_cold else 'warm'}, after {delay:.2f} s"
-    longest = max(len(text.splitlines()) for text in said)
-    turns = [path.name for path in folder.rglob("*.turn")]
-    if late or seconds > scaled(SOON) or longest > SCREEN or turns:
+    longest = max(length(text) for text in said)
+    left_over = [path.name for path in folder.rglob("*.turn")]
+    with suppress(ProcessLookupError):
+        os.killpg(ranks[0].pid, signal.SIGKILL)
+        left_over.append("a process")
+    if late or seconds > soon or longest > SCREEN or left_over:
         end = "\n".join(text[-1500:] for text in said)
-        return f"{what}: {seconds:.1f} s, late {late}, {longest} lines, left {turns}\n{end}"
+        return f"{what}: {seconds:.1f} s, late {late}, {longest} lines, left {left_over}\n{end}"
     return ""
+
+
+def start(example: str, num_ranks: int, settings: dict[str, str]) -> list[subprocess.Popen[str]]:
+    """All ranks, in one process group, as those of a shell's job are."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launched = os.environ | settings
+    launched |= {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    ranks: list[subprocess.Popen[str]] = []
+    for rank in range(num_ranks):
+        together: Any = {"process_group": ranks[0].pid if ranks else 0}
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, "-c", RUN, str(ROOT / "examples" / example)],
+                env=launched | {"RANK": str(rank), "MASTER_PORT": str(port)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                **together,
+            )
+        )
+    return ranks
+
+
+def length(text: str) -> int:
+    """In lines. Not of a traceback out of an import: it is as long as modules nest."""
+    is_import = re.search(r'File ".*/site-packages/.*, in <module>', text)
+    return 0 if is_import else len(text.splitlines())
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs process_group= of Popen")
 @pytest.mark.parametrize(
-    "tries",
-    [4, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])],
+    ("tries", "soon"),
+    [
+        (4, scaled(15)),  # on a machine that does other things as well
+        pytest.param(200, scaled(3), marks=[pytest.mark.slow, pytest.mark.timeout(7200)]),
+    ],
 )
 @pytest.mark.timeout(300)
-def test_ctrl_c(tmp_path: Path, tries: int) -> None:
+def test_ctrl_c(tmp_path: Path, tries: int, soon: float) -> None:
     draw = random.Random(tries)
-    wrong = [text for number in range(tries) if (text := interrupt(draw, tmp_path / str(number)))]
+    wrong = []
+    for number in range(tries):
+        folder = tmp_path / str(number)
+        wrong += [text] if (text := interrupt(draw, folder, soon)) else []
+        shutil.rmtree(folder, ignore_errors=True)
     assert not wrong, f"{len(wrong)} of {tries}:\n" + "\n\n".join(wrong[:5])

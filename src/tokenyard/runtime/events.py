@@ -7,10 +7,13 @@ over when the results can be read. Without async_finish a call has ended when it
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
+
+from tokenyard.runtime.interrupts import stopping
 
 
 class EventHandle:
@@ -102,7 +105,8 @@ class Worker:
     def close(self) -> None:
         """Wait until all work has ended, well or not."""
         if self._thread is not None:
-            self._thread.shutdown()
+            with stopping(sys.exc_info()[1]):
+                self._thread.shutdown()
         self._on_failure = None
 
     def close_then(self, last: Callable[[], None]) -> None:

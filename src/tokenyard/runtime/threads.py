@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from tokenyard.runtime.interrupts import stopping
 from tokenyard.types import split_range
 
 # Below this many bytes a thread, starting it costs more than it saves (about 100 us each).
@@ -31,5 +32,10 @@ def in_threads(body: Callable[[int, int], object], num_items: int, num_bytes: in
         body(0, num_items)
         return
     with ThreadPoolExecutor(threads, thread_name_prefix="tokenyard-part") as pool:
-        for done in [pool.submit(body, *part) for part in split_range(num_items, threads)]:
-            done.result()
+        try:
+            for done in [pool.submit(body, *part) for part in split_range(num_items, threads)]:
+                done.result()
+        except KeyboardInterrupt as error:
+            with stopping(error):
+                pool.shutdown()
+            raise

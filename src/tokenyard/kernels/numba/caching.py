@@ -114,6 +114,7 @@ def _compile(kernel: Any, compile: Callable[[Any], Any], signature: Any) -> Any:
     if arguments in kernel.overloads:
         return compile(signature)
     with deferred():
+        look()
         made = _load_or_compile(kernel, compile, signature)
         look()
     return made
