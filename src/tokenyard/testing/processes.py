@@ -13,13 +13,13 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -59,9 +59,12 @@ class Processes:
         with Processes(4) as ranks:
             results = ranks.run(job, *args)
 
-    `job(group, *args)` must be importable by name (a function of a module, not a lambda). A job
-    that takes longer than `timeout` seconds ends all processes, and the error shows where each one
-    stood.
+    `job(group, *args)` is a function of a module, which ranks import, or of the program itself: a
+    script, with or without a guard around its main part, standard input, a notebook. Ranks do not
+    run the program again; they are sent what the job needs of it.
+
+    A job that takes longer than `timeout` seconds ends all processes, and the error shows where
+    each one stood.
     """
 
     def __init__(
@@ -84,8 +87,9 @@ class Processes:
             )
             for rank, (_, theirs) in enumerate(pipes)
         ]
-        for process in self.processes:
-            process.start()
+        with _hidden_main():
+            for process in self.processes:
+                process.start()
         for _, theirs in pipes:
             theirs.close()
 
@@ -97,7 +101,7 @@ class Processes:
         may_die: bool = False,
     ) -> list[Any]:
         """What job(group, *args) returned on each rank; Exited for the dead, if they may be."""
-        message = pickle.dumps((job, args))
+        message = _pickler(job).dumps((job, args))
         waiting: dict[Connection, int] = {}
         answers: list[Any] = [None] * self.num_ranks
         for rank, pipe in enumerate(self._pipes):
@@ -173,6 +177,26 @@ def run_processes(
         return ranks.run(job, *args)
 
 
+def _pickler(job: Callable[..., Any]) -> Any:
+    """Sends names of what modules define, and the definitions of what the program itself does."""
+    if job.__module__ != "__main__":
+        return pickle
+    from numba import cloudpickle
+
+    return cloudpickle
+
+
+@contextmanager
+def _hidden_main() -> Iterator[None]:
+    """A process that is started inside does not run the program again to get at its functions."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
 def _serve(
     rank: int, num_ranks: int, folder: str, pipe: Connection, seat: Seat | None = None
 ) -> None:
@@ -197,13 +221,15 @@ def _serve(
                 message = pipe.recv_bytes()
             except (EOFError, OSError):
                 os._exit(0)  # a group whose peers died may hang in its destructor
+            pickler: Any = pickle
             try:
                 job, args = pickle.loads(message)
+                pickler = _pickler(job)
                 answer = (True, job(dist.group.WORLD, *args))
             except BaseException:
                 answer = (False, traceback.format_exc())
             file = io.BytesIO()
-            torch.save(answer, file)
+            torch.save(answer, file, pickle_module=pickler)
             pipe.send_bytes(file.getvalue())
 
 
