@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,11 @@ from tokenyard.runtime.interrupts import shorten_tracebacks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+_NO_THREADS = (
+    "torch.distributed cannot start its threads: raise this user's limit with `ulimit -u`, or the "
+    "container's with `docker run --pids-limit`"
+)
 
 
 def local_group() -> ProcessGroup | LoopbackGroup:
@@ -28,7 +34,12 @@ def local_group() -> ProcessGroup | LoopbackGroup:
 
     if not dist.is_initialized():
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            dist.init_process_group("gloo")
+            try:
+                dist.init_process_group("gloo")
+            except RuntimeError as error:
+                if os.strerror(errno.EAGAIN) in str(error):
+                    raise RuntimeError(_NO_THREADS) from error
+                raise
         else:
             try:
                 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,4 +1,4 @@
-"""Two ranks in a place that is not made for them: what it is, and how they get there."""
+"""Ranks in a place that is not made for them: what it is, and how they get there."""
 
 from __future__ import annotations
 
@@ -44,12 +44,14 @@ def refuse(call, error):
         sys.exit("no seccomp here")
 """
 MEMFD_CREATE, PIDFD_OPEN, MAY_NOT = 319, 434, 1
+SET_DUMPABLE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """How ranks are started, and what comes of it."""
 
+    num_ranks: int = 2
     way: str = "1 node, direct"  # how rows travel there
     said: Sequence[str] = ()  # what one of the ranks says, in one line
     by: Callable[[int], Sequence[str]] = lambda rank: ()  # a command that starts a rank
@@ -57,6 +59,7 @@ class Place:
     limit: tuple[int, int] | None = None
     flags: Sequence[str] = ()
     before: str = ""
+    fails: bool = False  # on all ranks, and one of them says why
 
 
 def in_namespace(script: str, *kinds: str) -> Callable[[int], Sequence[str]]:
@@ -113,6 +116,26 @@ PLACES = {
         way="1 node, collective over gloo",
         said=["cannot watch the other ranks", "Operation not permitted"],
     ),
+    "not to be looked into": Place(
+        by=lambda rank: NOBODY,
+        settings={"HOME": "/nonexistent"},
+        before=f"import ctypes\nctypes.CDLL(None).prctl({SET_DUMPABLE}, 0, 0, 0, 0)",
+        way="2 nodes, hierarchical",
+        said=["cannot use its memory", "Permission denied", "the same security profile"],
+    ),
+    "24 threads": Place(
+        by=lambda rank: NOBODY,
+        settings={"HOME": "/nonexistent"},
+        limit=(resource.RLIMIT_NPROC, 24),
+    ),
+    "2 threads": Place(
+        num_ranks=1,
+        by=lambda rank: NOBODY,
+        settings={"HOME": "/nonexistent"},
+        limit=(resource.RLIMIT_NPROC, 2),
+        said=["cannot start its threads", "`ulimit -u`"],
+        fails=True,
+    ),
     "64 descriptors": Place(limit=(resource.RLIMIT_NOFILE, 64)),
     "no file above 0 bytes": Place(
         limit=(resource.RLIMIT_FSIZE, 0),
@@ -130,35 +153,41 @@ PLACES = {
 
 
 def run(place: Place) -> list[tuple[str, str, int]]:
-    """What each of two ranks printed, what it said, and how it ended."""
+    """What each of the ranks printed, what it said, and how it ended."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks = []
-    for rank in range(2):
+    for rank in range(place.num_ranks):
         settings: dict[str, str | None] = {
             **os.environ,
             "RANK": str(rank),
-            "WORLD_SIZE": "2",
+            "WORLD_SIZE": str(place.num_ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
             **place.settings,
         }
-        command = [sys.executable, *place.flags, "-c", RANK.format(before=place.before)]
+        rank_code = RANK.format(before=place.before)
+        command = [*place.by(rank), sys.executable, *place.flags, "-c", rank_code]
         if place.limit is not None:
             what, most = place.limit
             command = ["prlimit", f"--{_LIMITS[what]}={most}", *command]
         ranks.append(
             subprocess.Popen(
-                [*place.by(rank), *command],
+                command,
                 env={name: value for name, value in settings.items() if value is not None},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
             )
         )
-    return [(*rank.communicate(timeout=scaled(150)), rank.returncode) for rank in ranks]
+    try:
+        return [(*rank.communicate(timeout=scaled(150)), rank.returncode) for rank in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
 
 
 _LIMITS = {
@@ -166,6 +195,7 @@ _LIMITS = {
     resource.RLIMIT_FSIZE: "fsize",
     resource.RLIMIT_AS: "as",
     resource.RLIMIT_MEMLOCK: "memlock",
+    resource.RLIMIT_NPROC: "nproc",
 }
 
 

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 _BEAT = 0.5  # seconds between two beats
@@ -58,8 +58,11 @@ def busy(report: Report) -> Iterator[None]:
         _depth += 1
         if _depth == 1:
             _idle = threading.Event()
-            given = (_idle, report)
-            threading.Thread(target=_beat, args=given, daemon=True, name="tokenyard-busy").start()
+            beating = threading.Thread(
+                target=_beat, args=(_idle, report), daemon=True, name="tokenyard-busy"
+            )
+            with suppress(RuntimeError):  # a limit on threads: then nobody hears of it
+                beating.start()
     try:
         yield
     finally:
