@@ -46,6 +46,28 @@ def refuse(call, error):
 MEMFD_CREATE, PIDFD_OPEN, MAY_NOT = 319, 434, 1
 SET_DUMPABLE = 4
 
+# No such system is at hand: Linux without what the other lacks stands for it, once torch and Numba,
+# which ask where they are, have been imported.
+MACOS = """
+import signal, socket
+import torch.distributed, numba
+for module, name in ((os, "memfd_create"), (os, "pidfd_open"), (os, "sched_getaffinity"),
+                     (os, "eventfd"), (os, "setns"), (signal, "pidfd_send_signal")):
+    if hasattr(module, name):
+        delattr(module, name)
+sys.platform = "darwin"
+"""
+WINDOWS = f"""{MACOS}
+import mmap
+sys.modules["fcntl"] = sys.modules["resource"] = None
+for name in ("geteuid", "getuid", "register_at_fork", "sysconf", "killpg"):
+    delattr(os, name)
+for name in [name for name in dir(mmap) if name.startswith(("PROT_", "MAP_", "MADV_"))]:
+    delattr(mmap, name)
+del socket.AF_UNIX
+sys.platform = "win32"
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
@@ -136,6 +158,8 @@ PLACES = {
         said=["cannot start its threads", "`ulimit -u`"],
         fails=True,
     ),
+    "a mock of macOS": Place(before=MACOS, way="1 node, collective over gloo"),
+    "a mock of Windows": Place(before=WINDOWS, way="1 node, collective over gloo"),
     "64 descriptors": Place(limit=(resource.RLIMIT_NOFILE, 64)),
     "no file above 0 bytes": Place(
         limit=(resource.RLIMIT_FSIZE, 0),

@@ -32,7 +32,6 @@ except ImportError:  # not a POSIX system
 
 _WORTH_A_LOOK = 4 << 20  # bytes; for smaller segments nobody asks how much memory is left
 _PIECE = 64 << 20  # bytes that are reserved before asking again
-_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
 def why_not() -> str | None:
@@ -138,7 +137,8 @@ def _map(fd: int, num_bytes: int) -> Any:
     the descriptor, and a process may have only about a thousand of those.)
     """
     libc = _libc()
-    address = libc.mmap(None, num_bytes, _READ_WRITE, mmap.MAP_SHARED | mmap.MAP_POPULATE, fd, 0)
+    allowed = mmap.PROT_READ | mmap.PROT_WRITE
+    address = libc.mmap(None, num_bytes, allowed, mmap.MAP_SHARED | mmap.MAP_POPULATE, fd, 0)
     if address in (None, ctypes.c_void_p(-1).value):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

@@ -172,6 +172,8 @@ class _OwnFolder(caching._SourceFileBackedLocatorMixin, caching._CacheLocator):
 
     @classmethod
     def from_function(cls, py_func: Any, py_file: Any) -> Any:
+        if not hasattr(os, "geteuid"):  # Windows, where each user has temporary files of their own
+            return None
         try:
             self = super().from_function(py_func, py_file)
         except OSError:  # there is no folder for temporary files
