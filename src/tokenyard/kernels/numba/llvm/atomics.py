@@ -19,14 +19,16 @@ from numba.extending import intrinsic
 
 from tokenyard.wire.columns import LINE
 
-_IS_X86 = platform.machine() in ("x86_64", "AMD64")
+_MACHINE = platform.machine().lower()
+_IS_X86, _IS_ARM = _MACHINE in ("x86_64", "amd64"), _MACHINE in ("aarch64", "arm64")
 _I64 = ir.IntType(64)
 _VECTOR = ir.VectorType(_I64, LINE // 8)
+_WHOLE_SYSTEM = 15  # the only kind of `isb` that there is
 
 
-def _instruct(builder: Any, name: Any) -> None:
-    void = ir.FunctionType(ir.VoidType(), [])
-    builder.call(builder.module.declare_intrinsic(name, (), void), [])
+def _instruct(builder: Any, name: Any, *operands: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [one.type for one in operands])
+    builder.call(builder.module.declare_intrinsic(name, (), kind), operands)
 
 
 @intrinsic
@@ -50,7 +52,10 @@ def store_release(typingctx, address, value):
 
 @intrinsic
 def fence_stores(typingctx):
-    """All stores so far, streaming ones too, come before all stores from here on."""
+    """All stores so far, streaming ones too, come before all stores from here on.
+
+    On ARM that is `dmb ish`, which streaming stores (`stnp`) obey as others do.
+    """
 
     def codegen(context, builder, signature, args):
         if _IS_X86:
@@ -64,11 +69,17 @@ def fence_stores(typingctx):
 
 @intrinsic
 def pause(typingctx):
-    """Tell the core that this is a loop that waits."""
+    """Tell the core that this is a loop that waits.
+
+    On ARM that is `isb`, as in Rust and PostgreSQL: it holds up a core about as long as x86's
+    pause does, and `yield` does nothing on cores that run one thread.
+    """
 
     def codegen(context, builder, signature, args):
         if _IS_X86:
             _instruct(builder, "llvm.x86.sse2.pause")
+        elif _IS_ARM:
+            _instruct(builder, "llvm.aarch64.isb", ir.IntType(32)(_WHOLE_SYSTEM))
         return context.get_dummy_value()
 
     return types.void(), codegen

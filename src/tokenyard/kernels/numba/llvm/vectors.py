@@ -126,7 +126,7 @@ def narrow_pair(builder: Any, pair: Any, dtype: Any, lanes: Any) -> dict[int, An
 def _has_half() -> bool:
     """Whether the machine converts float16. Elsewhere LLVM calls a function that Numba has not."""
     machine, _, features = cpu_target.target_context.codegen().magic_tuple()
-    return not machine.startswith(("x86_64", "i386", "i686")) or "+f16c" in features
+    return machine.startswith(("aarch64", "arm64")) or "+f16c" in features
 
 
 def _from_half(builder: Any, value: Any, lanes: Any) -> Any:
