@@ -20,6 +20,7 @@ from tokenyard.kernels.numba.between_nodes.messages import (
 )
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.exchange.protocol import verdict
+from tokenyard.kernels.numba.llvm.atomics import fence_stores
 from tokenyard.kernels.numba.llvm.pointers import INT64, LIKE, UINT8, copy_bytes, pointer
 from tokenyard.kernels.numba.reduce import scratch, sum_token
 from tokenyard.wire import message as say
@@ -152,6 +153,7 @@ def _pack_combine_kernel(like, sums, table):
                 counts[link] = bytes_of_words[node] + whole_lines(rows[link])
             target += counts[link]
     write_messages(table, words[at.RELAYED], words[at.HOME], words[at.NUM_PLACES] * MESSAGE_BYTES)
+    fence_stores()
     return np.int64(at.DONE)
 
 
@@ -194,6 +196,7 @@ def _add_up_kernel(like, sums, table):
                 count += 1
         out = words[at.OUT_X] + t * row_bytes
         sum_token(out, rows_at, homes_at, count, num_nodes, hidden, False, like, sums)
+    fence_stores()
     return np.int64(at.DONE)
 
 

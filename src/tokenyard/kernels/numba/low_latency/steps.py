@@ -211,12 +211,14 @@ def sum_tokens(table, rows, limits, tables, masked, like, wide):
                 continue
             first = pointer(tables[owner], INT64)[local_of[experts[i]]]
             if first < 0 or first >= limits[owner] - picks[i]:
+                fence_stores()
                 return owner
             sources[count] = rows[owner] + (first + picks[i]) * row_bytes
             factors[count] = given[i]
             count += 1
         place = out + t * row_bytes
         sum_scaled(place, sources.ctypes.data, factors.ctypes.data, count, hidden, 0, like)
+    fence_stores()
     return -1
 
 
