@@ -63,6 +63,6 @@ def test_rearrange_takes_no_kernels_that_the_device_cannot_use() -> None:
 
 
 def test_triton_is_left_out_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "_SETS", ("triton", "numba", "reference"))
+    monkeypatch.setattr(base, "SETS", ("triton", "numba", "reference"))
     monkeypatch.setattr(base, "interprets_triton", lambda: False)
     assert base.available.__wrapped__() == ("numba", "reference")

@@ -23,7 +23,7 @@ from tokenyard.types import Aligned, Counted, Layout, Places, Route, UnpermuteGr
 from tokenyard.wire.slots import SlotPairs, SlotResults, SlotShape
 
 _log = logging.getLogger("tokenyard")
-_SETS = ("numba", "reference", "triton")
+SETS = ("numba", "reference", "triton")
 
 Array = TypeVar("Array", Tensor, np.ndarray)
 Tensors = Sequence[Tensor]
@@ -220,7 +220,7 @@ class Kernels(SlotKernels, Protocol):
 @cache
 def available() -> tuple[str, ...]:
     """The sets that can be used on CPU tensors here. "triton" can, where it is interpreted."""
-    return tuple(name for name in _SETS if name != "triton" or interprets_triton())
+    return tuple(name for name in SETS if name != "triton" or interprets_triton())
 
 
 def interprets_triton() -> bool:
@@ -234,7 +234,7 @@ def has_triton() -> bool:
 
 @cache
 def load(name: str) -> Kernels:
-    if name not in _SETS:
+    if name not in SETS:
         raise ValueError(f"unknown kernel set {name!r}; available: auto, {', '.join(available())}")
     if name == "triton" and not has_triton():
         raise ValueError("kernels is 'triton', which is not installed, want tokenyard[triton]")
@@ -243,17 +243,33 @@ def load(name: str) -> Kernels:
 
 @cache
 def choose(device_type: str) -> str:
-    """The fastest set for a device. Cached so that the choice is logged once.
-
-    Torch says cuda of AMD's devices too.
-    """
-    name = "reference"
-    if device_type == "cpu":
-        name = "numba"
-    elif device_type == "cuda" and has_triton():
-        name = "triton"
-    _log.info("kernels: %s, for tensors on %s", name, device_type)
+    """The fastest set for a device. Cached so that the choice is logged once."""
+    name, why = choice(device_type)
+    _log.info("kernels: %s, %s", name, why)
     return name
+
+
+def choice(device_type: str) -> tuple[str, str]:
+    """The fastest set for a device, and why it is that. Torch says cuda of AMD's devices too."""
+    if device_type == "cpu":
+        return "numba", "the fastest for tensors on cpu"
+    if device_type != "cuda":
+        return "reference", f"no other knows tensors on {device_type}"
+    if has_triton():
+        return "triton", "the fastest for tensors on cuda"
+    return "reference", "triton is not installed"
+
+
+def why_not(name: str, device_type: str) -> str:
+    """Why this set is not the one that is chosen for a device."""
+    if name == "reference":
+        return "slower"
+    if name == "triton" and not has_triton():
+        return "not installed"
+    if name == "triton" and device_type == "cpu":
+        return "interpreted, and slower" if interprets_triton() else "for GPUs"
+    is_for_it = device_type == ("cpu" if name == "numba" else "cuda")
+    return "not asked for" if is_for_it else f"not for tensors on {device_type}"
 
 
 @cache

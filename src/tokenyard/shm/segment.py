@@ -23,6 +23,7 @@ import numpy as np
 
 from tokenyard.errors import SharedMemoryError
 from tokenyard.runtime import limits
+from tokenyard.types import round_up
 
 try:
     import fcntl
@@ -32,6 +33,8 @@ except ImportError:  # not a POSIX system
 
 _WORTH_A_LOOK = 4 << 20  # bytes; for smaller segments nobody asks how much memory is left
 _PIECE = 64 << 20  # bytes that are reserved before asking again
+_FAILED = ctypes.c_void_p(-1).value
+_MAP_FIXED, _MADV_COLLAPSE = 0x10, 25  # of Linux; Python does not name them
 
 
 def why_not() -> str | None:
@@ -55,7 +58,7 @@ class Segment:
             _reserve(self.fd, num_bytes)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
-            self._map = _map(self.fd, num_bytes)
+            self._map = _map(self.fd, num_bytes, is_own=True)
         except (OSError, ValueError, OverflowError, MemoryError) as error:
             os.close(self.fd)
             raise cannot(num_bytes, error) from error
@@ -98,7 +101,7 @@ def attach(pid: int, fd: int, num_bytes: int, identity: int) -> np.ndarray:
             raise Gone("another file has its descriptor by now")
         if os.fstat(mine).st_size != num_bytes:
             raise Gone("it is not as large as was told")
-        return np.frombuffer(_map(mine, num_bytes), np.uint8)
+        return np.frombuffer(_map(mine, num_bytes, is_own=False), np.uint8)
     except Gone:
         raise
     except (OSError, ValueError, OverflowError) as error:
@@ -132,19 +135,55 @@ _REMEDIES = {
 }
 
 
-def _map(fd: int, num_bytes: int) -> Any:
+def _map(fd: int, num_bytes: int, is_own: bool) -> Any:
     """Map a file for as long as the returned object lives. (Python's mmap would keep a duplicate of
     the descriptor, and a process may have only about a thousand of those.)
+
+    A large one begins on a huge page's boundary, so that the system can map it by huge pages, and
+    its owner asks for them. Whoever is refused goes on with pages as they are.
     """
-    libc = _libc()
+    libc, huge, flags, place = _libc(), _huge_page(), mmap.MAP_SHARED, None
     allowed = mmap.PROT_READ | mmap.PROT_WRITE
-    address = libc.mmap(None, num_bytes, allowed, mmap.MAP_SHARED | mmap.MAP_POPULATE, fd, 0)
-    if address in (None, ctypes.c_void_p(-1).value):
+    if 0 < 2 * huge <= num_bytes:
+        place, flags = _find_place(num_bytes, huge), flags | _MAP_FIXED
+        if is_own and libc.mmap(place, num_bytes, allowed, flags, fd, 0) == place:
+            libc.madvise(place, num_bytes // huge * huge, _MADV_COLLAPSE)
+    address = libc.mmap(place, num_bytes, allowed, flags | mmap.MAP_POPULATE, fd, 0)
+    if address in (None, _FAILED):
         number = ctypes.get_errno()
+        if place is not None:
+            libc.munmap(place, num_bytes)
         raise OSError(number, os.strerror(number))
     mapped = (ctypes.c_uint8 * num_bytes).from_address(address)
     weakref.finalize(mapped, libc.munmap, address, num_bytes).atexit = False
     return mapped
+
+
+def _find_place(num_bytes: int, step: int) -> int:
+    """Addresses for so many bytes, from a multiple of `step` on, taken but without memory."""
+    libc, private = _libc(), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    end = round_up(num_bytes, mmap.PAGESIZE) + step
+    begin = libc.mmap(None, end, 0, private, -1, 0)
+    if begin in (None, _FAILED):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    end += begin
+    place = round_up(begin, step)
+    after = place + round_up(num_bytes, mmap.PAGESIZE)
+    for first, last in ((begin, place), (after, end)):
+        if first < last:
+            libc.munmap(first, last - first)
+    return place
+
+
+@cache
+def _huge_page() -> int:
+    """Bytes of a huge page, 0 where the system has none."""
+    try:
+        with open("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size") as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return 0
 
 
 @cache
@@ -155,6 +194,7 @@ def _libc() -> Any:
         *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int),
         *(ctypes.c_int, ctypes.c_int, ctypes.c_long),
     ]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     return libc
 

@@ -280,3 +280,20 @@ class _Cache(caching.FunctionCache):
             else:
                 what = f"compiled kernels cannot be kept: {error}"
             _warn(f"{what}; {_ADVICE}")
+
+
+def folder_in_use() -> tuple[str | None, str]:
+    """The folder in which kernels that are compiled now are kept, or None, and why that one."""
+    cache = _cache_of(folder_in_use)
+    if not isinstance(cache, _Cache):
+        return None, "tokenyard's source files cannot be read"
+    folder = cache.cache_path
+    if isinstance(cache._impl.locator, _Nowhere):
+        return None, "no folder can be written"
+    if isinstance(cache._impl.locator, _OwnFolder):
+        return folder, "no better folder can be written"
+    if folder == str(_HERE / "__pycache__"):
+        return folder, "beside the kernels, in the package"
+    if numba.config.CACHE_DIR:
+        return numba.config.CACHE_DIR, "which NUMBA_CACHE_DIR names"
+    return folder, "the user's own, since the package cannot be written"

@@ -4,8 +4,10 @@ that pass the cache by.
 Whoever reads a word with `load_acquire` sees all that the thread which wrote it with
 `store_release` had written before, but for streaming stores. So a kernel that streams fences
 (`fence_stores`) before it returns, on every thread that streamed, since another thread may raise
-the signal. A fence with nothing to wait for costs a few nanoseconds. Signals are raised by
-`signals.raise_signal` alone; the rings have counters of their own.
+the signal. So does one that tells the function which it calls not to stream: whether the compiler
+takes that function in, and leaves its other half out, depends on the processor. A fence with
+nothing to wait for costs a few nanoseconds. Signals are raised by `signals.raise_signal` alone; the
+rings have counters of their own.
 """
 
 from __future__ import annotations

@@ -6,12 +6,12 @@ type of one element. LLVM splits vectors that are wider than the machine's.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 from llvmlite import ir
 from numba.core import types
-from numba.core.registry import cpu_target
+
+from tokenyard.kernels.numba.llvm.machine import processor
 
 LANES = 16  # float32 elements of a line, and of the widest registers
 I32 = ir.IntType(32)
@@ -122,13 +122,6 @@ def narrow_pair(builder: Any, pair: Any, dtype: Any, lanes: Any) -> dict[int, An
     return {0: first, lanes: second}
 
 
-@cache
-def _has_half() -> bool:
-    """Whether the machine converts float16. Elsewhere LLVM calls a function that Numba has not."""
-    machine, _, features = cpu_target.target_context.codegen().magic_tuple()
-    return machine.startswith(("aarch64", "arm64")) or "+f16c" in features
-
-
 def _from_half(builder: Any, value: Any, lanes: Any) -> Any:
     """Exactly, without instructions for it too.
 
@@ -137,7 +130,7 @@ def _from_half(builder: Any, value: Any, lanes: Any) -> Any:
     0, a float32 has a leading 1 that float16 has not: with an exponent of one more, that is 2**-14.
     """
     float_lanes, int_lanes = vector(ir.FloatType(), lanes), vector(I32, lanes)
-    if _has_half():
+    if processor().converts_float16:
         halves = builder.bitcast(value, vector(ir.HalfType(), lanes))
         return builder.fpext(halves, float_lanes)
 
@@ -168,7 +161,7 @@ def _to_half(builder: Any, value: Any, lanes: Any) -> Any:
     are rounded as integers, and what then reaches 2**16 is infinity.
     """
     float_lanes, int_lanes = vector(ir.FloatType(), lanes), vector(I32, lanes)
-    if _has_half():
+    if processor().converts_float16:
         halves = builder.fptrunc(value, vector(ir.HalfType(), lanes))
         return builder.bitcast(halves, vector(ir.IntType(16), lanes))
 
