@@ -13,6 +13,7 @@ import torch
 
 import tokenyard
 from tests.cases.clock import scaled
+from tests.cases.package import cold
 from tokenyard.warming import KINDS
 
 # How many kernels two ranks compile for a first call there and back.
@@ -37,10 +38,10 @@ print(len(compiled.buffer))
 """
 
 
-def run(folder: Path, *command: str) -> str:
+def run(settings: dict[str, str], *command: str) -> str:
     done = subprocess.run(
         [sys.executable, *command],
-        env=os.environ | {"NUMBA_CACHE_DIR": str(folder)},
+        env=os.environ | settings,
         capture_output=True,
         text=True,
         timeout=scaled(280),
@@ -55,11 +56,12 @@ def run(folder: Path, *command: str) -> str:
     ["collective", *[pytest.param(one, marks=pytest.mark.slow) for one in ("direct", "ring")]],
 )
 def test_nothing_is_compiled_after_a_warm_up(tmp_path: Path, kind: str) -> None:
-    said = run(tmp_path, "-m", "tokenyard", "warm-up", "--kinds", kind, "--dtypes", "float32")
+    settings = cold(tmp_path)
+    said = run(settings, "-m", "tokenyard", "warm-up", "--kinds", kind, "--dtypes", "float32")
     assert f"1 of 1: {kind}" in said
     assert "kernels are ready" in said
-    assert run(tmp_path, "-c", CALLS, kind, "float32") == "0\n"
-    assert run(tmp_path, "-c", CALLS, kind, "float16") != "0\n", "sums of another dtype"
+    assert run(settings, "-c", CALLS, kind, "float32") == "0\n"
+    assert run(settings, "-c", CALLS, kind, "float16") != "0\n", "sums of another dtype"
 
 
 def test_what_cannot_be_warmed_up_is_named() -> None:

@@ -15,6 +15,7 @@ import torch
 
 import tokenyard
 from tests.cases.clock import scaled
+from tests.cases.package import cold
 from tests.cases.processes import Pools
 from tokenyard.runtime.busy import busy
 
@@ -83,7 +84,7 @@ def test_a_cold_rank_beside_a_warm_one(tmp_path: Path) -> None:
         port = free.getsockname()[1]
     where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = []
-    for rank, folder in enumerate([{"NUMBA_CACHE_DIR": str(tmp_path)}, {}]):
+    for rank, folder in enumerate([cold(tmp_path), {}]):
         settings = os.environ | where | folder | {"RANK": str(rank), "OMP_NUM_THREADS": "1"}
         ranks.append(
             subprocess.Popen(

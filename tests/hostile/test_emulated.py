@@ -19,6 +19,7 @@ from tests.cases import arm64_root
 from tests.cases.aarch64 import ROOT
 from tests.cases.clock import scaled
 from tests.cases.emulated_ranks import KINDS
+from tests.cases.package import cold
 
 KERNELS = tuple(
     f"tests/kernels/test_{name}.py" for name in ("atomics", "ring", "low_latency", "quantize")
@@ -55,13 +56,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def native(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Native:
     """Run all on this machine, and compile for ARM64 what it had to compile."""
-    compiled = tmp_path_factory.mktemp("native")
+    settings = cold(tmp_path_factory.mktemp("native"))
     arm64_root.make(folder)
     printed = {
         name: subprocess.run(
             [sys.executable, *arguments],
             cwd=ROOT,
-            env={**os.environ, "NUMBA_CACHE_DIR": str(compiled)},
+            env={**os.environ, **settings},
             stdout=subprocess.PIPE,
             text=True,
             timeout=scaled(900),
@@ -69,7 +70,7 @@ def native(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Native:
         ).stdout
         for name, arguments in RUNS.items()
     }
-    arm64_root.take_in(folder, compiled)
+    arm64_root.take_in(folder, Path(settings["NUMBA_CACHE_DIR"]))
     return printed
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.cases.clock import scaled
+from tests.cases.package import cold
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ("quickstart.py", "deepep_style.py", "train_moe.py")
@@ -26,7 +27,8 @@ LONGEST = 12.0  # seconds after which Ctrl-C comes at the latest
 # Torch's own import loses a Ctrl-C now and then (`python -c "import torch"`, 2 of 25 tries), so the
 # clock starts after it.
 RUN = """
-import runpy, sys
+import runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background ignores
 import torch
 print("ready", flush=True)
 sys.argv = sys.argv[1:]
@@ -38,7 +40,7 @@ def interrupt(draw: random.Random, folder: Path, soon: float) -> str:
     """Start an example as a shell would, and press Ctrl-C. What went wrong, or nothing."""
     num_ranks, example = draw.choice((1, 2, 4)), draw.choice(EXAMPLES)
     is_cold, delay = draw.random() < 0.5, draw.uniform(0.1, LONGEST)
-    ranks = start(example, num_ranks, {"NUMBA_CACHE_DIR": str(folder)} if is_cold else {})
+    ranks = start(example, num_ranks, cold(folder) if is_cold else {})
     for process in ranks:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"

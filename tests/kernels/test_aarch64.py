@@ -17,6 +17,7 @@ import pytest
 from tests.cases.aarch64 import HALF, Code, read
 from tests.cases.clock import scaled
 from tests.cases.kernel_code import OWN_ROWS, SIGNALS, SIGNATURES, STREAM, WAIT, Flow
+from tests.cases.package import cold
 
 SUM = "reduce._reduce_kernel"
 LOW_LATENCY = (
@@ -112,12 +113,13 @@ def test_processors(tmp_path: Path, cpu: str) -> None:
 @pytest.mark.timeout(3000)
 def test_all_signatures(tmp_path: Path) -> None:
     """Whatever `warm_up` compiles for this machine, for rows of all dtypes."""
-    warm, arm = tmp_path / "warm", tmp_path / "arm"
+    settings, arm = cold(tmp_path), tmp_path / "arm"
+    warm = Path(settings["NUMBA_CACHE_DIR"])
     arm.mkdir()
     dtypes = ("bfloat16", "float16", "float32", "float64")
     subprocess.run(
         [sys.executable, "-m", "tokenyard", "warm-up", "--dtypes", *dtypes],
-        env={**os.environ, "NUMBA_CACHE_DIR": str(warm)},
+        env={**os.environ, **settings},
         timeout=scaled(1400),
         check=True,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import stat
 import subprocess
 import sys
@@ -14,11 +13,10 @@ from typing import Any
 import pytest
 
 from tests.cases.clock import scaled
+from tests.cases.package import SOURCE, copy
 from tests.cases.source import imported
 from tokenyard.kernels.numba import caching
 from tokenyard.kernels.numba.caching import njit
-
-SOURCE = Path(__file__).parents[2] / "src"
 
 # The kernel is in rows.py, and copies rows with copy_bytes of llvm/pointers.py.
 PACK = """
@@ -35,9 +33,7 @@ WHOLE, HALF = "[[0, 1, 2, 3, 4, 5, 6, 7]]", "[[0, 1, 2, 3, 0, 0, 0, 0]]"
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A copy of the package, into which nothing was compiled yet."""
-    where = tmp_path / "src"
-    shutil.copytree(SOURCE, where, ignore=shutil.ignore_patterns("__pycache__"))
-    return where
+    return copy(tmp_path / "src")
 
 
 def run(tree: Path, **settings: str) -> tuple[str, bool, str, str]:

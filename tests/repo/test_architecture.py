@@ -39,9 +39,9 @@ FLOORS = {
     "__main__": 16,
 }
 
-# Packages that only one room may know.
-OWNERS = {
-    "numba": "kernels/numba",
+# Packages that only one room may know. (Numba comes with cloudpickle.)
+OWNERS: dict[str, str | tuple[str, ...]] = {
+    "numba": ("kernels/numba", "testing/processes.py"),
     "llvmlite": "kernels/numba",
     "triton": "kernels/triton",
     "pickle": "testing",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,6 +17,14 @@ from tests.cases.clock import scaled
 from tokenyard.runtime import interrupts
 from tokenyard.runtime.events import Worker
 from tokenyard.runtime.threads import in_threads
+
+
+@pytest.fixture(autouse=True)
+def _heard() -> Iterator[None]:
+    """A job in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def _press(done: list[str], look: bool) -> None:
