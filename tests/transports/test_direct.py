@@ -144,7 +144,7 @@ def test_too_little_memory_on_one_rank_is_an_error_on_all(ranks: Processes) -> N
             f"dispatch: rank 1 could not get memory for its rows, on rank {rank}"
         )
     assert "bytes of shared memory are needed" in outcomes[1][1]
-    assert "are available" in outcomes[1][1]
+    assert "raise its limit with `ulimit -f`" in outcomes[1][1]
     assert all(rows > 0 for _, _, rows in outcomes)  # and the Buffer goes on working
 
 
