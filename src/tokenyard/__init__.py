@@ -39,9 +39,14 @@ _HOMES = {
     "warm_up": "warming",
 }
 
+_MODULES = ("kernels", "nn", "testing")
+
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604
 
 if TYPE_CHECKING:
+    from tokenyard import kernels as kernels
+    from tokenyard import nn as nn
+    from tokenyard import testing as testing
     from tokenyard.buffer import Buffer as Buffer
     from tokenyard.errors import BufferClosed as BufferClosed
     from tokenyard.errors import BufferInUse as BufferInUse
@@ -69,6 +74,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"tokenyard.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'tokenyard' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"tokenyard.{_HOMES[name]}"), name)
@@ -77,4 +84,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, *_MODULES])
