@@ -133,6 +133,11 @@ PLACES = {
         way="1 node, collective over gloo",
         said=["ranks cannot share memory", "Operation not permitted"],
     ),
+    "connections that close late": Place(
+        before=f"{SECCOMP}\nrefuse({MEMFD_CREATE}, {MAY_NOT})\n"
+        "from tokenyard.comm import torch_dist\ntorch_dist._LET_GO = 0",
+        way="1 node, collective over gloo",
+    ),
     "no pidfd": Place(
         before=f"{SECCOMP}\nrefuse({PIDFD_OPEN}, {MAY_NOT})",
         way="1 node, collective over gloo",

@@ -8,6 +8,7 @@ the machine's process table, and from who stays silent.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 import weakref
@@ -27,6 +28,9 @@ from tokenyard.runtime import busy
 
 _LOOK = 0.1  # seconds between two looks at the failure board
 _LET_GO = 0.1  # seconds to close connections that nobody uses
+_AT_END = 2.0  # seconds that the end of the process waits for that
+
+_closing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that close connections
 _GRACE = 0.5  # seconds in which the other ranks may post that they live, after an exchange failed
 _LONGEST = 120.0  # seconds that a rank may need to compile what a call needs
 _BEFORE = 1.0  # a note may be this many seconds older than the exchange that it concerns
@@ -349,6 +353,7 @@ class GlooPart(_TorchExchange):
             return
         held, self._pg = [self._pg], None
         thread = threading.Thread(target=held.clear, daemon=True, name="tokenyard-let-go")
+        _closing.add(thread)
         thread.start()
         thread.join(_LET_GO)
 
@@ -358,6 +363,14 @@ class GlooPart(_TorchExchange):
         begin: Any = self._pg.alltoall_base  # type: ignore[attr-defined]  # not in torch's stubs
         out, rows, out_counts, counts, *_ = exchange
         return begin(out, rows, list(out_counts), list(counts))
+
+
+@atexit.register
+def _wait_for_closing() -> None:
+    """A thread that comes back from gloo when the interpreter has ended aborts the process."""
+    end = time.monotonic() + _AT_END
+    for thread in list(_closing):
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 def _say(kind: type[PeerError], culprits: tuple[int, ...]) -> str:
