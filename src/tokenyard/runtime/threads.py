@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from tokenyard.runtime.interrupts import stopping
+from tokenyard.runtime.interrupts import deferred, stopping
 from tokenyard.types import split_range
 
 # Below this many bytes a thread, starting it costs more than it saves (about 100 us each).
@@ -33,8 +33,11 @@ def in_threads(body: Callable[[int, int], object], num_items: int, num_bytes: in
         return
     with ThreadPoolExecutor(threads, thread_name_prefix="tokenyard-part") as pool:
         try:
-            for done in [pool.submit(body, *part) for part in split_range(num_items, threads)]:
-                done.result()
+            with deferred():  # the pool forgets a thread whose start Ctrl-C interrupts
+                ranges = split_range(num_items, threads)
+                parts = [pool.submit(body, begin, end) for begin, end in ranges]
+            for part in parts:
+                part.result()
         except KeyboardInterrupt as error:
             with stopping(error):
                 pool.shutdown()
