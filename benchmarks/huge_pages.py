@@ -32,18 +32,8 @@ import tokenyard
 from tokenyard.shm import segment
 from tokenyard.testing import run_processes
 
-HUGE = 2 << 20
-MAP_FIXED, MADV_COLLAPSE = 0x10, 25
+HUGE, LIBC = segment._huge_page(), segment._libc()
 ROW = 14336  # bytes: 7168 elements of bfloat16
-
-LIBC = ctypes.CDLL(None, use_errno=True)
-LIBC.mmap.restype = ctypes.c_void_p
-LIBC.mmap.argtypes = [
-    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int),
-    *(ctypes.c_int, ctypes.c_int, ctypes.c_long),
-]
-LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def milliseconds(call: Callable[[], object]) -> float:
@@ -65,16 +55,15 @@ def huge_bytes(address: int) -> int:
 
 def measure(num_bytes: int, collapse: bool) -> tuple[list[float], int]:
     """Milliseconds of each step, and how much lies in huge pages."""
-    room = LIBC.mmap(None, num_bytes + HUGE, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    address, fd = -(-room // HUGE) * HUGE, os.memfd_create("huge_pages")
+    address, fd = segment._find_place(num_bytes, HUGE), os.memfd_create("huge_pages")
 
     def make() -> None:
         os.posix_fallocate(fd, 0, num_bytes)
-        flags = mmap.MAP_SHARED | MAP_FIXED | (0 if collapse else mmap.MAP_POPULATE)
+        flags = mmap.MAP_SHARED | segment._MAP_FIXED | (0 if collapse else mmap.MAP_POPULATE)
         both = mmap.PROT_READ | mmap.PROT_WRITE
         if LIBC.mmap(address, num_bytes, both, flags, fd, 0) != address:
             raise OSError(ctypes.get_errno(), "mmap")
-        if collapse and LIBC.madvise(address, num_bytes, MADV_COLLAPSE) != 0:
+        if collapse and LIBC.madvise(address, num_bytes, segment._MADV_COLLAPSE) != 0:
             raise OSError(ctypes.get_errno(), "MADV_COLLAPSE")
 
     made = milliseconds(make)
@@ -89,7 +78,7 @@ def measure(num_bytes: int, collapse: bool) -> tuple[list[float], int]:
         rows[order] = source
 
     scattered, found = milliseconds(scatter), huge_bytes(address)
-    LIBC.munmap(room, num_bytes + HUGE)
+    LIBC.munmap(address, num_bytes)
     os.close(fd)
     return [made, first, later, scattered], found
 
@@ -101,7 +90,7 @@ def exchange(group: Any, num_tokens: int, turns: int) -> list[tuple[bool, list[f
     torch.set_num_threads(1)
     x = torch.randn(num_tokens, ROW // 2).bfloat16()
     weights, idx = torch.rand(num_tokens, 64).topk(8)
-    size, found = segment._huge_page(), []
+    found = []
 
     def both(buffer: tokenyard.Buffer) -> tuple[float, float]:
         dist.barrier(group)
@@ -115,7 +104,7 @@ def exchange(group: Any, num_tokens: int, turns: int) -> list[tuple[bool, list[f
 
     for turn in range(turns):
         for is_huge in (turn % 2 == 0, turn % 2 == 1):
-            segment._huge_page = lambda is_huge=is_huge: size if is_huge else 0  # type: ignore
+            segment._huge_page = lambda is_huge=is_huge: HUGE if is_huge else 0  # type: ignore
             with tokenyard.Buffer(group) as buffer:
                 first = both(buffer)
                 later = zip(*(both(buffer) for _ in range(4)))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 import tokenyard
-from tests.cases.clock import scaled
 from tests.cases.processes import Pools
+from tests.cases.programs import run_python
 
 ALONE = """
 import torch.distributed as dist
@@ -23,14 +21,8 @@ print(group.rank(), group.size(), dist.get_backend())
 
 
 def test_a_process_without_a_launcher_is_alone_and_leaves_quietly() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE],
-        capture_output=True,
-        text=True,
-        timeout=scaled(60),
-        check=True,
-    )
-    assert (done.stdout, done.stderr) == ("0 1 gloo\n", "")
+    done = run_python("-c", ALONE, limit=60)
+    assert (done.stdout, done.stderr, done.returncode) == ("0 1 gloo\n", "", 0)
 
 
 def use_the_default_group(group: Any) -> bool:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,6 +11,7 @@ import torch
 import tokenyard
 from tests.cases.clock import scaled
 from tests.cases.package import cold
+from tests.cases.programs import run_python
 from tokenyard.warming import KINDS
 
 # How many kernels two ranks compile for a first call there and back.
@@ -39,14 +37,8 @@ print(len(compiled.buffer))
 
 
 def run(settings: dict[str, str], *command: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *command],
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        timeout=scaled(280),
-        check=True,
-    )
+    done = run_python(*command, limit=280, **settings)
+    assert done.returncode == 0, done.stderr
     return done.stdout
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tests.cases.clock import scaled
+from tests.cases.programs import launched
 
 RANK = """
 import os, sys
@@ -183,20 +183,9 @@ PLACES = {
 
 def run(place: Place) -> list[tuple[str, str, int]]:
     """What each of the ranks printed, what it said, and how it ended."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     ranks = []
-    for rank in range(place.num_ranks):
-        settings: dict[str, str | None] = {
-            **os.environ,
-            "RANK": str(rank),
-            "WORLD_SIZE": str(place.num_ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-            **place.settings,
-        }
+    for rank, launch in enumerate(launched(place.num_ranks)):
+        settings: dict[str, str | None] = {**os.environ, **launch, **place.settings}
         rank_code = RANK.format(before=place.before)
         command = [*place.by(rank), sys.executable, *place.flags, "-c", rank_code]
         if place.limit is not None:

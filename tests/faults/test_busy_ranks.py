@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import tokenyard
 from tests.cases.clock import scaled
 from tests.cases.package import cold
 from tests.cases.processes import Pools
+from tests.cases.programs import launched
 from tokenyard.runtime.busy import busy
 
 
@@ -79,17 +79,12 @@ print("done")
 @pytest.mark.timeout(300)
 def test_a_cold_rank_beside_a_warm_one(tmp_path: Path) -> None:
     """The second finds what the tests have compiled, or compiles too."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = []
-    for rank, folder in enumerate([cold(tmp_path), {}]):
-        settings = os.environ | where | folder | {"RANK": str(rank), "OMP_NUM_THREADS": "1"}
+    for launch, folder in zip(launched(2), [cold(tmp_path), {}], strict=True):
         ranks.append(
             subprocess.Popen(
                 [sys.executable, "-c", COLD],
-                env=settings,
+                env=os.environ | launch | folder,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from tests.cases.programs import free_port
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -38,9 +39,6 @@ def run() -> Callable[..., None]:
     """run(job, num_devices, *args) calls job(group, *args) on as many GPUs, each a process."""
 
     def start(job: Callable[..., None], num_devices: int, *args: Any) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        mp.spawn(_rank, (num_devices, port, job, args), nprocs=num_devices)
+        mp.spawn(_rank, (num_devices, free_port(), job, args), nprocs=num_devices)
 
     return start

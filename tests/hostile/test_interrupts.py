@@ -7,7 +7,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import pytest
 
 from tests.cases.clock import scaled
 from tests.cases.package import cold
+from tests.cases.programs import launched
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ("quickstart.py", "deepep_style.py", "train_moe.py")
@@ -72,18 +72,13 @@ def interrupt(draw: random.Random, folder: Path, soon: float) -> str:
 
 def start(example: str, num_ranks: int, settings: dict[str, str]) -> list[subprocess.Popen[str]]:
     """All ranks, in one process group, as those of a shell's job are."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launched = os.environ | settings
-    launched |= {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
     ranks: list[subprocess.Popen[str]] = []
-    for rank in range(num_ranks):
+    for launch in launched(num_ranks):
         together: Any = {"process_group": ranks[0].pid if ranks else 0}
         ranks.append(
             subprocess.Popen(
                 [sys.executable, "-c", RUN, str(ROOT / "examples" / example)],
-                env=launched | {"RANK": str(rank), "MASTER_PORT": str(port)},
+                env=os.environ | settings | launch,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -113,6 +108,7 @@ def test_ctrl_c(tmp_path: Path, tries: int, soon: float) -> None:
     wrong = []
     for number in range(tries):
         folder = tmp_path / str(number)
-        wrong += [text] if (text := interrupt(draw, folder, soon)) else []
+        if text := interrupt(draw, folder, soon):
+            wrong.append(text)
         shutil.rmtree(folder, ignore_errors=True)
     assert not wrong, f"{len(wrong)} of {tries}:\n" + "\n\n".join(wrong[:5])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.cases.clock import scaled
+from tests.cases.programs import run_python
 from tokenyard.integrations.vllm import plugin, settings
 
 
@@ -135,13 +134,7 @@ def test_the_entry_point_imports_nothing_heavy() -> None:
         "heavy = {'torch', 'numpy', 'numba', 'vllm'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=scaled(250),
-        check=False,
-    )
+    done = run_python("-c", script)
     assert done.returncode == 0, done.stderr
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.cases.clock import scaled
+from tests.cases.programs import run_python
 from tokenyard import kernels
 from tokenyard.kernels import base
 from tokenyard.kernels.numba.llvm import machine
@@ -96,13 +93,8 @@ print(json.dumps([told.processor.name, told.processor.is_named, told.folder, tol
 
 
 def test_what_the_environment_says_is_told(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", TOLD],
-        env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_CPU_NAME": "generic"},
-        capture_output=True,
-        text=True,
-        timeout=scaled(120),
-        check=True,
-    )
+    named = {"NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_CPU_NAME": "generic"}
+    done = run_python("-c", TOLD, limit=120, **named)
+    assert done.returncode == 0, done.stderr
     told = ["generic", True, str(tmp_path), "which NUMBA_CACHE_DIR names"]
     assert json.loads(done.stdout) == told

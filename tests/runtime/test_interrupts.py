@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +12,7 @@ import pytest
 import torch
 
 from tests.cases.clock import scaled
+from tests.cases.programs import run_python
 from tokenyard.runtime import interrupts
 from tokenyard.runtime.events import Worker
 from tokenyard.runtime.threads import in_threads
@@ -125,7 +124,7 @@ except KeyError:
 
 @pytest.mark.timeout(120)
 def test_a_traceback_fits_a_screen() -> None:
-    done = subprocess.run([sys.executable, "-c", DEEP], capture_output=True, text=True, check=False)
+    done = run_python("-c", DEEP, limit=100)
     said = done.stderr.splitlines()
     assert said[-1].endswith("KeyboardInterrupt")
     assert 'File "<string>"' in done.stderr

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from typing import Any
 
@@ -15,6 +13,7 @@ import tokenyard
 from tests.cases.clock import scaled
 from tests.cases.conformance import check
 from tests.cases.exchange import Case, expected, inputs, job
+from tests.cases.programs import run_python
 from tokenyard import spec
 from tokenyard.engine.agreement import Call
 from tokenyard.testing import run_virtual
@@ -130,11 +129,5 @@ except TimeoutError as error:
 
 def test_a_run_that_does_not_end_lets_the_interpreter_end() -> None:
     for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-c", STUCK],
-            capture_output=True,
-            text=True,
-            timeout=scaled(250),
-            check=False,
-        )
+        done = run_python("-c", STUCK)
         assert (done.stdout, done.returncode) == ("late: virtual ranks 0, 1, \n", 0), done.stderr

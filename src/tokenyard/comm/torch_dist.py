@@ -29,11 +29,11 @@ from tokenyard.runtime import busy
 _LOOK = 0.1  # seconds between two looks at the failure board
 _LET_GO = 0.1  # seconds to close connections that nobody uses
 _AT_END = 2.0  # seconds that the end of the process waits for that
-
-_closing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that close connections
 _GRACE = 0.5  # seconds in which the other ranks may post that they live, after an exchange failed
 _LONGEST = 120.0  # seconds that a rank may need to compile what a call needs
 _BEFORE = 1.0  # a note may be this many seconds older than the exchange that it concerns
+
+_closing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that close connections
 
 
 class _Noticed(RuntimeError):

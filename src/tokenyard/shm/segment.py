@@ -150,10 +150,10 @@ def _map(fd: int, num_bytes: int, is_own: bool) -> Any:
             libc.madvise(place, num_bytes // huge * huge, _MADV_COLLAPSE)
     address = libc.mmap(place, num_bytes, allowed, flags | mmap.MAP_POPULATE, fd, 0)
     if address in (None, _FAILED):
-        number = ctypes.get_errno()
+        error = _system_error()
         if place is not None:
             libc.munmap(place, num_bytes)
-        raise OSError(number, os.strerror(number))
+        raise error
     mapped = (ctypes.c_uint8 * num_bytes).from_address(address)
     weakref.finalize(mapped, libc.munmap, address, num_bytes).atexit = False
     return mapped
@@ -165,8 +165,7 @@ def _find_place(num_bytes: int, step: int) -> int:
     end = round_up(num_bytes, mmap.PAGESIZE) + step
     begin = libc.mmap(None, end, 0, private, -1, 0)
     if begin in (None, _FAILED):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+        raise _system_error()
     end += begin
     place = round_up(begin, step)
     after = place + round_up(num_bytes, mmap.PAGESIZE)
@@ -174,6 +173,12 @@ def _find_place(num_bytes: int, step: int) -> int:
         if first < last:
             libc.munmap(first, last - first)
     return place
+
+
+def _system_error() -> OSError:
+    """Of the last call of libc."""
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
 
 
 @cache

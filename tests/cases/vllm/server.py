@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cases.clock import scaled
+from tests.cases.programs import free_port
 
 START_SECONDS = scaled(400)
 END_SECONDS = scaled(20)
@@ -123,9 +123,3 @@ def end(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # the session that it leads
     process.wait(END_SECONDS)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
