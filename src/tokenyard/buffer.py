@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from tokenyard import validate
@@ -22,12 +21,12 @@ from tokenyard.engine.gather import all_gather
 from tokenyard.engine.handle import CompiledHandle
 from tokenyard.engine.inputs import DispatchRequest
 from tokenyard.errors import PeerError
+from tokenyard.hardware import Hardware
 from tokenyard.lifetime import Lifetime
 from tokenyard.low_latency.calls import LowLatencyCalls
 from tokenyard.opening import Options, check_group, open_engine
 from tokenyard.runtime.completion import Completion
 from tokenyard.runtime.events import EventHandle, EventOverlap
-from tokenyard.runtime.streams import capture
 from tokenyard.types import Config, Handle
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ class Gathered(NamedTuple):
     handle: Handle
 
 
-class Buffer(Lifetime, LowLatencyCalls):
+class Buffer(Lifetime, LowLatencyCalls, Hardware):
     """Moves tokens to the ranks that own their experts, and sums the results back.
 
     The first parameters are DeepEP's:
@@ -84,7 +83,8 @@ class Buffer(Lifetime, LowLatencyCalls):
                           (see get_low_latency_rdma_size_hint) raises
         enable_shrink     low-latency calls go on without ranks that die or stall
 
-    Those about queue pairs and NVLink are accepted and have no use here. Ours are keyword only:
+    Those about queue pairs, NVLink and fabric memory (use_fabric, of forks) are accepted and have
+    no use here. Ours are keyword only:
 
         transport       how rows travel; "auto" takes the best there is
         kernels         which set of local kernels; "auto" takes the fastest for the device
@@ -114,6 +114,7 @@ class Buffer(Lifetime, LowLatencyCalls):
         enable_shrink: bool = False,
         comm: Any = None,
         *,
+        use_fabric: bool = False,
         transport: str = "auto",
         kernels: str = "auto",
         ranks_per_node: int | Sequence[int] | None = None,
@@ -127,6 +128,7 @@ class Buffer(Lifetime, LowLatencyCalls):
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode = low_latency_mode
         self.enable_shrink = enable_shrink
+        self._scratch = {}
         options = Options(
             transport=transport,
             kernels=kernels,
@@ -427,11 +429,6 @@ class Buffer(Lifetime, LowLatencyCalls):
             f"{self._engine.transport.name}>"
         )
 
-    @staticmethod
-    def capture() -> EventOverlap:
-        """An event that is over when all work submitted so far is."""
-        return EventOverlap(capture())
-
     @classmethod
     def set_num_sms(cls, new_num_sms: int) -> None:
         """DeepEP's knob for all Buffers of the process: the default of Config.num_sms."""
@@ -449,11 +446,6 @@ class Buffer(Lifetime, LowLatencyCalls):
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
         return _default_config(Buffer.num_sms)
-
-    def get_comm_stream(self) -> Any:
-        """The stream that communication runs on: on CPU, the only one."""
-        streams = self._open_engine().streams
-        return torch.cpu.current_stream() if streams is None else streams.comm
 
 
 def _pair(x: Tensor, scales: Tensor | None) -> Rows:

@@ -30,6 +30,7 @@ FLOORS = {
     "low_latency": 8,
     "opening": 9,
     "lifetime": 9,
+    "hardware": 9,
     "buffer": 10,
     "nn": 11,
     "integrations": 12,

@@ -69,13 +69,13 @@ class Engine:
         self.worker = Worker(f"tokenyard-rank-{self.rank}", self.failure.give_up)
         self._one_node = topology.num_nodes == 1
         nodes = None if self._one_node else topology.node_of_rank
-        self._device, self._pid = communicator.device, os.getpid()
+        self.device, self._pid = communicator.device, os.getpid()
         self.streams = streams
         # For calls of few tokens, where there is such.
         self.compiled: CompiledCalls | CompiledNodeCalls | None = None
         on_device = streams is not None and kernels.counts_on_device and transport.tells_from_device
         self.local = Preparation(
-            kernels, self.num_ranks, nodes, placement, self._device, transport.empty, on_device
+            kernels, self.num_ranks, nodes, placement, self.device, transport.empty, on_device
         )
 
     def dispatch(
@@ -163,7 +163,7 @@ class Engine:
                 pending = self._pending(previous_event, completion)
                 known = validate.handle(handle, self.buffer_id)
                 validate.no_routing(beside)
-                columns = validate.dispatched(x, pending, self._device)
+                columns = validate.dispatched(x, pending, self.device)
                 validate.same_tokens(columns[0], known.num_tokens)
                 self.local.config(config)
                 call = Call.of_rows(stage, *columns, config, handle=known.call)

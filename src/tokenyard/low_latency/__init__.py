@@ -1,6 +1,7 @@
 """The low-latency mode: a few tokens, fixed slots, and no counting round.
 
 calls      the part of Buffer that users see: DeepEP V1's signatures
+forks      arguments that forks of DeepEP have added
 engine     what a call does, in which order
 inputs     what calls are given, checked
 results    the memory in which tokens arrive

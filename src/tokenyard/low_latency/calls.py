@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from tokenyard.low_latency import forks
 from tokenyard.low_latency.engine import LowLatency
 from tokenyard.low_latency.handle import LowLatencyHandle
 from tokenyard.low_latency.inputs import Fp8, most_bytes
 from tokenyard.low_latency.quick import QuickHandle
 from tokenyard.runtime.completion import Completion, RecvHook
 from tokenyard.runtime.events import EventOverlap
+from tokenyard.wire.slots import COMBINE, DISPATCH
 
 
 class LowLatencyDispatched(NamedTuple):
@@ -35,8 +37,9 @@ class LowLatencyCalls:
 
     A token is copied to each of its experts. Ranks exchange no counts first, so recv_x has room for
     all that could come: num_max_dispatch_tokens_per_rank tokens of every rank, a number that is the
-    same on all ranks, and that no call may exceed. At most two results may be alive: a third
-    dispatch raises unless recv_x of one of them was dropped.
+    same on all ranks, and that no call may exceed. A result is yours while you hold recv_x.
+
+    Arguments of DeepEP's forks are taken by name too (see `forks`).
     """
 
     _use: Any  # a context of one call at a time
@@ -55,6 +58,7 @@ class LowLatencyCalls:
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
+        **fork: Any,
     ) -> LowLatencyDispatched:
         """Send every token to each of its experts.
 
@@ -68,6 +72,7 @@ class LowLatencyCalls:
         dispatch_wait_recv_cost_stats (int64, one a rank).
         """
         completion = None
+        wrong = forks.check_dispatch(fork) if fork else None
         if (
             async_finish
             or return_recv_hook
@@ -79,6 +84,8 @@ class LowLatencyCalls:
             )
         with self._use:
             engine = self._low_latency or self._open_low_latency(is_open=True)
+            if wrong is not None:
+                engine.refuse(DISPATCH, ValueError(wrong))
             if completion is None and engine.quick is not None:
                 casts = use_fp8, round_scale, use_ue8m0
                 quick = engine.quick.dispatch(
@@ -111,16 +118,21 @@ class LowLatencyCalls:
         return_recv_hook: bool = False,
         out: Tensor | None = None,
         combine_wait_recv_cost_stats: Tensor | None = None,
+        **fork: Any,
     ) -> LowLatencyCombined:
         """Every token gets the sum of weight * row over its experts, in top-k order.
 
         x has the shape of recv_x. topk_idx is that of the dispatch, or some of it, with -1 for what
-        shall not be summed. With zero_copy x is the tensor of get_next_low_latency_combine_buffer,
-        which other ranks read where it lies: leave it alone afterwards, and ask for the next.
+        shall not be summed. With zero_copy the rows are those of the last tensor that
+        get_next_low_latency_combine_buffer gave for this handle, whatever x holds. Other ranks read
+        it where it lies: leave it alone afterwards, and ask for the next.
         """
         is_plain = not (use_logfmt or zero_copy or async_finish or return_recv_hook)
+        wrong = forks.check_combine(fork, x) if fork else None
         with self._use:
             engine = self._low_latency or self._open_low_latency(is_open=True)
+            if wrong is not None:
+                engine.refuse(COMBINE, ValueError(wrong))
             if (
                 is_plain
                 and out is combine_wait_recv_cost_stats is None
@@ -146,8 +158,14 @@ class LowLatencyCalls:
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
-        """Accepted, without effect: signals only grow, so nothing needs cleaning."""
-        self._open_low_latency()
+        """Meet all ranks, as DeepEP does. Nothing needs cleaning: signals only grow.
+
+        A rank that is dead or silent raises, or is left out with enable_shrink. It counts as a
+        dispatch, so a hook of two calls ago must have been called.
+        """
+        with self._use:
+            engine = self._low_latency or self._open_low_latency(is_open=True)
+            engine.clean(num_max_dispatch_tokens_per_rank, hidden, num_experts)
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Leave a rank out, or wait for it again. Each rank decides for itself.

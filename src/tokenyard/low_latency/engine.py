@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -43,7 +43,6 @@ from tokenyard.wire.slots import COMBINE, DISPATCH, SlotResults, SlotShape, Stra
 
 _LEAVING = 5.0  # seconds that a Buffer waits, when it is closed, for others to map its memory
 _STAGES = ("low-latency dispatch", "low-latency combine")
-_LET_GO = 0.005  # seconds in which the Buffer's thread lets go of a call that has ended
 
 
 class _Unread(ValueError):
@@ -113,7 +112,7 @@ class LowLatency:
                 totals = counters(
                     "cumulative_local_expert_recv_stats", totals, shape.num_local, torch.int32
                 )
-            out = self._take(shape, number)
+            out = self.results.take(shape, number)
             sent = from_numpy(memory.empty_array((2, *topk_idx.shape), np.int64))
             bad = self.slots.send_dispatch(number, x, topk_idx, shape, sent, stage)
             if bad != -1:
@@ -162,11 +161,8 @@ class LowLatency:
                     f"on rank {self._rank}"
                 )
             known, y, topk_idx, weights = self.inputs.rows(x, topk_idx, topk_weights, handle)
-            validate.require(
-                not zero_copy or self.slots.is_shared(y),
-                "x is not the tensor of get_next_low_latency_combine_buffer, want that with "
-                "zero_copy=True",
-            )
+            if zero_copy:
+                y = self._lent(known, y)
             out = self.inputs.out(out, topk_idx.shape[0], y)
             picked = from_numpy(memory.empty_array(tuple(topk_idx.shape), np.int64))
             back = PendingCombine(y, y.dtype, topk_idx, weights, known, picked, zero_copy)
@@ -183,6 +179,7 @@ class LowLatency:
         except Exception as error:
             raise self._fail(COMBINE, number, error) from None
 
+        known.lent = ()
         receive = partial(self.slots.receive_combine, number, back, out, completion.waits, stage)
         event, hook = self._end(COMBINE, number, receive, completion)
         self.engaged = False
@@ -201,7 +198,38 @@ class LowLatency:
         dtype = known.shape.dtype
         if dtype not in validate.SUMMABLE:
             dtype = torch.bfloat16
-        return self.slots.combine_buffer(known.shape, dtype)
+        lent = self.slots.combine_buffer(known.shape, dtype)
+        known.lent = *known.lent, lent
+        return lent
+
+    def clean(self, num_max: Any, hidden: Any, num_experts: Any) -> None:
+        """Meet all ranks, and find those that are dead: a dispatch without tokens."""
+        try:
+            width = validate.integer("hidden", hidden, at_least=1)
+        except ValueError as error:
+            self.refuse(DISPATCH, error)
+        x = torch.empty(0, width, dtype=torch.bfloat16)
+        topk_idx = torch.empty(0, 1, dtype=torch.int64)
+        plain = Fp8(False, False, False)
+        self.dispatch(x, topk_idx, num_max, num_experts, None, plain, Completion())
+
+    def refuse(self, kind: int, error: Exception) -> NoReturn:
+        """Make no call, since this rank was given what it cannot do. All ranks raise."""
+        raise self._fail(kind, self._begin(kind), error) from None
+
+    def _lent(self, known: LowLatencyHandle, y: Tensor) -> Tensor:
+        """What a zero_copy combine sends: y if it is a buffer of this handle, else the last buffer
+        that was given for the handle. As in DeepEP, y then only has the shape.
+        """
+        if known.lent:
+            is_one = any(y.data_ptr() == one.data_ptr() for one in known.lent)
+            return y if is_one else known.lent[-1]
+        validate.require(
+            self.slots.is_shared(y),
+            "x is not the tensor of get_next_low_latency_combine_buffer, want that, or another x "
+            "after that tensor was filled, with zero_copy=True",
+        )
+        return y
 
     def mask(self, rank: Any, masked: bool) -> None:
         self._check_shrink()
@@ -232,17 +260,6 @@ class LowLatency:
         self.engaged = True
         self.numbers[kind] += 1
         return self.numbers[kind]
-
-    def _take(self, shape: SlotShape, number: int) -> SlotResults:
-        """Memory for what arrives. A call that ends on the Buffer's thread may still hold a result
-        that the user has dropped: wait for that call, and try again.
-        """
-        try:
-            return self.results.take(shape, number)
-        except ValueError:
-            self.worker.drain()
-            time.sleep(_LET_GO)
-            return self.results.take(shape, number)
 
     def _settle(self, kind: int, number: int) -> None:
         """What was sent two calls ago must have been received here: this call uses its place."""

@@ -26,6 +26,7 @@ class LowLatencyHandle:
     buffer_id: int  # the Buffer and rank that made it; others refuse it
     number: int  # of the dispatch; all ranks must combine the same
     hook: RecvHook | None = None  # is over when rows have arrived, if that was left for later
+    lent: tuple[Tensor, ...] = ()  # buffers for zero_copy that were given since the last combine
 
     def _v1(self) -> tuple[Any, ...]:
         shape = self.shape
