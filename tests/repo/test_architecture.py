@@ -16,6 +16,7 @@ FLOORS = {
     "types": 0,
     "errors": 0,
     "topology": 0,
+    "deep_ep_path": 0,
     "wire": 1,
     "runtime": 2,
     "kernels": 3,

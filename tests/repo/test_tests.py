@@ -13,7 +13,8 @@ TESTS = ROOT / "tests"
 FILES = sorted(TESTS.rglob("*.py"))
 
 # Rooms that have no folder of the source: what is about several of them, or about none.
-ACROSS = {"cases", "cluster", "faults", "fuzz", "gpu", "hostile", "models", "repo", "wrappers"}
+ACROSS = {"callers", "cases", "cluster", "compat", "faults", "fuzz", "gpu", "hostile", "models"}
+ACROSS |= {"repo", "wrappers"}
 # Programs that are run by hand too.
 PROGRAMS = ("tests/fuzz", "tests/nn/programs")
 

@@ -26,6 +26,8 @@ import torch
 
 from tokenyard.errors import name_ranks
 
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"  # the interface inside a machine
+
 _CLONE_NEWNET = 0x40000000
 _PORT = 29500  # of rank 0's store, in a namespace of its own
 
@@ -203,8 +205,7 @@ def _serve(
     import torch.distributed as dist
 
     # This process is ours alone, so its environment and threads are too.
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    os.environ["GLOO_SOCKET_IFNAME"] = loopback if seat is None else seat.interface
+    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK if seat is None else seat.interface
     if seat is not None:
         _enter(seat.namespace)
     torch.set_num_threads(1)

@@ -1,0 +1,5 @@
+"""How DeepEP's own tests measure, here by the clock."""
+
+from tokenyard.testing.deepep import bench, bench_kineto
+
+__all__ = ["bench", "bench_kineto"]
