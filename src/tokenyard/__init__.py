@@ -21,6 +21,7 @@ _HOMES = {
     "EventHandle": "runtime.events",
     "EventOverlap": "runtime.events",
     "Handle": "types",
+    "HybridEPBuffer": "hybrid_ep",
     "PeerDied": "errors",
     "PeerError": "errors",
     "PeerInputError": "errors",
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from tokenyard.errors import SharedMemoryError as SharedMemoryError
     from tokenyard.errors import TokenyardError as TokenyardError
     from tokenyard.groups import local_group as local_group
+    from tokenyard.hybrid_ep import HybridEPBuffer as HybridEPBuffer
     from tokenyard.ops.align import moe_align_block_size as moe_align_block_size
     from tokenyard.ops.permute import permute as permute
     from tokenyard.ops.permute import unpermute as unpermute
