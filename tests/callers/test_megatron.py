@@ -1,0 +1,48 @@
+"""megatron-core 0.16.1, as PyPI has it, on tokenyard: forward and backward over real processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.cases.callers import megatron as jobs
+from tests.cases.callers import megatron_layer as layer_jobs
+from tests.cases.callers.moe import Case, by_spec, check, whole
+from tests.cases.callers.ranks import Callers, why_not
+from tests.cases.wrappers.compare import assert_like_one_process
+
+NAME = "megatron-core"
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(bool(why_not(NAME)), reason=why_not(NAME) or "it is at hand"),
+]
+
+NUM_RANKS = pytest.mark.parametrize("num_ranks", [2, 4])
+ASYNC = {"async_finish": True}
+ON_STREAM = {"async_finish": True, "allocate_on_comm_stream": True}
+
+
+@NUM_RANKS
+def test_fused_a2a(callers: Callers, num_ranks: int) -> None:
+    ranks = callers(NAME, num_ranks)
+    for dtype in (torch.bfloat16, torch.float32):
+        case = Case(num_ranks=num_ranks, dtype=dtype, exact=False)
+        for options in ({}, ASYNC, ON_STREAM):
+            check(ranks.run(jobs.fused, case, options), by_spec(case))
+
+
+@NUM_RANKS
+def test_flex_dispatcher(callers: Callers, num_ranks: int) -> None:
+    case = Case(num_ranks=num_ranks)
+    got = callers(NAME, num_ranks).run(jobs.dispatcher, case, "deepep")
+    check(got, whole(case, dense=True))
+
+
+@NUM_RANKS
+def test_moe_layer_trains(callers: Callers, num_ranks: int) -> None:
+    case = Case(num_ranks=num_ranks, hidden=16, num_topk=2)
+    ranks = callers(NAME, num_ranks)
+    alone = ranks.run(layer_jobs.train, replace(case, num_ranks=1), "")
+    assert_like_one_process(ranks.run(layer_jobs.train, case, "deepep"), alone[0], within=1e-5)
