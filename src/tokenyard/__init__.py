@@ -18,6 +18,8 @@ _HOMES = {
     "BufferInUse": "errors",
     "CallMismatch": "errors",
     "Config": "types",
+    "EPHandle": "elastic",
+    "ElasticBuffer": "elastic",
     "EventHandle": "runtime.events",
     "EventOverlap": "runtime.events",
     "Handle": "types",
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
     from tokenyard import nn as nn
     from tokenyard import testing as testing
     from tokenyard.buffer import Buffer as Buffer
+    from tokenyard.elastic import ElasticBuffer as ElasticBuffer
+    from tokenyard.elastic import EPHandle as EPHandle
     from tokenyard.errors import BufferClosed as BufferClosed
     from tokenyard.errors import BufferInUse as BufferInUse
     from tokenyard.errors import CallMismatch as CallMismatch

@@ -33,6 +33,7 @@ FLOORS = {
     "lifetime": 9,
     "hardware": 9,
     "buffer": 10,
+    "elastic": 10,
     "hybrid_ep": 11,
     "nn": 11,
     "integrations": 12,

@@ -18,7 +18,12 @@ MODULES = [
 ]
 
 # Rooms whose public functions must all show an example.
-SHOWN = ("tokenyard.spec.exchange", "tokenyard.spec.local", "tokenyard.spec.low_latency")
+SHOWN = (
+    "tokenyard.spec.elastic",
+    "tokenyard.spec.exchange",
+    "tokenyard.spec.local",
+    "tokenyard.spec.low_latency",
+)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -24,7 +24,7 @@ MOST_PARAMETERS = 12
 MOST_FRAMES = 8
 
 # Classes whose signatures DeepEP has given.
-DEEPEPS = {"Buffer", "ElasticBuffer", "HybridEPBuffer"}
+DEEPEPS = {"Buffer", "EPHandle", "ElasticBuffer", "HybridEPBuffer"}
 
 # Kernels that only a rank which waits calls, again and again, until a peer has come.
 WAITING = {"_await_kernel"}

@@ -21,6 +21,7 @@ STAGES = (
     "low-latency combine",
     "dispatch by expert",
     "combine by expert",
+    "barrier",
 )
 
 CASTS = {NO_CAST: "none", PLAIN: "use_fp8", ROUNDED: "round_scale", PACKED: "use_ue8m0"}

@@ -6,11 +6,13 @@ import it; it is far too slow for anything else.
 
     exchange     layout, notify, dispatch, combine, and the gradients of the last two
     by_expert    dispatch whose rows arrive by local expert, and combine of such rows
+    elastic      DeepEP V2's dispatch and combine, compact and expanded
     low_latency  the mode with fixed slots and no counting round
     local        align, permute, rearrange and FP8: what happens to rows inside one rank
 """
 
 from tokenyard.spec.by_expert import ReceivedByExpert, combine_by_expert, dispatch_by_expert
+from tokenyard.spec.elastic import ElasticReceived, elastic_combine, elastic_dispatch
 from tokenyard.spec.exchange import (
     Notice,
     World,
@@ -38,6 +40,7 @@ from tokenyard.spec.low_latency import LowLatencyReceived, low_latency_combine, 
 
 __all__ = [
     "Aligned",
+    "ElasticReceived",
     "LowLatencyReceived",
     "Notice",
     "Permuted",
@@ -51,6 +54,8 @@ __all__ = [
     "dispatch",
     "dispatch_backward",
     "dispatch_by_expert",
+    "elastic_combine",
+    "elastic_dispatch",
     "layout",
     "low_latency_combine",
     "low_latency_dispatch",

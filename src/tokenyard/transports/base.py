@@ -100,6 +100,8 @@ class Transport(Leaving):
     offers_memory = False
     tells_from_device = False  # messages may lie on the device of the results
     node: SharedNode | None = None  # of all ranks, if they share one: low-latency calls use it
+    # Combine adds a token's rows in the order in which `Route` lists its copies. (On one node.)
+    sums_as_listed = False
     pairs: DirectPairs | None = None  # where rows can be written by expert in one step
 
     def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:

@@ -44,6 +44,7 @@ class DirectKernels(PairKernels, Protocol):
 class DirectTransport(SharedMemoryTransport):
     name = "direct"
     offers_memory = True
+    sums_as_listed = True
 
     def __init__(
         self, node: SharedNode, kernels: DirectKernels, node_of_rank: Sequence[int]

@@ -1,0 +1,13 @@
+"""DeepEP V2's shape over the same engine: ElasticBuffer and the EPHandle that its dispatch returns.
+
+buffer    ElasticBuffer, what users hold
+handle    EPHandle, and what it keeps of the dispatch that made it
+domains   which ranks count as a node, and how large buffers should be
+dispatch  compact and expanded, new and along a handle
+combine   the sums, by top-k lane
+"""
+
+from tokenyard.elastic.buffer import ElasticBuffer
+from tokenyard.elastic.handle import EPHandle
+
+__all__ = ["EPHandle", "ElasticBuffer"]
