@@ -58,7 +58,6 @@ def job(group: Any, case: ElasticCase) -> dict[str, Any]:
         transport=exchange.transport,
         kernels=exchange.kernels,
         ranks_per_node=exchange.ranks_per_node,
-        timeout=60.0,
     ) as buffer:
         out: dict[str, Any] = {}
         given = [inputs(exchange, rank, turn) for turn in range(2)]
