@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.cases.callers import fused
 from tests.cases.callers import megatron as jobs
 from tests.cases.callers import megatron_layer as layer_jobs
 from tests.cases.callers.moe import Case, by_spec, check, whole
@@ -30,14 +31,23 @@ def test_fused_a2a(callers: Callers, num_ranks: int) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         case = Case(num_ranks=num_ranks, dtype=dtype, exact=False)
         for options in ({}, ASYNC, ON_STREAM):
-            check(ranks.run(jobs.fused, case, options), by_spec(case))
+            check(ranks.run(fused.exchange, fused.MEGATRON, case, options), by_spec(case))
 
 
 @NUM_RANKS
 def test_flex_dispatcher(callers: Callers, num_ranks: int) -> None:
     case = Case(num_ranks=num_ranks)
-    got = callers(NAME, num_ranks).run(jobs.dispatcher, case, "deepep")
-    check(got, whole(case, dense=True))
+    for backend in ("deepep", "hybridep"):
+        got = callers(NAME, num_ranks).run(jobs.dispatcher, case, backend)
+        check(got, whole(case, dense=True))
+
+
+@NUM_RANKS
+def test_hybrid_ep(callers: Callers, num_ranks: int) -> None:
+    case = Case(num_ranks=num_ranks, seed=1)
+    for pad_multiple in (None, 8):
+        got = callers(NAME, num_ranks).run(jobs.hybrid, case, pad_multiple)
+        check(got, whole(case, dense=True))
 
 
 @NUM_RANKS

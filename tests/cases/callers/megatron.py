@@ -9,50 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.cases.callers.moe import Case, Outcome, by_expert, inputs, on_rows, run
-
-
-def fused(group: Any, case: Case, options: dict[str, bool]) -> Outcome:
-    """fused_dispatch and fused_combine, and their gradients."""
-    from megatron.core.transformer.moe.fused_a2a import fused_combine, fused_dispatch
-
-    given = inputs(case, group.rank())
-
-    def mixture(x: Tensor, weights: Tensor) -> Tensor:
-        recv_x, recv_idx, recv_weights, counts, handle = fused_dispatch(
-            x, given.topk_idx, weights, case.num_experts, group, **options
-        )
-        assert counts.tolist() == _counts(recv_idx, case.num_experts // case.num_ranks)
-        y = on_rows(recv_x, recv_idx, recv_weights, case.scales_of(group.rank()))
-        return fused_combine(y, group, handle, **options)[0]
-
-    return run(given, mixture)
-
-
-def fused_sizes(group: Any, cases: list[Case]) -> tuple[list[Outcome], int]:
-    """Several hidden sizes forward, and only then their backward passes, in reverse. Megatron
-    replaces its Buffer whenever a row is larger than any before. Also how many Buffers it made.
-    """
-    from megatron.core.transformer.moe import fused_a2a
-
-    buffers, kept, leaves = [], [], []
-    for case in cases:
-        given = inputs(case, group.rank())
-        x, weights = given.x.clone().requires_grad_(), given.topk_weights.clone().requires_grad_()
-        recv_x, recv_idx, recv_weights, _, handle = fused_a2a.fused_dispatch(
-            x, given.topk_idx, weights, case.num_experts, group
-        )
-        y = on_rows(recv_x, recv_idx, recv_weights, case.scales_of(group.rank()))
-        kept.append((fused_a2a.fused_combine(y, group, handle)[0], given.grad))
-        leaves.append((x, weights))
-        buffers.append(fused_a2a._buffer)
-    for combined, grad in reversed(kept):
-        combined.backward(grad)
-    outcomes = [
-        Outcome(y=combined.detach(), grad_x=x.grad, grad_weights=weights.grad)
-        for (combined, _), (x, weights) in zip(kept, leaves)
-    ]
-    return outcomes, len(set(map(id, buffers)))
+from tests.cases.callers.moe import Case, Outcome, by_expert, inputs, run
 
 
 def dispatcher(group: Any, case: Case, backend: str) -> Outcome:
@@ -80,8 +37,24 @@ def dispatcher(group: Any, case: Case, backend: str) -> Outcome:
     return run(given, mixture, weights)
 
 
-def _counts(recv_idx: Tensor, num_local: int) -> list[int]:
-    return [int((recv_idx == e).sum()) for e in range(num_local)]
+def hybrid(group: Any, case: Case, pad_multiple: int | None) -> Outcome:
+    """hybrid_ep_dispatch and hybrid_ep_combine; dense weights."""
+    from megatron.core.transformer.moe.fused_a2a import hybrid_ep_combine, hybrid_ep_dispatch
+
+    rank = group.rank()
+    given = inputs(case, rank)
+    chosen, weights = given.dense(case.num_experts)
+
+    def mixture(x: Tensor, weights: Tensor) -> Tensor:
+        rows, probs, _, counts, handle = hybrid_ep_dispatch(
+            x, chosen, weights, group, case.num_experts // case.num_ranks, pad_multiple=pad_multiple
+        )
+        if pad_multiple is not None:
+            assert not (counts % pad_multiple).any()
+        y = by_expert(rows, counts, case.scales_of(rank)) * probs[:, None]
+        return hybrid_ep_combine(y, handle, int(counts.sum()), pad_multiple)
+
+    return run(given, mixture, weights)
 
 
 def config(case: Case, backend: str, **more: Any) -> Any:

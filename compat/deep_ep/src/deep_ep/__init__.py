@@ -13,6 +13,7 @@ from tokenyard import Buffer, Config, EventHandle, EventOverlap, topk_idx_t
 
 if TYPE_CHECKING:
     from deep_ep.buffers.elastic import ElasticBuffer, EPHandle
+    from deep_ep.hybrid_ep_buffer import HybridEPBuffer
     from deep_ep.utils.envs import get_logical_domain_size, get_physical_domain_size
 
 # The release of DeepEP whose interface this is, and whose code it is.
@@ -25,6 +26,7 @@ __all__ = [
     "ElasticBuffer",
     "EventHandle",
     "EventOverlap",
+    "HybridEPBuffer",
     "get_logical_domain_size",
     "get_physical_domain_size",
     "topk_idx_t",
@@ -34,6 +36,7 @@ __all__ = [
 _HOMES = {
     "EPHandle": "buffers.elastic",
     "ElasticBuffer": "buffers.elastic",
+    "HybridEPBuffer": "hybrid_ep_buffer",
     "get_logical_domain_size": "utils.envs",
     "get_physical_domain_size": "utils.envs",
 }
