@@ -67,7 +67,8 @@ def dispatch(engine: Engine, asked: Asked, config: Config, num_scaleup_ranks: in
         _check_stats(engine, asked)
         weights = asked.topk_weights
         if weights is None:
-            weights = torch.zeros(asked.topk_idx.shape, device=asked.topk_idx.device)
+            shape, device = asked.topk_idx.shape, asked.topk_idx.device
+            weights = torch.zeros(shape, dtype=torch.float32, device=device)
     # All ranks must give the same num_max_tokens_per_rank: it travels as the tag.
     request = DispatchRequest.plain(
         asked.x, asked.topk_idx, weights, asked.num_experts, 1, config, num_max or -1

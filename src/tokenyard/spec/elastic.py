@@ -92,7 +92,7 @@ def elastic_dispatch(
         tokens = [(source, n) for source, count in enumerate(from_rank) for n in range(count)]
         row_of = {pair: row for row, pair in enumerate(pairs.pairs) if pair is not None}
         metadata = torch.full((len(tokens), 2 + num_topk), -1, dtype=torch.int32)
-        weights = torch.zeros(len(pairs.pairs))
+        weights = torch.zeros(len(pairs.pairs), dtype=torch.float32)
         for row, (source, _) in enumerate(tokens):
             token = int(rows.src_idx[row])
             own = [k for k in range(num_topk) if rows.topk_idx[row, k] >= 0]
@@ -183,7 +183,7 @@ def elastic_combine(
     combined = []
     for source, topk_idx in enumerate(topk_idxs):
         out = torch.zeros(topk_idx.shape[0], ys[0].shape[1], dtype=dtype)
-        picked = torch.zeros(topk_idx.shape)
+        picked = torch.zeros(topk_idx.shape, dtype=torch.float32)
         for token, experts in enumerate(topk_idx.tolist()):
             number = source * num_max_tokens_per_rank + token
             terms: list[Term] = []
