@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Rows = Tensor | tuple[Tensor, Tensor]
+AnyHandle = Handle | tuple[Any, ...]  # the tuple of its fields will do (`v1_tuple`)
 
 
 class DispatchLayout(NamedTuple):
@@ -171,7 +172,7 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
     def dispatch(
         self,
         x: Rows,
-        handle: Handle | None = None,
+        handle: AnyHandle | None = None,
         num_tokens_per_rank: Tensor | None = None,
         num_tokens_per_rdma_rank: Tensor | None = None,
         is_token_in_rank: Tensor | None = None,
@@ -198,7 +199,7 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
         follow the rows that were sent, and the list of counts is empty.
 
         With a handle the rows go the way of an earlier dispatch, and only x and the event come
-        back.
+        back. It may be one of another Buffer of the same ranks, placement, nodes and transport.
 
         A tag is a number of your own: if ranks give different ones, all raise CallMismatch.
         """
@@ -266,7 +267,7 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
     def combine(
         self,
         x: Tensor,
-        handle: Handle,
+        handle: AnyHandle,
         topk_weights: Tensor | None = None,
         bias: Tensor | tuple[Tensor | None, Tensor | None] | None = None,
         config: Config | None = None,
@@ -345,7 +346,7 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
     def combine_by_expert(
         self,
         y: Tensor,
-        handle: Handle,
+        handle: AnyHandle,
         *,
         weigh: bool = True,
         out: Tensor | None = None,
@@ -364,7 +365,7 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
             config = _default_config(Buffer.num_sms)
             return combine_by_expert(engine, y, handle, weigh, out, config, tag)
 
-    def all_gather(self, x: Tensor, handle: Handle | None = None) -> Gathered:
+    def all_gather(self, x: Tensor, handle: AnyHandle | None = None) -> Gathered:
         """x [T, ...] of every rank, one rank after the other, on all ranks: [sum of T, ...].
 
         Each rank may have another T, also 0; the rest of the shape and the dtype, which may be any,
@@ -378,7 +379,7 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
         with self._use as engine:
             return Gathered(*all_gather(engine, x, handle, _default_config(Buffer.num_sms)))
 
-    def get_next_combine_buffer(self, handle: Handle) -> Tensor:
+    def get_next_combine_buffer(self, handle: AnyHandle) -> Tensor:
         """[N, D] memory for the experts' output, which combine need not copy; [M, D] for
         combine_by_expert with a handle of dispatch_by_expert.
 

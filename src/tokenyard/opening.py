@@ -41,7 +41,7 @@ from tokenyard.transports import (
     why_not_attached,
     why_not_shared,
 )
-from tokenyard.types import digest
+from tokenyard.types import Origin, digest
 
 _log = logging.getLogger("tokenyard")
 _MOST_BYTES = 2**50
@@ -197,8 +197,11 @@ def open_engine(group: Any, options: Options) -> tuple[Engine, LowLatency | None
         # Others may have opened their Buffers when this rank fails, and wait for it in a call.
         undo.enter_context(opened)
         agreement, streams = Agreement(opened, shared_id), streams_for(communicator.device)
+        where = None if placed is None else placed.rank_of_expert.tolist()
+        place = repr((processes, machines, topology.node_of_rank, where, opened.name))
+        origin = Origin(shared_id, rank, digest(place), tuple(topology.node_of_rank))
         engine = Engine(
-            opened, communicator, kernel_set, agreement, topology, placed, own_id, streams
+            opened, communicator, kernel_set, agreement, topology, placed, origin, own_id, streams
         )
         engine.compiled = compiled_calls(engine, kernel_set) or compiled_node_calls(
             engine, kernel_set

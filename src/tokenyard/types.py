@@ -14,14 +14,15 @@ arrive.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from tokenyard.v1_fields import V1Fields
+from tokenyard.v1_fields import split_range as split_range
 
 if TYPE_CHECKING:
     from tokenyard.runtime.events import EventHandle
@@ -231,18 +232,37 @@ class Received:
     num_tokens_per_expert: list[int]  # L, rounded up to expert_alignment
 
 
+class Origin(NamedTuple):
+    """The Buffer that made a handle, and what another must have in common with it to use it."""
+
+    buffer: int  # its number, the same on all ranks
+    rank: int
+    place: int  # a digest of the processes, nodes, placement and transport of the group
+    nodes: tuple[int, ...]  # the node of each rank
+
+    def serves(self, other: Origin) -> bool:
+        """Whether handles of this origin can be used by Buffers of the other."""
+        return self.rank == other.rank and self.place == other.place
+
+    def number(self, call: int, user: Origin) -> int:
+        """How ranks name a handle of this origin's call to each other, in a call on `user`."""
+        if self.buffer == user.buffer:
+            return call
+        return digest(f"{self.buffer} {call}") | OTHER_BUFFER
+
+
+OTHER_BUFFER = 1 << 62  # from here on numbers are those of handles of another Buffer
+
+
 @dataclass(kw_only=True, eq=False)
-class Handle:
+class Handle(V1Fields):
     """What a dispatch remembers, so that combine and cached dispatches can use its route again.
 
-    It can be read like DeepEP V1's tuple: `handle[0]` is the rank_prefix_matrix, and the six fields
-    unpack in V1's order. The three prefix matrices are computed when they are first read, since
-    nothing here needs them. With several nodes they are None: V1's handle has another shape there,
-    and they would take O(R * R). `handle[2]` and `handle[3]` depend on the rows that arrive, so
-    reading them, unpacking the handle and pickling it wait until the rows have arrived.
+    It can be read like DeepEP V1's tuple (`V1Fields`), and the tuple that it unpacks to can be
+    given to a Buffer in its place (`v1_tuple`). Pickling it waits until the rows have arrived.
     """
 
-    buffer_id: int  # the Buffer and rank that made it; others refuse it
+    origin: Origin
     call: int  # the number of the dispatch that made it; all ranks must use the same
     flow: Flow
     hidden: int
@@ -260,71 +280,18 @@ class Handle:
         return self.is_token_in_rank.shape[0]
 
     @property
+    def nodes(self) -> tuple[int, ...]:
+        return self.origin.nodes
+
+    @property
     def num_tokens_of_all(self) -> int:
         """Tokens of all ranks."""
         return int(self.flow.tokens_R.sum())
 
-    @cached_property
-    def rank_prefix_matrix(self) -> Tensor | None:
-        """[R, R] int32: the rows of destination j from sources 0..i."""
-        sent_RR = self.flow.sent_RR
-        if sent_RR is None:
-            return None
-        return torch.from_numpy(sent_RR.cumsum(0, np.int32)).to(self.recv_src_idx.device)
-
-    @cached_property
-    def channel_prefix_matrix(self) -> Tensor | None:
-        """[R, C] int32: the rows for each rank in this channel and those before it."""
-        if self.flow.sent_RR is None:
-            return None
-        upto_TR = self.is_token_in_rank.cumsum(0, dtype=torch.int32)
-        ends = [end for _, end in split_range(self.num_tokens, self.num_channels)]
-        none = upto_TR.new_zeros(1, upto_TR.shape[1])
-        return torch.cat([none, upto_TR])[ends].t().contiguous()
-
-    @cached_property
-    def recv_channel_prefix_matrix(self) -> Tensor | None:
-        """[R, C] int32: where each source's channels begin, the receiving side."""
-        if self.flow.sent_RR is None:
-            return None
-        self._wait()
-        begins = []
-        tokens_by_source = self.recv_src_idx[: self.flow.num_received].split(self.flow.recv_counts)
-        for tokens, num_tokens in zip(tokens_by_source, self.flow.tokens_R.tolist()):
-            first = [begin for begin, _ in split_range(num_tokens, self.num_channels)]
-            at = torch.tensor(first, device=tokens.device)
-            begins.append(torch.searchsorted(tokens, at, out_int32=True))
-        return torch.stack(begins)
-
-    @cached_property
-    def send_head(self) -> Tensor:
-        """[T, R] int32: the row's place in its channel's ring, -1 where not sent."""
-        sent = self.is_token_in_rank
-        head = torch.full(sent.shape, -1, dtype=torch.int32, device=sent.device)
-        for begin, end in split_range(self.num_tokens, self.num_channels):
-            part = sent[begin:end]
-            place = part.cumsum(0, dtype=torch.int32) - 1
-            head[begin:end] = torch.where(part, place, -1)
-        return head
-
-    def _wait(self) -> None:
+    def wait(self) -> None:
         """Wait until rows have arrived. Raises what the dispatch raised, if it failed."""
         if self.arrived is not None:
             self.arrived.current_stream_wait()
-
-    def __len__(self) -> int:
-        return len(_V1_FIELDS)
-
-    def __iter__(self) -> Iterator[Tensor | None]:
-        return (self[place] for place in range(len(self)))
-
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return tuple(self[place] for place in range(len(self))[index])
-        name = _V1_FIELDS[index]
-        if name == "recv_src_idx":
-            self._wait()
-        return getattr(self, name)
 
     def __repr__(self) -> str:
         return (
@@ -335,26 +302,5 @@ class Handle:
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the event, which belongs to this process; waits for the rows first."""
-        self._wait()
+        self.wait()
         return {**self.__dict__, "arrived": None}
-
-
-_V1_FIELDS = (
-    "rank_prefix_matrix",
-    "channel_prefix_matrix",
-    "recv_channel_prefix_matrix",
-    "recv_src_idx",
-    "is_token_in_rank",
-    "send_head",
-)
-
-
-def split_range(num_items: int, num_parts: int) -> list[tuple[int, int]]:
-    """Each part takes ceil(items / parts) consecutive items; the last parts may get none.
-
-    >>> split_range(5, 3)
-    [(0, 2), (2, 4), (4, 5)]
-    """
-    each = -(-num_items // num_parts)
-    starts = (min(part * each, num_items) for part in range(num_parts))
-    return [(begin, min(begin + each, num_items)) for begin in starts]

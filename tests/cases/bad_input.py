@@ -87,8 +87,8 @@ class Scene:
         return {**parts, **changes}
 
     def visit(self, *, close: bool) -> None:
-        """Take a handle home from another Buffer."""
-        elsewhere = new_buffer(self.group)
+        """Take a handle home from a Buffer with another placement."""
+        elsewhere = new_buffer(self.group, placement=torch.arange(NUM_EXPERTS) % NUM_RANKS)
         self.foreign = elsewhere.dispatch(**self.good, num_experts=NUM_EXPERTS).handle
         if close:
             elsewhere.close()
@@ -210,8 +210,8 @@ NO_LAYOUT = (
 )
 OUTSIDE = "want -1..5 (num_experts=6)"
 FOREIGN = (
-    "handle is of dispatch call 0 on another Buffer or rank, want one that this Buffer's dispatch "
-    "returned here"
+    "handle is of dispatch call 0 of another rank, or of a Buffer with another group, placement, "
+    "transport or nodes, want one of a Buffer like this one, returned here"
 )
 ROUTED = "given with a handle, which has the routing already"
 COUNTED = f"want {num_sent(CULPRIT)}, the columns of is_token_in_rank added up"
@@ -352,7 +352,11 @@ LAYOUT: Table = {
 
 HANDLE = {
     "int": (0, " is an int, want the handle that dispatch returned"),
-    "tuple": (lambda s: tuple(s.handle), " is a tuple, want the handle that dispatch returned"),
+    "tuple": (
+        lambda s: tuple(s.handle)[1:],
+        " is a tuple, want the handle that dispatch returned, or all its fields as they came out "
+        "of it: its first tensor is of no handle that is still alive",
+    ),
 }
 
 CACHED: Table = {
@@ -476,7 +480,7 @@ OTHERS: Cases = {
     **{
         f"{stage}-handle-of-another-rank".replace(" ", "-"): rejected(
             stage,
-            lambda s: {"handle": replace(s.handle, buffer_id=s.handle.buffer_id + 1)},
+            lambda s: {"handle": replace(s.handle, origin=s.handle.origin._replace(rank=9))},
             FOREIGN,
         )
         for stage in ("cached dispatch", "combine")

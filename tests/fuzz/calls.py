@@ -201,8 +201,10 @@ def _dispatch(
         got.recv_x if isinstance(got.recv_x, tuple) else (got.recv_x, None)
     )
     if step.peek:
-        named["rank_prefix_matrix"], _, named["recv_channel_prefix_matrix"], *_ = handle
-        named["send_head"] = handle[5]
+        fields = dict(zip(handle.v1_fields, handle))
+        for name in ("rank_prefix_matrix", "recv_channel_prefix_matrix"):
+            named[name] = fields.get(name)
+        named["send_head"] = handle.send_head
     return Result(named, handle, _later(got.event))
 
 

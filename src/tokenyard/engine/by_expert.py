@@ -212,7 +212,7 @@ def combine_by_expert(
             if quick is not None:
                 return quick
     try:
-        known, by_expert = _handle(handle, engine.buffer_id)
+        known, by_expert = _handle(engine, handle)
         rows = validate.rows(
             "y",
             y,
@@ -295,7 +295,7 @@ def _sum_in_one_step(
     try:
         if out is None:
             out = engine.local.empty_sum(rows, known.num_tokens)
-        more = {"handle": known.call, "tag": validate.tag(tag)}
+        more = {"handle": engine.number_of(known), "tag": validate.tag(tag)}
         call = Call.of_rows(_COMBINE, rows, None, config, **more)
         terms = Terms(call, pairs.offer_back(rows, kind, known.flow))
     except Exception as error:
@@ -307,8 +307,8 @@ def _sum_in_one_step(
     return out
 
 
-def _handle(handle: Any, buffer_id: int) -> tuple[Handle, ByExpert]:
-    known = validate.handle(handle, buffer_id)
+def _handle(engine: Engine, handle: Any) -> tuple[Handle, ByExpert]:
+    known = engine.known(handle)
     if known.by_expert is None:
         raise ValueError(
             f"handle is of dispatch call {known.call}, want one that dispatch_by_expert returned"

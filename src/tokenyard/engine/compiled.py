@@ -163,7 +163,7 @@ class CompiledCalls:
         ids_at = -(-num_rows * row_bytes // 64) * 64
         weights_at = ids_at + -(-num_rows * num_topk // 8) * 64
         handle = CompiledHandle.written(
-            self._engine.buffer_id,
+            self._engine.origin,
             number,
             hidden,
             combine_dtype,
@@ -200,7 +200,7 @@ class CompiledCalls:
             and type(tag) is int
             and x.ndim == 2
             and x.is_cpu
-            and handle.buffer_id == self._engine.buffer_id
+            and handle.origin is self._engine.origin
             and self._engine.worker.pending is None
         ):
             return None

@@ -149,7 +149,7 @@ class CompiledNodeCalls:
             raise self._enclosures.stray(verdict & at.LOW, "dispatch")
         self._agreement.number = number + 1
         handle = NodesHandle.made(
-            self._engine.buffer_id,
+            self._engine.origin,
             number,
             plan.shape,
             marks_TR,
@@ -175,7 +175,7 @@ class CompiledNodeCalls:
             and type(tag) is int
             and _are_plain(x)
             and x.shape[0] == handle.num_rows
-            and handle.buffer_id == self._engine.buffer_id
+            and handle.origin is self._engine.origin
             and self._engine.worker.pending is None
             and self.leave_at != POSTED
         ):

@@ -21,7 +21,8 @@ def all_gather(engine: Engine, x: Any, handle: Any, config: Config) -> tuple[Ten
     try:
         rows = _as_rows(x)
         if handle is not None:
-            _check_route(validate.handle(handle, engine.buffer_id))
+            handle = engine.known(handle)
+            _check_route(handle)
     except Exception as error:
         engine.refuse(engine.agreement.named(_STAGE, error))
         raise AssertionError("a refusal raises") from error

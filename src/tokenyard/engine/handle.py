@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.types import Flow, Handle, Route
+from tokenyard.types import Flow, Handle, Origin, Route
 
 _new = object.__new__
 _ZERO = array("q", [0])
@@ -81,7 +81,7 @@ class CompiledHandle(Handle):
 
     @staticmethod
     def written(
-        buffer_id: int,
+        origin: Origin,
         call: int,
         hidden: int,
         combine_dtype: torch.dtype,
@@ -92,7 +92,7 @@ class CompiledHandle(Handle):
         num_copies: int,
     ) -> CompiledHandle:
         self = _new(CompiledHandle)
-        self.buffer_id, self.call, self.hidden = buffer_id, call, hidden
+        self.origin, self.call, self.hidden = origin, call, hidden
         self.combine_dtype, self.num_channels = combine_dtype, num_channels
         self.ledger, self._rank = ledger, rank
         self.num_rows, self.num_copies = num_rows, num_copies

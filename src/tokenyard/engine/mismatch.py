@@ -7,7 +7,7 @@ compares posts. A term is named by its field of `Call`; two more terms are the p
 from __future__ import annotations
 
 from tokenyard.errors import CallMismatch
-from tokenyard.types import ROW_DTYPES, SCALE_DTYPES
+from tokenyard.types import OTHER_BUFFER, ROW_DTYPES, SCALE_DTYPES
 from tokenyard.wire.fp8 import NO_CAST, PACKED, PLAIN, ROUNDED
 
 # The calls that ranks make together. Their places in this tuple travel between ranks.
@@ -75,6 +75,8 @@ def _show(term: str, value: int, is_own: bool) -> str:
         return "one" if is_own else "another"
     if value == -1:
         return "none"
+    if term == "handle" and value >= OTHER_BUFFER:
+        return "one of another Buffer"
     if term == "stage":
         return STAGES[value] if 0 <= value < len(STAGES) else "another call"
     if term == "dtype":

@@ -13,7 +13,7 @@ from tokenyard.engine.handle import CompiledHandle
 from tokenyard.kernels.base import RowKernels
 from tokenyard.topology import Topology
 from tokenyard.transports.hierarchical.route import KnownMarks
-from tokenyard.types import Flow
+from tokenyard.types import Flow, Origin
 
 _new = object.__new__
 
@@ -32,7 +32,7 @@ class NodesHandle(CompiledHandle):
 
     @staticmethod
     def made(
-        buffer_id: int,
+        origin: Origin,
         call: int,
         shape: tuple[int, torch.dtype, int],
         marks_TR: np.ndarray,
@@ -45,7 +45,7 @@ class NodesHandle(CompiledHandle):
     ) -> NodesHandle:
         """`shape` is the hidden size, the dtype that combine takes, and the number of channels."""
         self = _new(NodesHandle)
-        self.buffer_id, self.call = buffer_id, call
+        self.origin, self.call = origin, call
         self.hidden, self.combine_dtype, self.num_channels = shape
         self.marks_TR, self.tally_3R, self.bits = marks_TR, tally_3R, bits
         self.num_rows, self._tokens_N = tokens_N.shape[0], tokens_N

@@ -33,7 +33,7 @@ from tokenyard.runtime.streams import Streams
 from tokenyard.shm.shared_rows import check
 from tokenyard.topology import Placement, Topology
 from tokenyard.transports import RowsBack, RowsOut, Sum, Transport
-from tokenyard.types import Config, Flow, Handle, Layout, Received
+from tokenyard.types import Config, Flow, Handle, Layout, Origin, Received
 from tokenyard.wire.columns import row_widths
 from tokenyard.wire.message import NO_MEMORY
 
@@ -54,14 +54,18 @@ class Engine:
         agreement: Agreement,
         topology: Topology,
         placement: Placement | None,
+        origin: Origin,
         buffer_id: int,
         streams: Streams | None,
     ) -> None:
-        """`streams` is None where the tensors are on CPU; `communicator` is that of the group."""
+        """`streams` is None where the tensors are on CPU; `communicator` is that of the group.
+
+        `origin` is that of handles; `buffer_id` is a number that this Buffer has on this rank only.
+        """
         self.transport = transport
         self._communicator = communicator
         self.topology = topology
-        self.buffer_id = buffer_id
+        self.origin, self.buffer_id = origin, buffer_id
         self.rank, self.num_ranks = transport.rank, transport.size
         self.kernels = kernels
         self.agreement = agreement
@@ -135,7 +139,7 @@ class Engine:
     ) -> Handle:
         """Of dispatch `number`."""
         return Handle(
-            buffer_id=self.buffer_id,
+            origin=self.origin,
             call=number,
             flow=flow,
             hidden=out.x.shape[1],
@@ -145,6 +149,19 @@ class Engine:
             recv_src_idx=src_idx_N,
             arrived=arrived,
         )
+
+    def known(self, handle: Any) -> Handle:
+        """The handle that a user gave. One of another Buffer may be of a dispatch that goes on on
+        that Buffer's thread.
+        """
+        known = validate.handle(handle, self.origin)
+        if known.origin.buffer != self.origin.buffer:
+            known.wait()
+        return known
+
+    def number_of(self, known: Handle) -> int:
+        """By which ranks compare handles."""
+        return known.origin.number(known.call, self.origin)
 
     def dispatch_cached(
         self,
@@ -161,12 +178,12 @@ class Engine:
         with self._scope(completion, previous_event):
             try:
                 pending = self._pending(previous_event, completion)
-                known = validate.handle(handle, self.buffer_id)
+                known = self.known(handle)
                 validate.no_routing(beside)
                 columns = validate.dispatched(x, pending, self.device)
                 validate.same_tokens(columns[0], known.num_tokens)
                 self.local.config(config)
-                call = Call.of_rows(stage, *columns, config, handle=known.call)
+                call = Call.of_rows(stage, *columns, config, handle=self.number_of(known))
                 offer = self.transport.offer_dispatch(
                     known.flow, columns, known.is_token_in_rank, pending is None
                 )
@@ -205,7 +222,7 @@ class Engine:
         with self._scope(completion, previous_event):
             try:
                 pending = self._pending(previous_event, completion)
-                known = validate.handle(handle, self.buffer_id)
+                known = self.known(handle)
                 sums = self.local.combine(x, known, topk_weights, bias, out, pending)
                 self.local.config(config)
                 if heard is None:
@@ -236,7 +253,7 @@ class Engine:
     def combine_buffer(self, handle: Any) -> Tensor:
         """Rows for the experts' output, where combine finds them without copying."""
         try:
-            known = validate.handle(handle, self.buffer_id)
+            known = self.known(handle)
         except ValueError as error:
             raise self.agreement.named("get_next_combine_buffer", error) from None
         by_expert = known.by_expert
@@ -329,7 +346,7 @@ class Engine:
         self, stage: str, sums: list[Sum], known: Handle, config: Config, tag: Any
     ) -> Call:
         num_topk = sums[1].rows_ND.shape[1] if len(sums) > 1 else -1
-        more = {"handle": known.call, "num_topk": num_topk, "tag": validate.tag(tag)}
+        more = {"handle": self.number_of(known), "num_topk": num_topk, "tag": validate.tag(tag)}
         return Call.of_rows(stage, sums[0].rows_ND, None, config, **more)
 
     def _check_worst(self, stage: str, agreed: Agreed, flow: Flow) -> None:

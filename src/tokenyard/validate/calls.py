@@ -8,8 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenyard import v1_tuple
 from tokenyard.runtime.events import EventHandle, EventOverlap
-from tokenyard.types import ROW_DTYPES, SCALE_DTYPES, Handle, Layout, Route, topk_idx_t
+from tokenyard.types import (
+    ROW_DTYPES,
+    SCALE_DTYPES,
+    Handle,
+    Layout,
+    Origin,
+    Route,
+    topk_idx_t,
+)
 from tokenyard.validate.tensors import CPU, contiguous, target, tensor
 from tokenyard.validate.values import kind, require
 
@@ -203,17 +212,24 @@ def bad_expert(
     )
 
 
-def handle(value: Any, buffer_id: int) -> Handle:
+def handle(value: Any, origin: Origin) -> Handle:
+    """A handle that a Buffer of this origin can use. It may come as the tuple of its fields."""
+    known = value if isinstance(value, Handle) else v1_tuple.find(value)
+    if known is None and isinstance(value, (tuple, list)):
+        raise ValueError(
+            f"handle is {kind(value)}, want the handle that dispatch returned, or all its fields "
+            "as they came out of it: its first tensor is of no handle that is still alive"
+        )
     require(
-        isinstance(value, Handle),
+        isinstance(known, Handle),
         f"handle is {kind(value)}, want the handle that dispatch returned",
     )
     require(
-        value.buffer_id == buffer_id,
-        f"handle is of dispatch call {value.call} on another Buffer or rank, want one that this "
-        "Buffer's dispatch returned here",
+        known.origin is origin or known.origin.serves(origin),
+        f"handle is of dispatch call {known.call} of another rank, or of a Buffer with another "
+        "group, placement, transport or nodes, want one of a Buffer like this one, returned here",
     )
-    return value
+    return known
 
 
 def no_routing(beside: Sequence[str]) -> None:
