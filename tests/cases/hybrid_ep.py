@@ -28,8 +28,12 @@ class Case:
     with_probs: bool = True
     as_lists: bool = False  # topk_idx instead of a map
     more_rows: int | None = None  # num_permuted_tokens beyond (or short of) what arrives
+    rank_0_alone: bool = False  # has more_rows, and the others what arrives
     transport: str = "auto"
     ranks_per_node: int | None = None
+
+    def more(self, rank: int) -> int:
+        return 0 if self.rank_0_alone and rank else self.more_rows or 0
 
     @property
     def num_experts(self) -> int:
@@ -92,7 +96,7 @@ def job(group: Any, case: Case, num_rows: list[int]) -> dict[str, Any]:
         how = {"topk_idx": topk_idx, "num_of_experts": case.num_experts}
         how["topk_weights"] = weights if case.with_probs else None
     if case.more_rows is not None:
-        how["num_permuted_tokens"] = num_rows[rank] + case.more_rows
+        how["num_permuted_tokens"] = num_rows[rank] + case.more(rank)
         how["non_blocking"] = True
     got = buffer.dispatch_with_permute(
         hidden=x,
@@ -146,7 +150,7 @@ def check(case: Case, outs: list[dict[str, Any]]) -> None:
     maps = [case.maps(rank) for rank in range(case.num_ranks)]
     kept = []
     for rank, (got, want) in enumerate(zip(outs, received, strict=True)):
-        num_rows = len(want.x) + (case.more_rows or 0)
+        num_rows = len(want.x) + case.more(rank)
         probs = torch.zeros(num_rows)
         first = rank * case.experts_per_rank
         unpadded = torch.zeros(case.experts_per_rank, dtype=torch.int32)

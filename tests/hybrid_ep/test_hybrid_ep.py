@@ -27,6 +27,7 @@ CASES = {
     "no-tokens": Case(tokens=(0,)),
     "room-to-spare": Case(more_rows=24, pad_multiple=8),
     "rows-dropped": Case(more_rows=-4, pad_multiple=4, kind="uniform", tokens=(9, 14)),
+    "rank-0-drops": Case(more_rows=-3, rank_0_alone=True, kind="uniform", tokens=(9, 14)),
 }
 
 

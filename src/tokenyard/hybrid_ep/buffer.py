@@ -210,7 +210,7 @@ class HybridEPBuffer:
             raise self._refused(error) from None
         by_expert = route.handle.by_expert
         assert by_expert is not None
-        if probs is None and route.row_of is by_expert.row_of:
+        if probs is None and not route.may_drop:
             return self._buffer.combine_by_expert(
                 rows[: by_expert.num_rows], route.handle, weigh=False
             ), None
@@ -272,6 +272,7 @@ class HybridEPBuffer:
             num_experts=num_experts,
             num_topk=num_topk,
             num_rows=num_rows if limit is None else limit,
+            may_drop=limit is not None and drop,
             row_of=row_of,
             num_tokens_per_expert=torch.diff(offsets.long(), prepend=offsets.new_zeros(1).long()),
         )

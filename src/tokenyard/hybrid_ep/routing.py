@@ -52,6 +52,7 @@ class HybridRoute:
     num_experts: int
     num_topk: int  # K, the most experts that a token of any rank has
     num_rows: int  # of the result
+    may_drop: bool  # rows, on any rank: all of them have to combine in the same way
     row_of: Tensor  # [N, K] int64, a received pair's row, -1 where there is none
     num_tokens_per_expert: Tensor  # [L] int64, padding included
 

@@ -42,6 +42,12 @@ def _deepep_on_cpu() -> None:
     torch.library.impl("deepep::combine", "CPU")(deepep._combine_op_impl)
 
 
+def _former_name() -> None:
+    opaque: Any = importlib.import_module("torch._library.opaque_object")
+    if not hasattr(opaque, "CustomClassBase"):
+        opaque.CustomClassBase = opaque.OpaqueBase
+
+
 def _hybridep_on_cpu() -> None:
     hybridep: Any = importlib.import_module("torchtitan.distributed.deepep.hybridep")
     for name in ("_dispatch_impl", "_combine_impl", "_dispatch_bwd_impl", "_combine_bwd_impl"):
@@ -86,6 +92,11 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
             'torch.library.impl("deepep::dispatch", "CPU")(deepep._dispatch_op_impl)',
             "the operators are registered for GPUs alone; the same line for `combine`",
             _deepep_on_cpu,
+        ),
+        Setting(
+            "opaque_object.CustomClassBase = opaque_object.OpaqueBase",
+            "`hybridep` is written for the torch after 2.13, where that class has another name",
+            _former_name,
         ),
         Setting(
             'op.register_kernel("cpu")(op._init_fn)',

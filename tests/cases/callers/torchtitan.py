@@ -40,7 +40,7 @@ def second(group: Any, case: Case) -> tuple[Outcome, Tensor]:
     from torchtitan.distributed.deepep import deepep
 
     given = inputs(case, group.rank())
-    most = max(case.tokens[: case.num_ranks])
+    most = max(Case.tokens)  # the size is rounded: torchtitan keeps a Buffer for fewer tokens
     deepep.get_buffer(
         group, hidden=case.hidden, num_max_tokens_per_rank=most, num_topk=case.num_topk
     )
@@ -85,5 +85,30 @@ def hybrid(group: Any, case: Case, factor: float | None, pad_multiple: int | Non
         )
         y = by_expert(rows, counts, case.scales_of(group.rank()))
         return hybridep.combine_tokens(y, state, pad_multiple)
+
+    return run(given, mixture)
+
+
+def dispatcher(group: Any, case: Case, kind: str) -> Outcome:
+    """Version 0.3.0: what its MoE module holds, for V2 or HybridEP."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torchtitan.models.common import token_dispatcher
+
+    given = inputs(case, group.rank())
+    made: Any = getattr(token_dispatcher, kind)
+    one = made(
+        made.Config(
+            num_experts=case.num_experts,
+            top_k=case.num_topk,
+            hidden_dim=case.hidden,
+            num_max_tokens_per_rank=max(Case.tokens),
+        )
+    )
+    one.wire_meshes(ep_mesh=DeviceMesh.from_group(group, "cpu"))
+    unused = torch.empty(0)  # how many tokens of this rank each expert gets
+
+    def mixture(x: Tensor, weights: Tensor) -> Tensor:
+        rows, counts, metadata = one.dispatch(x, weights, given.topk_idx, unused)
+        return one.combine(by_expert(rows, counts, case.scales_of(group.rank())), metadata, x)
 
     return run(given, mixture)
