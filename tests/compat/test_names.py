@@ -18,18 +18,20 @@ FOLDER = deep_ep_path.folder()
 FILES = sorted(FOLDER.rglob("*.py"))
 
 V1 = ("Buffer", "Config", "EventHandle", "EventOverlap")
+V2 = ("ElasticBuffer", "EPHandle")
 NAMES = {
-    "deep_ep": (*V1, "topk_idx_t"),
+    "deep_ep": (*V1, *V2, "HybridEPBuffer", "topk_idx_t"),
     "deep_ep.utils": ("EventHandle", "EventOverlap"),
     "deep_ep.utils.event": ("EventHandle", "EventOverlap"),
     "deep_ep.buffer": V1,
     "deep_ep.legacy": V1,
     "deep_ep.buffers.legacy": V1,
-    "deep_ep.buffers.elastic": ("EventHandle", "EventOverlap"),
+    "deep_ep.buffers.elastic": (*V2, "EventHandle", "EventOverlap"),
+    "deep_ep.hybrid_ep_buffer": ("HybridEPBuffer",),
     "deep_ep._C": ("Config", "EventHandle", "topk_idx_t"),
     "deep_ep_cpp": ("Config", "EventHandle", "topk_idx_t"),
 }
-OTHERS = ("deep_ep.utils.envs", "deep_ep.utils.testing", "deep_ep.hybrid_ep_buffer")
+OTHERS = ("deep_ep.utils.envs", "deep_ep.utils.testing")
 
 
 @pytest.fixture
@@ -62,12 +64,20 @@ def test_the_version_says_whose_it_is(alias: None) -> None:
     assert version == f"2.1.0+tokenyard.{tokenyard.__version__}"
 
 
+def test_names_that_tokenyard_keeps_deeper(alias: None) -> None:
+    from tokenyard.hybrid_ep import indices_to_map
+    from tokenyard.testing import deepep
+
+    deep_ep = importlib.import_module("deep_ep")
+    for name in ("get_logical_domain_size", "get_physical_domain_size"):
+        assert getattr(deep_ep, name) is getattr(deepep, name)
+    assert importlib.import_module("deep_ep.hybrid_ep_buffer").indices_to_map is indices_to_map
+
+
 def test_unknown_names_are_refused(alias: None) -> None:
     deep_ep = importlib.import_module("deep_ep")
     with pytest.raises(AttributeError, match=r"'deep_ep' \(tokenyard's\) has no attribute 'Bufer'"):
         _ = deep_ep.Bufer
-    assert not hasattr(importlib.import_module("deep_ep.buffers.elastic"), "Bufer")
-    assert not hasattr(importlib.import_module("deep_ep.hybrid_ep_buffer"), "Bufer")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(FOLDER).as_posix())

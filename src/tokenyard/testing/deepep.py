@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tokenyard.buffer import Buffer
+from tokenyard.elastic import ElasticBuffer
 from tokenyard.testing.processes import LOOPBACK
 
 _MOST_CALLS = 10  # of a measurement: DeepEP's numbers are for kernels of microseconds
@@ -85,20 +85,17 @@ def dist_print(s: str = "", once_in_node: bool = False) -> None:
 
 
 def get_physical_domain_size(group: dist.ProcessGroup) -> tuple[int, int]:
-    """(nodes, ranks of a node), as a Buffer of this group finds them; (1, R) where nodes differ in
-    size. All ranks of the group call it.
-    """
-    with Buffer(group) as buffer, buffer._use as engine:
-        sizes = {len(ranks) for ranks in engine.topology.ranks_of_node}
-        nodes = engine.topology.num_nodes if len(sizes) == 1 else 1
-    return nodes, group.size() // nodes
+    """(nodes, ranks of a node), as an ElasticBuffer finds them. All ranks of the group call it."""
+    with ElasticBuffer(group) as buffer:
+        return buffer.get_physical_domain_size()
 
 
 def get_logical_domain_size(
     group: dist.ProcessGroup, allow_hybrid_mode: bool = True
 ) -> tuple[int, int]:
     """The same where hybrid mode is allowed, else all ranks as one domain."""
-    return get_physical_domain_size(group) if allow_hybrid_mode else (1, group.size())
+    with ElasticBuffer(group, allow_hybrid_mode=allow_hybrid_mode) as buffer:
+        return buffer.get_logical_domain_size()
 
 
 def get_rdma_gbs(nic_name: str = "") -> float:

@@ -1,0 +1,63 @@
+"""DeepEP's test of V2's exchange, untouched: test_ep.py, which compares bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cases.deepep import needs_checkout, run_file
+
+pytestmark = [needs_checkout, pytest.mark.processes, pytest.mark.timeout(900)]
+
+SMALL = ("--num-tokens", "32", "--hidden", "256", "--num-topk", "3", "--num-experts", "8")
+USUAL = ("--num-tokens", "128", "--hidden", "1024", "--num-topk", "6", "--num-experts", "64")
+
+# Handles copied or not, two alignments, FP8 or not, three numbers of biases, six ways of events.
+MODES = 2 * 2 * 2 * 3 * 6
+
+
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_first_mode_with_its_measurements(num_processes: int) -> None:
+    said = run_file("elastic/test_ep.py", num_processes, *SMALL, "--test-first-only")
+    assert said.count("reduced combine: ") == num_processes
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--do-cpu-sync", "0"),
+        ("--allow-multiple-reduction", "0", "--deterministic"),
+        ("--allow-hybrid-mode", "0", "--masked-ratio", "0.3", "--seed", "1"),
+    ],
+    ids=lambda options: options[0],
+)
+def test_first_mode_with_options(options: tuple[str, ...]) -> None:
+    said = run_file(
+        "elastic/test_ep.py", 2, *SMALL, "--test-first-only", "--skip-perf-test", *options
+    )
+    assert said.count("> Testing with") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_all_modes(num_processes: int) -> None:
+    said = run_file("elastic/test_ep.py", num_processes, *SMALL, "--skip-perf-test", limit=850)
+    assert said.count("> Testing with") == MODES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--do-cpu-sync", "0"),
+        ("--allow-multiple-reduction", "0"),
+        ("--allow-hybrid-mode", "0"),
+        ("--deterministic",),
+        ("--masked-ratio", "0.3"),
+        ("--unbalanced-ratio", "1.5", "--precise-unbalanced-ratio"),
+        ("--prefer-overlap-with-compute", "1", "--num-sms", "8", "--num-qps", "4"),
+    ],
+    ids=lambda options: options[0],
+)
+def test_all_modes_with_options(options: tuple[str, ...]) -> None:
+    said = run_file("elastic/test_ep.py", 4, *USUAL, "--skip-perf-test", *options, limit=850)
+    assert said.count("> Testing with") == MODES
