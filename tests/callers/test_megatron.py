@@ -35,6 +35,16 @@ def test_fused_a2a(callers: Callers, num_ranks: int) -> None:
 
 
 @NUM_RANKS
+def test_a_buffer_is_replaced_while_handles_wait(callers: Callers, num_ranks: int) -> None:
+    case = Case(num_ranks=num_ranks, exact=False)
+    cases = [replace(case, hidden=hidden, seed=n) for n, hidden in enumerate((64, 160, 416))]
+    results = callers(NAME, num_ranks).run(fused.exchange_sizes, fused.MEGATRON, cases)
+    assert [num_buffers for _, num_buffers in results] == [3] * num_ranks
+    for n, one in enumerate(cases):
+        check([outcomes[n] for outcomes, _ in results], by_spec(one))
+
+
+@NUM_RANKS
 def test_flex_dispatcher(callers: Callers, num_ranks: int) -> None:
     case = Case(num_ranks=num_ranks)
     for backend in ("deepep", "hybridep"):
@@ -55,4 +65,6 @@ def test_moe_layer_trains(callers: Callers, num_ranks: int) -> None:
     case = Case(num_ranks=num_ranks, hidden=16, num_topk=2)
     ranks = callers(NAME, num_ranks)
     alone = ranks.run(layer_jobs.train, replace(case, num_ranks=1), "")
-    assert_like_one_process(ranks.run(layer_jobs.train, case, "deepep"), alone[0], within=1e-5)
+    for backend in ("deepep", "hybridep"):
+        got = ranks.run(layer_jobs.train, case, backend)
+        assert_like_one_process(got, alone[0], within=1e-5)
