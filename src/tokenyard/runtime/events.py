@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -17,23 +18,38 @@ from tokenyard.runtime.interrupts import stopping
 
 
 class EventHandle:
-    """Completion of an asynchronous call; without a future it is already complete.
+    """Completion of an asynchronous call.
 
-    `StreamEvent` (a moment of a GPU's stream) and `RecvEvent` (a low-latency call that the Buffer's
+    Without a future it is, as in DeepEP, a moment of the current stream: all work that the stream
+    has got so far. Where no GPU is in use, that work is complete. `StreamEvent` (a moment of a GPU's stream) and `RecvEvent` (a low-latency call that the Buffer's
     thread receives) answer the same two questions.
     """
 
     def __init__(self, future: Future[None] | None = None) -> None:
         self._future = future
+        is_plain = future is None and type(self) is EventHandle
+        self._moment = _record_current() if is_plain and torch.cuda.is_initialized() else None
 
     def current_stream_wait(self) -> None:
-        """Wait until the call has ended. If it failed, raise its error."""
+        """Wait until the call has ended. If it failed, raise its error. For a moment of a stream
+        the current stream waits, and the host does not.
+        """
         if self._future is not None:
             self._future.result()
+        if self._moment is not None:
+            torch.cuda.current_stream().wait_event(self._moment)  # no GPU has run this
 
     @property
     def is_over(self) -> bool:
+        if self._moment is not None:
+            return self._moment.query()
         return self._future is None or self._future.done()
+
+
+def _record_current() -> Any:
+    event = torch.cuda.Event()  # no GPU has run this
+    event.record()  # no GPU has run this
+    return event
 
 
 class EventOverlap:
