@@ -21,8 +21,9 @@ class EventHandle:
     """Completion of an asynchronous call.
 
     Without a future it is, as in DeepEP, a moment of the current stream: all work that the stream
-    has got so far. Where no GPU is in use, that work is complete. `StreamEvent` (a moment of a GPU's stream) and `RecvEvent` (a low-latency call that the Buffer's
-    thread receives) answer the same two questions.
+    has got so far. Where no GPU is in use, that work is complete. `StreamEvent` (a moment of a
+    GPU's stream) and `RecvEvent` (a low-latency call that the Buffer's thread receives) answer the
+    same two questions.
     """
 
     def __init__(self, future: Future[None] | None = None) -> None:
