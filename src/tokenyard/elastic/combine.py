@@ -35,10 +35,9 @@ def combine(
     with heard_by_all(engine, _COMBINE):
         kept = kept_of(handle)
     at_once = kept.do_expand and not allow_multiple_reduction
-    as_listed = engine.transport.sums_as_listed and engine.topology.num_nodes == 1
-    if at_once or not as_listed or domains.node_of_rank is not None:
+    by_node = domains.node_of_rank is not None
+    if at_once or by_node or not kept.list_by_lane(engine.transport):
         return _sum_at_home(engine, x, kept, topk_weights, bias, config, domains, at_once)
-    kept.list_by_lane()
     known = kept.handle
     if topk_weights is None and bias is None:
         if kept.do_expand:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenyard.engine.lane_order import Lanes, find_lanes, list_by_lane
+from tokenyard.engine.lane_order import Lanes, find_lanes
+from tokenyard.transports import Transport
 from tokenyard.types import Handle, round_up
 
 
@@ -29,17 +30,18 @@ class Kept:
     num_scaleup_ranks: int
     do_expand: bool
     num_rows: int  # of recv_x
-    is_listed: bool = False
+    is_listed: bool | None = None  # whether the engine's combines add by lane; None: not asked yet
 
     @cached_property
     def lanes(self) -> Lanes:
         return find_lanes(self.topk_idx_TK, self.rank_of_expert_E)
 
-    def list_by_lane(self) -> None:
-        """Let combines of the engine add a token's rows by last lane."""
-        if not self.is_listed:
-            list_by_lane(self.handle.flow.route, self.lanes)
-            self.is_listed = True
+    def list_by_lane(self, transport: Transport) -> bool:
+        """Let the engine's combines add a token's rows by last lane. False if they cannot."""
+        if self.is_listed is None:
+            where = self.handle.flow.route, self.topk_idx_TK, self.rank_of_expert_E
+            self.is_listed = transport.list_by_lane(*where)
+        return self.is_listed
 
     def psum_num_recv_tokens_per_scaleup_rank(self) -> Tensor:
         counts, places = self.handle.flow.recv_counts, range(self.num_scaleup_ranks)

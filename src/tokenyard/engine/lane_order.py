@@ -11,8 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenyard.types import Route
-
 
 class Lanes(NamedTuple):
     """Where each lane's expert is, and which of a rank's lanes is its last."""
@@ -55,17 +53,3 @@ def last_of_group(group_TK: Tensor) -> Tensor:
     for ahead in range(1, num_topk):
         is_last[:, :-ahead] &= group_TK[:, :-ahead] != group_TK[:, ahead:]
     return is_last
-
-
-def list_by_lane(route: Route, lanes: Lanes) -> None:
-    """Reorder, in place, the copies of each token by last lane. Whoever sends along the route still
-    finds the same rows.
-    """
-    ranks = lanes.rank_TK[lanes.is_last_TK]
-    before = [0]
-    for count in route.send_counts:
-        before.append(before[-1] + count)
-    begins = torch.tensor(before[:-1], device=ranks.device)
-    places = lanes.home_rows(lanes.is_last_TK)[lanes.is_last_TK]
-    route.copy_rank.copy_(ranks)
-    route.copy_slot.copy_(places - begins[ranks])

@@ -23,7 +23,7 @@ from tokenyard.runtime import memory
 from tokenyard.shm import shared_rows
 from tokenyard.shm.node import SharedNode
 from tokenyard.shm.shared_rows import SharedRows
-from tokenyard.types import Config, Flow, Handle
+from tokenyard.types import Config, Flow, Handle, Route
 from tokenyard.wire.columns import row_widths
 from tokenyard.wire.signals import ROWS
 
@@ -100,8 +100,6 @@ class Transport(Leaving):
     offers_memory = False
     tells_from_device = False  # messages may lie on the device of the results
     node: SharedNode | None = None  # of all ranks, if they share one: low-latency calls use it
-    # Combine adds a token's rows in the order in which `Route` lists its copies. (On one node.)
-    sums_as_listed = False
     pairs: DirectPairs | None = None  # where rows can be written by expert in one step
 
     def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
@@ -156,6 +154,12 @@ class Transport(Leaving):
         Rows after those that arrive are not written.
         """
         raise NotImplementedError
+
+    def list_by_lane(self, route: Route, topk_idx_TK: Tensor, rank_of_expert_E: Tensor) -> bool:
+        """Let combines along this route add what ranks send back for a token by the last top-k lane
+        that each has, instead of by rank. False if this transport cannot.
+        """
+        return False
 
     def offer_back(self, columns: Sequence[Tensor], flow: Flow, ready: bool) -> Offer:
         """Before a combine of these rows; `ready` if they can be read already."""

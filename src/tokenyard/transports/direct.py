@@ -31,6 +31,8 @@ from tokenyard.wire.signals import READ, ROWS
 
 
 class DirectKernels(PairKernels, Protocol):
+    def list_by_lane(self, route: Route, topk_idx_TK: Tensor, rank_of_expert_E: Tensor) -> None: ...
+
     def reduce_at(
         self,
         addresses_R: np.ndarray,
@@ -44,7 +46,6 @@ class DirectKernels(PairKernels, Protocol):
 class DirectTransport(SharedMemoryTransport):
     name = "direct"
     offers_memory = True
-    sums_as_listed = True
 
     def __init__(
         self, node: SharedNode, kernels: DirectKernels, node_of_rank: Sequence[int]
@@ -110,6 +111,12 @@ class DirectTransport(SharedMemoryTransport):
             fits = column_offsets(num_rows, widths)[-1] <= size
             if count and not (0 <= start <= num_rows - count and fits):
                 raise self._node.liveness.stray(rank, stage)
+
+    def list_by_lane(self, route: Route, topk_idx_TK: Tensor, rank_of_expert_E: Tensor) -> bool:
+        if any(self._node_of_rank):  # each node's rows are summed first, by rank
+            return False
+        self._kernels.list_by_lane(route, topk_idx_TK.contiguous(), rank_of_expert_E)
+        return True
 
     def offer_back(self, columns: Sequence[Tensor], flow: Flow, ready: bool) -> Offer:
         blocks, words = shared_rows.offer(self._node.pool, columns, flow.num_received, ready)

@@ -25,7 +25,7 @@ from tokenyard.kernels.numba.between_nodes.combine import nodes_combine
 from tokenyard.kernels.numba.between_nodes.dispatch import nodes_dispatch
 from tokenyard.kernels.numba.exchange.combine import exchange_combine
 from tokenyard.kernels.numba.exchange.dispatch import exchange_dispatch
-from tokenyard.kernels.numba.layout import layout, route
+from tokenyard.kernels.numba.layout import layout, list_by_lane, route
 from tokenyard.kernels.numba.low_latency.calls import combine_calls, dispatch_calls
 from tokenyard.kernels.numba.low_latency.posts import await_slots, find_ahead, find_failure, signal
 from tokenyard.kernels.numba.low_latency.steps import (
@@ -77,6 +77,7 @@ __all__ = [
     "find_ahead",
     "find_failure",
     "layout",
+    "list_by_lane",
     "localise",
     "make_rings",
     "meet",

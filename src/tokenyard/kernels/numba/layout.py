@@ -1,7 +1,8 @@
 """Who gets each token, and the lists of rows that follow from it.
 
 `layout` counts tokens by rank, node and expert; where a token's ranks fit the bits of one word, a
-quicker kernel does so. `route` lists the rows, by rank and by token.
+quicker kernel does so. `route` lists the rows, by rank and by token; `list_by_lane` reorders the
+latter.
 """
 
 from __future__ import annotations
@@ -231,3 +232,42 @@ def route(is_token_in_rank_TR: Tensor) -> Route:
         found.copy_slot.data_ptr(),
     )
     return found
+
+
+@njit(nogil=True, cache=True)
+def _list_by_lane_kernel(
+    topk_idx, table, num_tokens, num_topk, num_experts, copy_start, copy_rank, copy_slot
+):
+    ids, owners = pointer(topk_idx, UINT64), pointer(table, INT32)
+    starts, ranks = pointer(copy_start, INT32), pointer(copy_rank, INT32)
+    slots = pointer(copy_slot, INT32)
+    for t in range(num_tokens):
+        first, end = np.int64(starts[t]), np.int64(starts[t + 1])
+        # Lanes from the last on: a rank's copy goes before those that are in place already.
+        for i in range((t + 1) * num_topk - 1, t * num_topk - 1, -1):
+            if ids[i] >= np.uint64(num_experts):
+                continue
+            rank = owners[ids[i]]
+            c = end - 1
+            while c >= first and ranks[c] != rank:
+                c -= 1
+            if c < first:
+                continue
+            end -= 1
+            slot = slots[c]
+            for later in range(c, end):
+                ranks[later], slots[later] = ranks[later + 1], slots[later + 1]
+            ranks[end], slots[end] = rank, slot
+
+
+def list_by_lane(route: Route, topk_idx_TK: Tensor, rank_of_expert_E: Tensor) -> None:
+    """In place: list each token's copies by the last lane of topk_idx that each rank has."""
+    _list_by_lane_kernel(
+        topk_idx_TK.data_ptr(),
+        rank_of_expert_E.data_ptr(),
+        *topk_idx_TK.shape,
+        rank_of_expert_E.shape[0],
+        route.copy_start.data_ptr(),
+        route.copy_rank.data_ptr(),
+        route.copy_slot.data_ptr(),
+    )
