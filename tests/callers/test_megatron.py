@@ -52,6 +52,12 @@ def test_flex_dispatcher(callers: Callers, num_ranks: int) -> None:
         check(got, whole(case, dense=True))
 
 
+def test_flex_dispatcher_with_experts_split_over_ranks(callers: Callers) -> None:
+    case = Case(num_ranks=4, num_topk=2, seed=2)
+    got = callers(NAME, 4).run(jobs.dispatcher, case, "deepep", 2)
+    check(got, whole(case, dense=True))
+
+
 @NUM_RANKS
 def test_hybrid_ep(callers: Callers, num_ranks: int) -> None:
     case = Case(num_ranks=num_ranks, seed=1)

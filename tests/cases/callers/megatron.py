@@ -6,31 +6,32 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tests.cases.callers.moe import Case, Outcome, by_expert, inputs, run
 
 
-def dispatcher(group: Any, case: Case, backend: str) -> Outcome:
-    """MoEFlexTokenDispatcher, in the order in which MoELayer calls it; dense weights."""
+def dispatcher(group: Any, case: Case, backend: str, tensor: int = 1) -> Outcome:
+    """MoEFlexTokenDispatcher, in the order in which MoELayer calls it; dense weights.
+
+    Each expert is split over so many neighbours as `tensor` says: each of them makes its share.
+    """
     from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher
 
-    rank = group.rank()
-    given = inputs(case, rank)
+    given = inputs(case, group.rank())
     chosen, weights = given.dense(case.num_experts)
+    own = torch.arange(case.num_experts).chunk(case.num_ranks // tensor)[group.rank() // tensor]
     flex = MoEFlexTokenDispatcher(
-        case.num_experts // case.num_ranks,
-        case.experts_of(rank).tolist(),
-        config(case, backend),
-        groups(group),
+        len(own), own.tolist(), config(case, backend), groups(group, tensor)
     )
 
     def mixture(x: Tensor, weights: Tensor) -> Tensor:
         rows, probs = flex.dispatch_preprocess(x, chosen, weights)
         rows, probs = flex.token_dispatch(rows, probs)
         rows, counts, probs = flex.dispatch_postprocess(rows, probs)
-        y = by_expert(rows, counts, case.scales_of(rank)) * probs[:, None]
+        y = by_expert(rows, counts, (own + 1) / tensor) * probs[:, None]
         y = flex.token_combine(flex.combine_preprocess(y))
         return flex.combine_postprocess(y)
 
@@ -79,12 +80,21 @@ def config(case: Case, backend: str, **more: Any) -> Any:
     )
 
 
-def groups(group: Any) -> Any:
-    """Experts over all ranks, or here alone without a group; all else is of one rank."""
+def groups(group: Any, tensor: int = 1) -> Any:
+    """Experts over all ranks, or here alone without a group; all else is of one rank. For `tensor`
+    see `dispatcher`.
+    """
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    one = dict.fromkeys(("tp", "cp", "tp_cp", "expt_tp", "expt_dp"), alone)
-    return ProcessGroupCollection(
-        **dict.fromkeys(("ep", "tp_ep", "tp_dp_cp"), group or alone), **one
-    )
+    def of(ranks: list[int]) -> Any:
+        return dist.new_group(ranks, use_local_synchronization=True)
+
+    rank = dist.get_rank()
+    alone = of([rank])
+    group = group or alone
+    named = dict.fromkeys(("tp", "cp", "tp_cp", "expt_tp", "expt_dp"), alone)
+    named |= dict.fromkeys(("ep", "tp_ep", "tp_dp_cp"), group)
+    if tensor > 1:
+        named["expt_tp"] = of([rank // tensor * tensor + n for n in range(tensor)])
+        named["ep"] = of(list(range(rank % tensor, group.size(), tensor)))
+    return ProcessGroupCollection(**named)

@@ -1,4 +1,7 @@
-"""What has to be set outside of tokenyard before a caller of DeepEP runs on CPUs: all of it."""
+"""What has to be set outside of tokenyard before a caller of DeepEP runs on CPUs: all of it.
+
+docs/guide/from_deepep.md shows the same lines, and a test compares the two.
+"""
 
 from __future__ import annotations
 
