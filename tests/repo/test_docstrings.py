@@ -20,6 +20,7 @@ MODULES = [
 # Rooms whose public functions must all show an example.
 SHOWN = (
     "tokenyard.spec.elastic",
+    "tokenyard.spec.elastic_parts",
     "tokenyard.spec.exchange",
     "tokenyard.spec.local",
     "tokenyard.spec.low_latency",

@@ -5,6 +5,11 @@ handle    EPHandle, and what it keeps of the dispatch that made it
 domains   which ranks count as a node, and how large buffers should be
 dispatch  compact and expanded, new and along a handle
 combine   the sums, by top-k lane
+engram    a table over all ranks, of which each fetches entries
+pipeline  tensors between neighbours
+sessions  all-gathers into memory that is used again
+pipes, results, shared
+          the memory, or connections, of the last three
 """
 
 from tokenyard.elastic.buffer import ElasticBuffer

@@ -20,12 +20,14 @@ from tokenyard import validate
 from tokenyard.elastic.combine import combine
 from tokenyard.elastic.dispatch import Asked, by_column, dispatch, dispatch_again
 from tokenyard.elastic.domains import buffer_size, find_domains
+from tokenyard.elastic.engram import EngramCalls
 from tokenyard.elastic.handle import EPHandle
+from tokenyard.elastic.pipeline import PipelineCalls
 from tokenyard.elastic.refusal import heard_by_all
+from tokenyard.elastic.sessions import SessionCalls
 from tokenyard.engine.agreement import Call, Terms
 from tokenyard.engine.mismatch import STAGES
 from tokenyard.engine.stages import Engine
-from tokenyard.lifetime import Lifetime
 from tokenyard.opening import Options, check_group, open_engine
 from tokenyard.runtime.events import EventHandle, EventOverlap
 from tokenyard.runtime.streams import capture
@@ -54,7 +56,7 @@ class ElasticCombined(NamedTuple):
     event: EventOverlap
 
 
-class ElasticBuffer(Lifetime):
+class ElasticBuffer(EngramCalls, PipelineCalls, SessionCalls):
     """Moves tokens to the ranks, or straight to the experts, that they chose, and sums them back.
 
     The first parameters are DeepEP V2's. These mean something here:

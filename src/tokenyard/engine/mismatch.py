@@ -22,6 +22,9 @@ STAGES = (
     "dispatch by expert",
     "combine by expert",
     "barrier",
+    "engram_write",
+    "pp_set_config",
+    "agrs_set_config",
 )
 
 CASTS = {NO_CAST: "none", PLAIN: "use_fp8", ROUNDED: "round_scale", PACKED: "use_ue8m0"}

@@ -63,7 +63,7 @@ class Engine:
         `origin` is that of handles; `buffer_id` is a number that this Buffer has on this rank only.
         """
         self.transport = transport
-        self._communicator = communicator
+        self.communicator = communicator
         self.topology = topology
         self.origin, self.buffer_id = origin, buffer_id
         self.rank, self.num_ranks = transport.rank, transport.size
@@ -285,9 +285,9 @@ class Engine:
     def _leave(self) -> None:
         self.compiled = None  # which holds this engine
         left = f"rank {self.rank} has closed its Buffer"
-        self._communicator.report(PeerLeft(left, ranks=(self.rank,), stage="close"))
+        self.communicator.report(PeerLeft(left, ranks=(self.rank,), stage="close"))
         self.transport.close()
-        self._communicator.close()
+        self.communicator.close()
 
     def _before_words(self) -> None:
         """Wait for calls that still go on, where rows and messages cannot travel at once."""

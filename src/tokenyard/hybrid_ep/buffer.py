@@ -243,7 +243,7 @@ class HybridEPBuffer:
         num_topk = int(self._buffer.all_gather(most).x.max())
         topk_idx = expert_P.new_full((num_tokens, num_topk), -1)
         topk_idx[token_P, lane_P] = expert_P
-        weights = torch.zeros(num_tokens, num_topk, device=routing_map.device)
+        weights = topk_idx.new_zeros(num_tokens, num_topk, dtype=torch.float32)
         if probs is not None:
             weights[token_P, lane_P] = probs[token_P, expert_P]
         got = self._buffer.dispatch_by_expert(

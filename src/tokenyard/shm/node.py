@@ -46,6 +46,7 @@ class SharedNode(Leaving):
         cannot attach the others' memory. Messages of up to `box` integers go at once.
         """
         self.rank, self.size = communicator.rank, communicator.size
+        self.signals = kernels
         self._kept: list[Segment] = []
         self._for_good: list[Mapped] = []
         layout = ControlLayout(self.size, box)
@@ -99,6 +100,11 @@ class SharedNode(Leaving):
         """[R] addresses: every rank's segment of this size, until the node is closed. All ranks
         together; if one has no memory, all raise SharedMemoryError.
         """
+        arrays = self.share_arrays(num_bytes, stage)
+        return np.array([array.ctypes.data for array in arrays], np.int64)
+
+    def share_arrays(self, num_bytes: int, stage: str) -> list[np.ndarray]:
+        """The same as arrays of bytes, each of which also keeps its memory."""
         error, told = None, NOTHING
         try:
             told = self.keep(num_bytes).told
@@ -106,17 +112,16 @@ class SharedNode(Leaving):
             error = problem
         told_R3 = self.mailbox.exchange(np.array([told] * self.size, np.int64), stage)
         shared_rows.check(told_R3[:, :1], [error], stage, self.rank)
-        addresses_R = np.zeros(self.size, np.int64)
+        mapped: list[Mapped] = []
         try:
             mapped = self.attached.all_ranks(told_R3.tolist(), self._kept[-1], stage)
             self._for_good += mapped
-            addresses_R[:] = [one.address for one in mapped]
         except SharedMemoryError as problem:
             error = problem
         # No rank may close its segment before all have mapped it.
         able_R1 = self.mailbox.exchange(np.full((self.size, 1), NO_MEMORY if error else 0), stage)
         shared_rows.check(able_R1, [error], stage, self.rank)
-        return addresses_R
+        return [one.array for one in mapped]
 
     def map_blocks(
         self, told_R3: np.ndarray, counts: Sequence[int], own: SharedRows, stage: str

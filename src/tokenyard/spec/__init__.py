@@ -7,12 +7,14 @@ import it; it is far too slow for anything else.
     exchange     layout, notify, dispatch, combine, and the gradients of the last two
     by_expert    dispatch whose rows arrive by local expert, and combine of such rows
     elastic      DeepEP V2's dispatch and combine, compact and expanded
+    elastic_parts  V2's table, tensors between neighbours, and all-gathers
     low_latency  the mode with fixed slots and no counting round
     local        align, permute, rearrange and FP8: what happens to rows inside one rank
 """
 
 from tokenyard.spec.by_expert import ReceivedByExpert, combine_by_expert, dispatch_by_expert
 from tokenyard.spec.elastic import ElasticReceived, elastic_combine, elastic_dispatch
+from tokenyard.spec.elastic_parts import agrs_gathered, engram_fetch, pp_received
 from tokenyard.spec.exchange import (
     Notice,
     World,
@@ -46,6 +48,7 @@ __all__ = [
     "Permuted",
     "ReceivedByExpert",
     "World",
+    "agrs_gathered",
     "cast_back",
     "cast_to_fp8",
     "combine",
@@ -56,6 +59,7 @@ __all__ = [
     "dispatch_by_expert",
     "elastic_combine",
     "elastic_dispatch",
+    "engram_fetch",
     "layout",
     "low_latency_combine",
     "low_latency_dispatch",
@@ -63,6 +67,7 @@ __all__ = [
     "notify",
     "pack_ue8m0",
     "permute",
+    "pp_received",
     "rearrange",
     "unpack_ue8m0",
     "unpermute",
