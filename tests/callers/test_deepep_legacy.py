@@ -28,6 +28,14 @@ def test_low_latency(num_processes: int) -> None:
     assert said.count("Dispatch send/recv time") == num_processes
 
 
+@pytest.mark.parametrize("num_processes", [6, pytest.param(8, marks=pytest.mark.slow)])
+def test_shrink(num_processes: int) -> None:
+    """Ranks 1, 3 and 5 stop, so fewer than six cannot pass: it expects all three to be masked."""
+    sizes = ("--num-tokens", "32", "--hidden", "512", "--num-topk", "4", "--num-experts", "24")
+    said = run_file("legacy/test_low_latency.py", num_processes, *sizes, "--shrink-test", limit=550)
+    assert said.count("failed when first calling") == 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [2, 4, 8])
 def test_intranode_with_larger_rows(num_processes: int) -> None:

@@ -278,12 +278,12 @@ def use_cpu_for_cuda() -> None:
     for name, stub in _STUBS.items():
         setattr(torch.cuda, name, stub)
     for name in ("all_gather_into_tensor", "all_to_all_single"):
-        setattr(dist, name, _as_bytes(getattr(dist, name), name == "all_gather_into_tensor"))
+        setattr(dist, name, as_bytes(getattr(dist, name), name == "all_gather_into_tensor"))
     torch.compiler.set_stance("force_eager")
     _mode.__enter__()
 
 
-def _as_bytes(collective: Callable[..., Any], flatten: bool) -> Callable[..., Any]:
+def as_bytes(collective: Callable[..., Any], flatten: bool) -> Callable[..., Any]:
     """gloo knows no float8, and gathers only into tensors with as many axes; NCCL does more."""
 
     def call(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
