@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +14,12 @@ from tests.cases.callers import fused
 from tests.cases.callers import megatron as jobs
 from tests.cases.callers import megatron_layer as layer_jobs
 from tests.cases.callers.moe import Case, by_spec, check, whole
-from tests.cases.callers.ranks import Callers, why_not
+from tests.cases.callers.ranks import CALLERS, Callers, why_not
+from tests.cases.programs import run_python
 from tests.cases.wrappers.compare import assert_like_one_process
+from tokenyard import deep_ep_path
 
+ROOT = Path(__file__).parents[2]
 NAME = "megatron-core"
 pytestmark = [
     pytest.mark.processes,
@@ -74,3 +80,19 @@ def test_moe_layer_trains(callers: Callers, num_ranks: int) -> None:
     for backend in ("deepep", "hybridep"):
         got = ranks.run(layer_jobs.train, case, backend)
         assert_like_one_process(got, alone[0], within=1e-5)
+
+
+def test_the_example() -> None:
+    """As a user starts it: torchrun, with the folder of `deep_ep` on PYTHONPATH."""
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    path = [str(deep_ep_path.folder()), str(CALLERS / NAME), os.environ.get("PYTHONPATH", "")]
+    done = run_python(
+        *launch,
+        str(ROOT / "examples" / "megatron_moe_on_cpu.py"),
+        PYTHONPATH=os.pathsep.join(path),
+        OMP_NUM_THREADS="1",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 3
+    assert losses[-1] < 0.5 * losses[0]
