@@ -30,6 +30,7 @@ class Case:
     transport: str = "auto"
     ranks_per_node: int | None = None
     zero_copy: bool = False
+    logfmt: bool = False
     how: str = "now"  # or "hook" or "async"
     rounds: int = 3
 
@@ -60,6 +61,8 @@ def experts(case: Case, rank: int, x: Tensor, scales: Tensor | None, count: Tens
         rows = torch.zeros(x.shape, dtype=torch.float64)
         rows[used] = spec.cast_back(x[used], scales[used]).double()
     gain = torch.tensor([e + 1.0 for e in case.world.experts_of(rank)]).double()
+    if case.logfmt:  # magnitudes on both sides of 1, so that some blocks are cast
+        rows = torch.sin(rows) * 2.0 ** (-torch.arange(case.hidden) // 512 % 3)
     y = (rows * gain[:, None, None]).to(case.sum_dtype or case.dtype)
     return y.masked_fill(~used[:, :, None], float("nan"))
 
@@ -127,7 +130,14 @@ def _combine(
         y = buffer.get_next_low_latency_combine_buffer(handle).copy_(y)
     given = torch.full((len(topk_idx), case.hidden), 5.0, dtype=y.dtype) if turn % 3 else None
     got = buffer.low_latency_combine(
-        y, topk_idx, weights, handle, zero_copy=case.zero_copy, out=given, **_how(case)
+        y,
+        topk_idx,
+        weights,
+        handle,
+        zero_copy=case.zero_copy,
+        use_logfmt=case.logfmt,
+        out=given,
+        **_how(case),
     )
     if not case.zero_copy:
         y.fill_(55)
@@ -144,7 +154,9 @@ def check(case: Case, answers: list[list[list[Any]]]) -> None:
         xs, topk_idxs, weights = ([one[i] for one in given] for i in range(3))
         want = spec.low_latency_dispatch(xs, topk_idxs, case.world, case.num_max, **case.options)
         ys = [experts(case, r, one.x, one.scales, one.count) for r, one in enumerate(want)]
-        sums = spec.low_latency_combine(ys, topk_idxs, weights, want, case.world)
+        sums = spec.low_latency_combine(
+            ys, topk_idxs, weights, want, case.world, use_logfmt=case.logfmt
+        )
         for rank, (one, total) in enumerate(zip(want, sums)):
             turn, x, scales, count, src_info, layout_range, combined = answers[rank][place]
             what = f"turn {turn} on rank {rank}: "

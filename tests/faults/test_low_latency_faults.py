@@ -210,7 +210,7 @@ def refused_locally(group: Any) -> None:
             buffer.low_latency_update_mask_buffer(0, True)
         got: Any = buffer.low_latency_dispatch(**tokens())
         idx, weights = torch.tensor([[0, 1]] * 2), torch.ones(2, 2)
-        with pytest.raises(NotImplementedError, match="use_logfmt is True, want False"):
+        with pytest.raises(ValueError, match=r"use_logfmt=True, want torch\.bfloat16"):
             buffer.low_latency_combine(got.recv_x, idx, weights, got.handle, use_logfmt=True)
         buffer.clean_low_latency_buffer(4, 16, 6)
         answer = buffer.low_latency_combine(got.recv_x, idx, weights, got.handle)

@@ -35,12 +35,16 @@ SHAPES = {
     ),
     "fp8": Case(num_ranks=3, hidden=256, fp8=FP8),
     "fp8-rounded": Case(num_ranks=2, hidden=128, fp8=ROUND, dtype=torch.float32),
+    "logfmt": Case(num_ranks=3, hidden=512, num_experts=6, logfmt=True),
+    "logfmt-long": Case(num_ranks=2, hidden=3072, tokens=(3, 1), logfmt=True),
     "fp8-packed": Case(num_ranks=2, hidden=1024, fp8=UE8M0, dtype=torch.float16),
 }
 HOWS: dict[str, dict[str, Any]] = {
     "hook": {"how": "hook"},
     "async": {"how": "async"},
     "zero-copy": {"zero_copy": True},
+    "logfmt-hook": {"logfmt": True, "hidden": 1536, "how": "hook"},
+    "logfmt-async": {"logfmt": True, "hidden": 512, "how": "async"},
     "zero-copy-hook": {"zero_copy": True, "how": "hook"},
 }
 

@@ -149,3 +149,39 @@ def test_cleaning_finds_the_dead() -> None:
         answers = ranks.run(clean_without_one, may_die=True)
     assert answers.pop(1) == Exited(-signal.SIGKILL)
     assert answers == [[0, 1, 0], [0, 1, 0]]
+
+
+def logfmt_refused(group: Any) -> list[str]:
+    told = []
+    with tokenyard.Buffer(group, low_latency_mode=True) as buffer:
+        for hidden, dtype in ((128, torch.bfloat16), (512, torch.float32), (512, torch.bfloat16)):
+            x, idx = torch.rand(2, hidden).to(dtype), torch.tensor([[0], [1]])
+            weights = torch.ones(2, 1)
+            got: Any = buffer.low_latency_dispatch(x, idx, 2, 2, use_fp8=False)
+            mixed = hidden == 512 and dtype is torch.bfloat16
+            ways: list[dict[str, Any]] = [{"use_logfmt": True}, {}]
+            if mixed:
+                ways[0]["zero_copy"] = True
+            for way in ways:
+                try:
+                    buffer.low_latency_combine(got.recv_x, idx, weights, got.handle, **way)
+                except ValueError as error:
+                    told.append(str(error))
+        different: dict[str, Any] = {"use_logfmt": group.rank() == 1}
+        try:
+            buffer.low_latency_combine(got.recv_x, idx, weights, got.handle, **different)
+        except tokenyard.CallMismatch as error:
+            told.append(str(error))
+    return told
+
+
+def test_what_logfmt_cannot_cast() -> None:
+    told, _ = run_virtual(logfmt_refused, 2).results
+    stage = "low-latency combine"
+    assert told == [
+        f"{stage}: x has hidden size 128, want a multiple of 512 with use_logfmt=True, on rank 0",
+        f"{stage}: x is torch.float32 with use_logfmt=True, want torch.bfloat16, on rank 0",
+        f"{stage}: use_logfmt and zero_copy are both True, want one at most: rows are cast, on "
+        "rank 0",
+        f"{stage}: ranks differ in dtype of x: bfloat16 on rank 0, float32 on rank 1",
+    ]

@@ -95,8 +95,17 @@ def test_no_pickled_collectives() -> None:
 
 # What only some sets have: how a set is built, and what its hardware alone can do.
 OWN_KERNELS = {
-    "reference": set(),
-    "numba": {"between_nodes", "caching", "exchange", "llvm", "parcels", "progress", "ring"}
+    "reference": {"logfmt"},
+    "numba": {
+        "between_nodes",
+        "caching",
+        "exchange",
+        "llvm",
+        "logfmt",
+        "parcels",
+        "progress",
+        "ring",
+    }
     | {"signals", "turns"},
     "triton": {"floats", "launch", "symmetric"},
 }

@@ -101,6 +101,11 @@ class SlotKernels(RowKernels, Protocol):
         begin goes into the table.
         """
 
+    def logfmt(self, y_ND: Tensor, out_ND: Tensor) -> None:
+        """What a receiver of bfloat16 rows has after LogFMT, in float32 (`spec.logfmt`). The set
+        "triton" takes the reference set's.
+        """
+
     def pick_slots(self, topk_idx_TK: Tensor, sent_2TK: Tensor, picked_TK: Tensor) -> int:
         """Find each pair's place again, -1 for those that are -1. The first pair that was not sent,
         or -1.

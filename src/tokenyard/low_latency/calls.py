@@ -126,6 +126,8 @@ class LowLatencyCalls:
         shall not be summed. With zero_copy the rows are those of the last tensor that
         get_next_low_latency_combine_buffer gave for this handle, whatever x holds. Other ranks read
         it where it lies: leave it alone afterwards, and ask for the next.
+
+        With use_logfmt the rows, of bfloat16, lose what DeepEP's LogFMT loses (see `logfmt`).
         """
         is_plain = not (use_logfmt or zero_copy or async_finish or return_recv_hook)
         wrong = forks.check_combine(fork, x) if fork else None

@@ -28,6 +28,7 @@ from tokenyard.engine.mismatch import STAGES, differ
 from tokenyard.engine.stages import Engine
 from tokenyard.errors import CallMismatch, PeerError, PeerInputError
 from tokenyard.kernels import Kernels
+from tokenyard.low_latency import logfmt
 from tokenyard.low_latency.exchanged import ExchangedSlots
 from tokenyard.low_latency.handle import LowLatencyHandle, PendingCombine
 from tokenyard.low_latency.inputs import Fp8, Inputs, bad_pair, counters, known_handle, unsent_pair
@@ -62,6 +63,7 @@ class LowLatency:
         need at most, 0 for no bound; `connect_all` gives connections of its own, if it needs any.
         """
         self._rank, self._size = engine.rank, engine.num_ranks
+        self._kernels = kernels
         self._agreement, self.worker = engine.agreement, engine.worker
         self._failure = engine.failure  # after which nothing may be called again
         self.buffer_id, self._shrink = engine.buffer_id, enable_shrink
@@ -155,19 +157,19 @@ class LowLatency:
         try:
             self._settle(COMBINE, number)
             self.inputs.completion(completion)
-            if use_logfmt:
-                raise NotImplementedError(
-                    f"{stage}: use_logfmt is True, want False: rows travel in their own dtype, "
-                    f"on rank {self._rank}"
-                )
             known, y, topk_idx, weights = self.inputs.rows(x, topk_idx, topk_weights, handle)
+            if use_logfmt:
+                logfmt.check(y, zero_copy)
             if zero_copy:
                 y = self._lent(known, y)
-            out = self.inputs.out(out, topk_idx.shape[0], y)
+            sums = out = self.inputs.out(out, topk_idx.shape[0], y)
+            if use_logfmt:
+                y = logfmt.cast(self._kernels, y, known)
+                sums = memory.empty(*out.shape, dtype=y.dtype)
             picked = from_numpy(memory.empty_array(tuple(topk_idx.shape), np.int64))
             back = PendingCombine(y, y.dtype, topk_idx, weights, known, picked, zero_copy)
             if completion.is_later:  # the user may write to his tensors once this has returned
-                own = y if zero_copy else None
+                own = y if zero_copy or use_logfmt else None
                 back = back._replace(own=own, topk_idx=topk_idx.clone(), weights=weights.clone())
             bad = self.slots.send_combine(number, y, back, stage)
             if bad != -1:
@@ -180,7 +182,9 @@ class LowLatency:
             raise self._fail(COMBINE, number, error) from None
 
         known.lent = ()
-        receive = partial(self.slots.receive_combine, number, back, out, completion.waits, stage)
+        receive = partial(self.slots.receive_combine, number, back, sums, completion.waits, stage)
+        if use_logfmt:
+            receive = partial(logfmt.receive_and_round, receive, sums, out)
         event, hook = self._end(COMBINE, number, receive, completion)
         self.engaged = False
         return out, event, hook

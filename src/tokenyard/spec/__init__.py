@@ -8,6 +8,7 @@ import it; it is far too slow for anything else.
     by_expert    dispatch whose rows arrive by local expert, and combine of such rows
     elastic      DeepEP V2's dispatch and combine, compact and expanded
     elastic_parts  V2's table, tensors between neighbours, and all-gathers
+    logfmt       what is left of a row that combine sends as LogFMT
     low_latency  the mode with fixed slots and no counting round
     local        align, permute, rearrange and FP8: what happens to rows inside one rank
 """
@@ -38,6 +39,7 @@ from tokenyard.spec.local import (
     unpermute,
     unpermute_backward,
 )
+from tokenyard.spec.logfmt import logfmt
 from tokenyard.spec.low_latency import LowLatencyReceived, low_latency_combine, low_latency_dispatch
 
 __all__ = [
@@ -61,6 +63,7 @@ __all__ = [
     "elastic_dispatch",
     "engram_fetch",
     "layout",
+    "logfmt",
     "low_latency_combine",
     "low_latency_dispatch",
     "moe_align_block_size",

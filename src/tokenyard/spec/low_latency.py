@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tokenyard.spec.exchange import World
 from tokenyard.spec.local import cast_to_fp8
+from tokenyard.spec.logfmt import logfmt
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,13 +79,14 @@ def low_latency_combine(
     world: World,
     *,
     masked: Collection[int] = (),
+    use_logfmt: bool = False,
 ) -> list[Tensor]:
     """Every token gets the sum of weight * y over its experts, read from the slots that dispatch
     filled. ys[r] is [L, R * num_max, D].
 
     The sum starts from 0, adds in top-k order in float32 (float64 for float64), and is rounded
     once. A product is rounded before it is added: no fused multiply-add. Entries of -1 and experts
-    on masked ranks add nothing.
+    on masked ranks add nothing. With use_logfmt a row is what `logfmt` leaves of it, in float32.
 
     >>> world = World(rank_of_expert=(0, 1, 1), node_of_rank=(0, 0))
     >>> xs = [torch.tensor([[10.0], [11.0]]), torch.tensor([[20.0]])]
@@ -113,7 +115,8 @@ def low_latency_combine(
                 local = world.experts_of(owner).index(expert)
                 slot = _find(received[owner], local, source, token)
                 weight = topk_weights[source][token, k].to(wide)
-                total = total + weight * ys[owner][local, slot].to(wide)
+                row = ys[owner][local, slot]
+                total = total + weight * (logfmt(row) if use_logfmt else row.to(wide))
             out[token] = total.to(dtype)
         combined.append(out)
     return combined

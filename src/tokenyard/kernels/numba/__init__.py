@@ -10,6 +10,7 @@ apply to them, since they read raw addresses: to step through a kernel, take the
     permute      rows by local expert, and back; permute_backward its gradients
     rearrange/   copies between any two strides
     quantize     to FP8 and back
+    logfmt       what LogFMT leaves of rows
     low_latency/ the steps of the low-latency mode, and whole calls for ranks that share memory
     exchange/    a whole dispatch or combine of ranks that share memory
     between_nodes/  the steps of a call of few rows between nodes
@@ -26,6 +27,7 @@ from tokenyard.kernels.numba.between_nodes.dispatch import nodes_dispatch
 from tokenyard.kernels.numba.exchange.combine import exchange_combine
 from tokenyard.kernels.numba.exchange.dispatch import exchange_dispatch
 from tokenyard.kernels.numba.layout import layout, list_by_lane, route
+from tokenyard.kernels.numba.logfmt import logfmt
 from tokenyard.kernels.numba.low_latency.calls import combine_calls, dispatch_calls
 from tokenyard.kernels.numba.low_latency.posts import await_slots, find_ahead, find_failure, signal
 from tokenyard.kernels.numba.low_latency.steps import (
@@ -79,6 +81,7 @@ __all__ = [
     "layout",
     "list_by_lane",
     "localise",
+    "logfmt",
     "make_rings",
     "meet",
     "nodes_combine",

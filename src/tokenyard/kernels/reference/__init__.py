@@ -5,6 +5,7 @@ Choose it to read what a kernel does, to step through it, or on devices that no 
 
 from tokenyard.kernels.reference.align import align
 from tokenyard.kernels.reference.layout import layout, route
+from tokenyard.kernels.reference.logfmt import logfmt
 from tokenyard.kernels.reference.low_latency import (
     fill_slots,
     pick_slots,
@@ -28,6 +29,7 @@ __all__ = [
     "fill_slots",
     "layout",
     "localise",
+    "logfmt",
     "pack",
     "pick_slots",
     "place",

@@ -16,6 +16,7 @@ with `spec` in Triton's interpreter, and compiles for five targets (tools/triton
     symmetric    rows into other ranks' memory, and flags
 """
 
+from tokenyard.kernels.reference.logfmt import logfmt
 from tokenyard.kernels.triton.align import align
 from tokenyard.kernels.triton.layout import count, layout, route
 from tokenyard.kernels.triton.low_latency.combine import pick_slots, stage_back, sum_slots
@@ -40,6 +41,7 @@ __all__ = [
     "fill_slots",
     "layout",
     "localise",
+    "logfmt",
     "pack",
     "pick_slots",
     "place",
