@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--topk", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=21)
     args = parser.parse_args()
-    with Processes(args.ranks) as processes:
+    with Processes(args.ranks, timeout=300) as processes:
         for tokens in args.tokens:
             got = processes.run(job, tokens, args)
             shown = {name: round(max(one[name] for one in got), 3) for name in got[0]}

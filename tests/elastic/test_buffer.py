@@ -97,6 +97,25 @@ def test_handle_is_plain() -> None:
     run_virtual(job, 2)
 
 
+@pytest.mark.parametrize("transport", ["direct", "collective"])
+def test_handle_of_another_buffer(transport: str) -> None:
+    """As when a caller replaces a buffer that has become too small."""
+
+    def job(group: Any) -> None:
+        with (
+            open_buffer(group, transport=transport) as old,
+            open_buffer(group, transport=transport) as new,
+        ):
+            given_here = given(old.rank)
+            got: Any = old.dispatch(*given_here, num_experts=NUM_EXPERTS, do_expand=True)
+            want = old.combine(got.recv_x, got.handle).combined_x
+            assert_same(new.combine(got.recv_x, got.handle).combined_x, want)
+            again: Any = new.dispatch(given_here[0], handle=got.handle, do_expand=True)
+            assert_same(again.recv_x, got.recv_x)
+
+    run_virtual(job, 2)
+
+
 def test_scales_by_column() -> None:
     def job(group: Any) -> None:
         with open_buffer(group) as buffer:

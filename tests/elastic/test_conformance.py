@@ -75,7 +75,7 @@ def test_many_virtual_ranks(name: str, way: str, num_ranks: int) -> None:
 
 @pytest.mark.parametrize("transport", ["direct", "ring"])
 @pytest.mark.parametrize("num_ranks", [1, 3])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["plain", "float32", "fp8", "holes", "no-tokens-at-all"])
 @EVERY_WAY
 def test_virtual_ranks_that_share_memory(
     name: str, way: str, num_ranks: int, transport: str
