@@ -1,4 +1,4 @@
-"""DeepEP's test of V2's exchange, untouched: test_ep.py, which compares bit for bit."""
+"""DeepEP's tests of V2, untouched: test_ep.py, which compares bit for bit, and the small ones."""
 
 from __future__ import annotations
 
@@ -35,6 +35,29 @@ def test_first_mode_with_options(options: tuple[str, ...]) -> None:
         "elastic/test_ep.py", 2, *SMALL, "--test-first-only", "--skip-perf-test", *options
     )
     assert said.count("> Testing with") == 1
+
+
+ENTRIES = ("--num-entries", "1024", "--num-tokens", "16", "--num-entries-per-token", "4")
+TENSORS = ("--num-tokens", "64", "--hidden", "256", "--num-sends", "16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [2, 4])
+@pytest.mark.parametrize(
+    "name, options, ends_with",
+    [
+        ("barrier", (), "barrier time"),
+        ("engram", ENTRIES, "issue: "),
+        ("engram", (*ENTRIES, "--use-fp8"), "issue: "),
+        ("pp", TENSORS, "hide=0, concurrent=3"),
+    ],
+    ids=["barrier", "engram", "engram-fp8", "pp"],
+)
+def test_small_ones(
+    name: str, options: tuple[str, ...], ends_with: str, num_processes: int
+) -> None:
+    said = run_file(f"elastic/test_{name}.py", num_processes, *options, limit=850)
+    assert said.count(ends_with) == num_processes
 
 
 @pytest.mark.slow

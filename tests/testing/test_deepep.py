@@ -34,6 +34,8 @@ def test_only_a_measurement_leaves_out_large_products() -> None:
             large = torch.randn(size, dtype=torch.float)
             assert (large @ large).shape == size
             assert large.untyped_storage().nbytes() < 64  # never made
+            flush = torch.zeros((131072, 32768), dtype=torch.int)
+            assert flush.untyped_storage().nbytes() < 64
             small = torch.full((2, 2), 3.0)
             assert (small @ small).tolist() == [[18.0] * 2] * 2
         assert torch.randn(size).untyped_storage().nbytes() == 4 * 4096**2

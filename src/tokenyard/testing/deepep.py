@@ -24,7 +24,9 @@ from tokenyard.elastic import ElasticBuffer
 from tokenyard.testing.processes import LOOPBACK
 
 _MOST_CALLS = 10  # of a measurement: DeepEP's numbers are for kernels of microseconds
-_LARGE = 4096**2  # elements of a matrix that only keeps a GPU busy
+# Elements from which on a measurement leaves out what these make.
+_LOADS = {torch.randn: 4096**2, Tensor.matmul: 4096**2, Tensor.__matmul__: 4096**2}
+_LOADS[torch.zeros] = 2**32
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 _local_rank = 0
@@ -179,15 +181,15 @@ class CpuForCuda(TorchFunctionMode):
             given["device"] = _on_cpu(given["device"])
         if func is Tensor.to:
             args = [_on_cpu(one) for one in args]
-        if self._skips_load and func in (torch.randn, Tensor.matmul, Tensor.__matmul__):
-            light = _light(args)
+        if self._skips_load and func in _LOADS:
+            light = _light(args, _LOADS[func])
             if light is not None:
                 return light
         return func(*args, **given)
 
     def without_load(self) -> _WithoutLoad:
-        """While a call is measured, products of large matrices are left out: they keep a GPU busy
-        while rows travel, and nobody reads them.
+        """While a call is measured, large products and zeros of 16 GB are left out: they
+        keep a GPU busy while rows travel, or flush its cache, and nobody reads them.
         """
         return _WithoutLoad(self)
 
@@ -206,12 +208,12 @@ class _WithoutLoad:
         self._mode.skip_load(False)
 
 
-def _light(args: Sequence[Any]) -> Tensor | None:
-    """What stands for a large matrix: one number, seen from everywhere."""
+def _light(args: Sequence[Any], most: int) -> Tensor | None:
+    """What stands for a matrix of so many elements or more: one number, seen from everywhere."""
     first = args[0] if args else None
     if isinstance(first, Tensor):
-        return first if first.numel() >= _LARGE else None
-    if isinstance(first, (tuple, list)) and len(first) == 2 and first[0] * first[1] >= _LARGE:
+        return first if first.numel() >= most else None
+    if isinstance(first, (tuple, list)) and len(first) == 2 and first[0] * first[1] >= most:
         return torch.zeros(()).expand(*first)
     return None
 
@@ -275,11 +277,11 @@ def use_cpu_for_cuda() -> None:
     """From now on, and in this thread: "cuda" names the CPU, and what asks torch.cuda to wait does
     nothing. Functions that torch.compile made run as they were written, without a compiler.
     """
+    torch.compiler.set_stance("force_eager")  # first: it lists what torch.cuda has
     for name, stub in _STUBS.items():
         setattr(torch.cuda, name, stub)
     for name in ("all_gather_into_tensor", "all_to_all_single"):
         setattr(dist, name, as_bytes(getattr(dist, name), name == "all_gather_into_tensor"))
-    torch.compiler.set_stance("force_eager")
     _mode.__enter__()
 
 
