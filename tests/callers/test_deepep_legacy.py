@@ -28,6 +28,12 @@ def test_low_latency(num_processes: int) -> None:
     assert said.count("Dispatch send/recv time") == num_processes
 
 
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_logfmt(num_processes: int) -> None:
+    said = run_file("legacy/test_low_latency.py", num_processes, *SMALL, "--use-logfmt")
+    assert said.count("Dispatch send/recv time") == num_processes
+
+
 @pytest.mark.parametrize("num_processes", [6, pytest.param(8, marks=pytest.mark.slow)])
 def test_shrink(num_processes: int) -> None:
     """Ranks 1, 3 and 5 stop, so fewer than six cannot pass: it expects all three to be masked."""
