@@ -237,11 +237,12 @@ def test_bad_input_is_told_to_all_ranks() -> None:
     run_virtual(job, 2)
 
 
-def test_ranks_that_differ() -> None:
+@pytest.mark.parametrize("transport", ["direct", "collective"])
+def test_ranks_that_differ(transport: str) -> None:
     def job(group: Any) -> None:
-        with open_buffer(group) as buffer:
+        with open_buffer(group, transport=transport) as buffer:
             x, topk_idx, weights = given(buffer.rank)
-            with pytest.raises(CallMismatch, match="differ"):
+            with pytest.raises(CallMismatch, match="differ in num_max_tokens_per_rank: "):
                 buffer.dispatch(
                     x,
                     topk_idx,
@@ -249,6 +250,13 @@ def test_ranks_that_differ() -> None:
                     num_experts=NUM_EXPERTS,
                     num_max_tokens_per_rank=8 + buffer.rank,
                 )
+            expand = partial(
+                buffer.dispatch, x, topk_idx, weights, num_experts=NUM_EXPERTS, do_expand=True
+            )
+            got: Any = [expand() for _ in range(2)]
+            mine = got[buffer.rank]
+            with pytest.raises(CallMismatch, match="differ in the handle"):
+                buffer.combine(mine.recv_x, mine.handle)
             other = partial(buffer.dispatch, x, topk_idx, weights, num_experts=NUM_EXPERTS)
             with pytest.raises(CallMismatch, match="barrier"):
                 (buffer.barrier if buffer.rank else other)()

@@ -10,7 +10,7 @@ from torch import Tensor
 from tokenyard import validate
 from tokenyard.elastic.domains import Domains
 from tokenyard.elastic.handle import Kept, kept_of
-from tokenyard.elastic.refusal import heard_by_all
+from tokenyard.elastic.refusal import heard_by_all, tag_means
 from tokenyard.engine.by_expert import combine_by_expert
 from tokenyard.engine.handle import CompiledHandle
 from tokenyard.engine.homeward import bring_home, pick, sum_by_lane
@@ -85,7 +85,8 @@ def _sum_at_home(
         rows = rows[: flow.num_received]
         weights = None if weights is None else weights[: flow.num_received]
         chosen = lanes.is_last_TK
-    home, beside = bring_home(engine, rows, weights, counts, config, kept.handle.call)
+    with tag_means("the handle (by the number of the call that made it)"):
+        home, beside = bring_home(engine, rows, weights, counts, config, kept.handle.call)
     row_TK = lanes.home_rows(chosen)
     sums = sum_by_lane(engine, home, row_TK, lanes, domains.node_of_rank, biases)
     if beside is None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tokenyard import validate
 from tokenyard.elastic.handle import EPHandle, Kept, kept_of
-from tokenyard.elastic.refusal import heard_by_all
+from tokenyard.elastic.refusal import heard_by_all, tag_means
 from tokenyard.engine.by_expert import dispatch_by_expert
 from tokenyard.engine.inputs import DispatchRequest
 from tokenyard.engine.stages import Engine
@@ -75,12 +75,13 @@ def dispatch(engine: Engine, asked: Asked, config: Config, num_scaleup_ranks: in
     )
     if not asked.do_cpu_sync:
         request = request._replace(num_worst_tokens=engine.num_ranks * num_max)
-    if not asked.do_expand:
-        got = _compact(engine, request)
-    elif asked.do_cpu_sync:
-        got = _expanded(engine, request._replace(expert_alignment=alignment))
-    else:
-        got = _expanded_to_the_worst(engine, request, alignment)
+    with tag_means("num_max_tokens_per_rank"):
+        if not asked.do_expand:
+            got = _compact(engine, request)
+        elif asked.do_cpu_sync:
+            got = _expanded(engine, request._replace(expert_alignment=alignment))
+        else:
+            got = _expanded_to_the_worst(engine, request, alignment)
     flow = got.handle.flow
     if asked.stats is not None:
         counted = torch.tensor(got.counts_L, dtype=torch.int32, device=asked.stats.device)

@@ -1,4 +1,4 @@
-"""Bad input of one rank, of which the other ranks hear."""
+"""Bad input of one rank, of which the other ranks hear, and what ranks differ in."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tokenyard.engine.stages import Engine
+from tokenyard.errors import CallMismatch
 
 
 @contextmanager
@@ -16,3 +17,15 @@ def heard_by_all(engine: Engine, stage: str) -> Iterator[None]:
     except Exception as error:
         engine.refuse(engine.agreement.named(stage, error))
         raise AssertionError("a refusal raises") from error
+
+
+@contextmanager
+def tag_means(what: str) -> Iterator[None]:
+    """Say what the tag of the calls inside stands for, if ranks give different ones."""
+    try:
+        yield
+    except CallMismatch as error:
+        if error.what != "tag":
+            raise
+        text = str(error).replace("differ in tag", f"differ in {what}")
+        raise CallMismatch(text, what=what, on_all_ranks=error.on_all_ranks) from None
