@@ -90,11 +90,6 @@ class _Cuda:
         return getattr(torch.cuda, name)  # no GPU has run this
 
 
-def capture() -> EventHandle:
-    """An event after all work of the current stream; without a GPU it is already complete."""
-    return EventHandle()
-
-
 def streams_for(device: torch.device) -> Streams | None:
     """None for a CPU group."""
     if device.type != "cuda":
