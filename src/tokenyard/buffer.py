@@ -8,7 +8,6 @@ combined, _, _ = buffer.combine(experts(received), handle)
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -123,9 +122,7 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
         placement: Tensor | None = None,
     ) -> None:
         check_group(group, comm)
-        super().__init__(explicitly_destroy)
-        # Weakly, since a group that outlives its destruction aborts the process at exit.
-        self._group = weakref.ref(group)
+        super().__init__(group, explicitly_destroy)
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode = low_latency_mode
         self.enable_shrink = enable_shrink
@@ -145,11 +142,6 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
         engine, low_latency = open_engine(group, options)
         self._opened(engine, low_latency)
         self.group_size = engine.num_ranks
-
-    @property
-    def group(self) -> ProcessGroup | Any:
-        """The group it was made for; None once that was destroyed."""
-        return self._group()
 
     def get_dispatch_layout(
         self,

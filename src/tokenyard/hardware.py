@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,11 +26,6 @@ class Hardware:
     def capture() -> EventOverlap:
         """An event that is over when all work submitted so far is."""
         return EventOverlap(EventHandle())
-
-    def get_comm_stream(self) -> Any:
-        """The stream that communication runs on: on CPU, the only one."""
-        streams = self._open_engine().streams
-        return torch.cpu.current_stream() if streams is None else streams.comm
 
     def get_local_buffer_tensor(
         self,

@@ -8,12 +8,17 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
 
 from tokenyard.engine.failure import raised_on_all_ranks
 from tokenyard.engine.stages import Engine
 from tokenyard.errors import BufferClosed, BufferInUse, PeerError
 from tokenyard.low_latency.engine import LowLatency
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Self = TypeVar("Self", bound="Lifetime")
 
@@ -73,8 +78,10 @@ class Lifetime:
 
     rank: int
 
-    def __init__(self, explicitly_destroy: bool) -> None:
+    def __init__(self, group: Any, explicitly_destroy: bool) -> None:
         """Before the engines are opened, since that may raise."""
+        # Weakly, since a group that outlives its destruction aborts the process at exit.
+        self._group = weakref.ref(group)
         self.explicitly_destroy = explicitly_destroy
         self._engine: Engine | None = None
         self._low_latency: LowLatency | None = None
@@ -88,6 +95,16 @@ class Lifetime:
         if not self.explicitly_destroy:
             self._finalizer = weakref.finalize(self, engine.abandon)
             self._finalizer.atexit = False
+
+    @property
+    def group(self) -> ProcessGroup | Any:
+        """The group it was made for; None once that was destroyed."""
+        return self._group()
+
+    def get_comm_stream(self) -> Any:
+        """The stream that communication runs on: on CPU, the only one."""
+        streams = self._open_engine().streams
+        return torch.cpu.current_stream() if streams is None else streams.comm
 
     def close(self) -> None:
         """Give back what the Buffer holds; twice is fine. Local, with one exception: where another

@@ -8,12 +8,10 @@ combined, _, _ = buffer.combine(experts(rows, weights), handle)
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from tokenyard import validate
@@ -101,8 +99,7 @@ class ElasticBuffer(EngramCalls, PipelineCalls, SessionCalls):
         placement: Tensor | None = None,
     ) -> None:
         check_group(group, None)
-        super().__init__(explicitly_destroy)
-        self._group = weakref.ref(group)
+        super().__init__(group, explicitly_destroy)
         if timeout is None:
             timeout = min(num_cpu_timeout_secs, num_gpu_timeout_secs)
         engine, _ = open_engine(
@@ -143,11 +140,6 @@ class ElasticBuffer(EngramCalls, PipelineCalls, SessionCalls):
         self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(
             self.rank_idx, self.num_scaleup_ranks
         )
-
-    @property
-    def group(self) -> ProcessGroup | Any:
-        """The group it was made for; None once that was destroyed."""
-        return self._group()
 
     @property
     def runtime(self) -> Engine | None:
@@ -280,11 +272,6 @@ class ElasticBuffer(EngramCalls, PipelineCalls, SessionCalls):
     def capture() -> EventHandle:
         """An event that is over when all work submitted so far is."""
         return EventHandle()
-
-    def get_comm_stream(self) -> Any:
-        """The stream that communication runs on: on CPU, the only one."""
-        streams = self._open_engine().streams
-        return torch.cpu.current_stream() if streams is None else streams.comm
 
     def get_physical_domain_size(self) -> tuple[int, int]:
         """Nodes, and ranks on each; (1, ranks) where nodes differ in size."""

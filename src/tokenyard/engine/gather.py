@@ -35,24 +35,11 @@ def all_gather(engine: Engine, x: Any, handle: Any, config: Config) -> tuple[Ten
 
 
 def _request(engine: Engine, rows_TD: Tensor, config: Config) -> DispatchRequest:
-    """Without experts: the layout alone says where tokens go."""
     num_tokens, num_ranks, device = rows_TD.shape[0], engine.num_ranks, rows_TD.device
-    return DispatchRequest(
-        x=rows_TD,
-        topk_idx=None,
-        topk_weights=None,
-        num_tokens_per_rank=torch.full((num_ranks,), num_tokens, dtype=torch.int32, device=device),
-        is_token_in_rank=torch.ones(num_tokens, num_ranks, dtype=torch.bool, device=device),
-        num_tokens_per_expert=torch.zeros(
-            engine.local.any_num_experts, dtype=torch.int32, device=device
-        ),
-        num_experts=None,
-        expert_alignment=1,
-        num_worst_tokens=0,
-        config=config,
-        previous_event=None,
-        tag=-1,
-    )
+    everywhere_TR = torch.ones(num_tokens, num_ranks, dtype=torch.bool, device=device)
+    per_rank = torch.full((num_ranks,), num_tokens, dtype=torch.int32, device=device)
+    num_experts = engine.local.any_num_experts
+    return DispatchRequest.by_layout(rows_TD, everywhere_TR, per_rank, num_experts, config, -1)
 
 
 def _as_rows(x: Any) -> Tensor:

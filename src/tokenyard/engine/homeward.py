@@ -33,21 +33,13 @@ def bring_home(
     num_ranks, device = engine.num_ranks, rows_ND.device
     per_rank = torch.tensor(counts_R, dtype=torch.int32, device=device)
     homes_N = torch.repeat_interleave(torch.arange(num_ranks, device=device), per_rank)
-    request = DispatchRequest(
-        x=rows_ND if beside_NK is None else (rows_ND, beside_NK),
-        topk_idx=None,
-        topk_weights=None,
-        num_tokens_per_rank=per_rank,
-        is_token_in_rank=homes_N[:, None] == torch.arange(num_ranks, device=device),
-        num_tokens_per_expert=torch.zeros(
-            engine.local.any_num_experts, dtype=torch.int32, device=device
-        ),
-        num_experts=None,
-        expert_alignment=1,
-        num_worst_tokens=0,
-        config=config,
-        previous_event=None,
-        tag=tag,
+    request = DispatchRequest.by_layout(
+        rows_ND if beside_NK is None else (rows_ND, beside_NK),
+        homes_N[:, None] == torch.arange(num_ranks, device=device),
+        per_rank,
+        engine.local.any_num_experts,
+        config,
+        tag,
     )
     got, _, _ = engine.dispatch(request, Completion(), "combine")
     return got.x, got.scales

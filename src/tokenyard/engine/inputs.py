@@ -54,6 +54,20 @@ class DispatchRequest(NamedTuple):
         routing = topk_idx, topk_weights, None, None, None, num_experts, expert_alignment
         return DispatchRequest(x, *routing, 0, config, None, tag)
 
+    @staticmethod
+    def by_layout(
+        x: Any,
+        is_token_in_rank_TR: Tensor,
+        num_tokens_per_rank: Tensor,
+        num_experts: int,
+        config: Any,
+        tag: Any,
+    ) -> DispatchRequest:
+        """Without experts: the layout alone says where tokens go."""
+        idle = num_tokens_per_rank.new_zeros(num_experts)
+        layout = num_tokens_per_rank, is_token_in_rank_TR, idle
+        return DispatchRequest(x, None, None, *layout, None, 1, 0, config, None, tag)
+
 
 class Outgoing(NamedTuple):
     """The rows of a dispatch, checked, listed and counted."""
