@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import threading
 from typing import Any
 
 import pytest
@@ -214,3 +215,25 @@ def test_every_rank_is_reached_once_from_every_rank_of_another_node(sizes: tuple
         ]
         homes = [topology.node_of_rank[other] for other in partners]
         assert homes == [n for n in range(len(sizes)) if n != topology.node_of_rank[rank]]
+
+
+def test_the_environment_gives_the_timeout_of_programs_that_give_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def alone(group: Any) -> str:
+        """What rank 0 is told that rank 1 leaves alone."""
+        with tokenyard.Buffer(group) as buffer:
+            if group.rank() == 0:
+                with pytest.raises(tokenyard.PeerTimeout) as raised:
+                    dispatch(buffer)
+                told.set()
+                return str(raised.value)
+            assert told.wait(scaled(20))
+            return ""
+
+    told = threading.Event()
+    monkeypatch.setenv("TOKENYARD_TIMEOUT", "0.25")
+    assert "0.25 s passed" in run_virtual(alone, 2).results[0]
+    monkeypatch.setenv("TOKENYARD_TIMEOUT", "soon")
+    with pytest.raises(ValueError, match="timeout is 'soon', want seconds"):
+        run_virtual(alone, 2)

@@ -23,7 +23,7 @@ from tokenyard.errors import PeerError
 from tokenyard.hardware import Hardware
 from tokenyard.lifetime import Lifetime
 from tokenyard.low_latency.calls import LowLatencyCalls
-from tokenyard.opening import Options, check_group, open_engine
+from tokenyard.opening import Options, check_group, default_timeout, open_engine
 from tokenyard.runtime.completion import Completion
 from tokenyard.runtime.events import EventHandle, EventOverlap
 from tokenyard.types import Config, Handle
@@ -90,7 +90,8 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
         kernels         which set of local kernels; "auto" takes the fastest for the device
         ranks_per_node  so many consecutive ranks share a node, or, in a list, so many on each
                         node; found out if None
-        timeout         seconds without progress after which a call raises PeerTimeout
+        timeout         seconds without progress after which a call raises PeerTimeout; if None,
+                        those of TOKENYARD_TIMEOUT, or 30
         placement       [E] the rank of each expert; consecutive blocks if None
 
     Every rank of the group makes the same calls in the same order; dispatch and combine raise on
@@ -118,7 +119,7 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
         transport: str = "auto",
         kernels: str = "auto",
         ranks_per_node: int | Sequence[int] | None = None,
-        timeout: float = 30.0,
+        timeout: float | None = None,
         placement: Tensor | None = None,
     ) -> None:
         check_group(group, comm)
@@ -131,7 +132,7 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
             transport=transport,
             kernels=kernels,
             ranks_per_node=ranks_per_node,
-            timeout=timeout,
+            timeout=default_timeout() if timeout is None else timeout,
             placement=placement,
             num_nvl_bytes=num_nvl_bytes,
             num_rdma_bytes=num_rdma_bytes,

@@ -6,6 +6,7 @@ Only then are the transport and the engines built, so that bad options on one ra
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import socket
 from collections.abc import Sequence
@@ -75,6 +76,19 @@ def check_group(group: Any, comm: Any) -> None:
             "group was destroyed (destroy_process_group), or is unknown to torch.distributed, "
             + wanted
         ) from error
+
+
+def default_timeout() -> Any:
+    """The seconds of a Buffer that was given none: those of TOKENYARD_TIMEOUT, or 30.
+
+    For programs that cannot be edited on machines where a rank may come late. What is no number
+    is returned as it is: Options refuses it, on all ranks.
+    """
+    given = os.environ.get("TOKENYARD_TIMEOUT", "30")
+    try:
+        return float(given)
+    except ValueError:
+        return given
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -84,7 +84,7 @@ class HybridEPBuffer:
         transport: str = "auto",
         kernels: str = "auto",
         ranks_per_node: int | Sequence[int] | None = None,
-        timeout: float = 30.0,
+        timeout: float | None = None,
     ) -> None:
         self._buffer = Buffer(
             group,
