@@ -118,7 +118,7 @@ def test_all_signatures(tmp_path: Path) -> None:
     arm.mkdir()
     dtypes = ("bfloat16", "float16", "float32", "float64")
     subprocess.run(
-        [sys.executable, "-m", "tokenyard", "warm-up", "--dtypes", *dtypes],
+        [sys.executable, "-m", "tokenyard", "warm-up", "--dtypes", ",".join(dtypes)],
         env={**os.environ, **settings},
         timeout=scaled(1400),
         check=True,

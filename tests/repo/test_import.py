@@ -12,7 +12,7 @@ import pytest
 import tokenyard
 from tests.cases.clock import scaled
 
-HEAVY = ("numba", "llvmlite", "triton", "transformers", "matplotlib", "rich", "hypothesis")
+HEAVY = ("numba", "llvmlite", "triton", "transformers", "matplotlib", "rich", "typer", "hypothesis")
 
 
 def run(code: str, *flags: str) -> subprocess.CompletedProcess[str]:

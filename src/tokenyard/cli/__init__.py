@@ -1,0 +1,5 @@
+"""The `tokenyard` command: what a person types. `app` lists its commands, one module each.
+
+Commands only read options and show results. The work is done by rooms below, which know neither
+typer nor rich (`pip install 'tokenyard[cli]'` brings both).
+"""
