@@ -97,6 +97,7 @@ def closed(tree: Path) -> dict[str, str]:
     return {"HOME": "/dev/null", "XDG_CACHE_HOME": "/dev/null"}
 
 
+@pytest.mark.slow
 def test_a_folder_of_ones_own_holds_kernels_where_no_other_can_be_written(
     tree: Path, tmp_path: Path
 ) -> None:
