@@ -42,8 +42,9 @@ FLOORS = {
     "testing": 13,
     "warming": 14,
     "__init__": 15,
-    "cli": 16,
-    "__main__": 17,
+    "doctor": 16,
+    "cli": 17,
+    "__main__": 18,
 }
 
 # Packages that only one room may know. (Numba comes with cloudpickle.)

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 
 # "module:name" in this folder, where the name is a function or a typer.Typer with commands.
 COMMANDS = {
+    "doctor": "doctor:doctor",
     "warm-up": "warm_up:warm_up",
 }
 

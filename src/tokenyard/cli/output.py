@@ -77,6 +77,20 @@ def level(name: str, word: str | None = None) -> Text:
     return Text(word or name, style=_STYLES[name])
 
 
+def hanging(text: Text, indent: int) -> Text:
+    """Text whose lines after the first begin `indent` columns in."""
+    screen = console()
+    first, *rest = text.wrap(screen, screen.width)
+    lines = [first]
+    if rest:
+        lines += Text(" ").join(one.copy() for one in rest).wrap(screen, screen.width - indent)
+    for line in lines[1:]:
+        line.pad_left(indent)
+    for line in lines:
+        line.rstrip()
+    return Text("\n").join(lines)
+
+
 def bytes_text(number: int) -> str:
     """Bytes for a person: 512 B, 1.5 KiB, 20 MiB.
 
