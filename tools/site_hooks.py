@@ -1,14 +1,18 @@
-"""What mkdocs is told besides mkdocs.yml: links out of docs/.
+"""What mkdocs is told besides mkdocs.yml: links out of docs/, and pictures.
 
 Pages link to files of the repository as readers of the repository follow them
 (`../../examples/train_moe.py`). The site has no repository around it, so every such file
 becomes a page below `source/`, and the links lead there.
+
+A picture of tools/pictures becomes a part of its page, where it has the colours of the site's
+own switch between light and dark; in an `<img>` it would have those of the system.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +22,12 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # mkdocs runs this file by its path
+
+from tools.pictures.canvas import ALONE  # noqa: E402
+
 _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
+_IMAGE = re.compile(r'<p><img alt="([^"]*)" src="[^"]*pictures/(\w+)\.svg" ?/?></p>')
 _LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml", ".yml": "yaml"}
 
 
@@ -53,6 +62,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{before}{new}{heading or ''}{after}"
 
     return _LINK.sub(led, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Put pictures into the page."""
+
+    def drawn(found: re.Match[str]) -> str:
+        svg = (ROOT / "docs" / "pictures" / f"{found.group(2)}.svg").read_text()
+        return f'<figure class="ty-picture">{svg.replace(ALONE, "")}</figure>'
+
+    return _IMAGE.sub(drawn, html)
 
 
 def _linked(name: str, text: str) -> set[str]:
