@@ -35,6 +35,7 @@ _HOMES = {
     "moe_align_block_size": "ops.align",
     "permute": "ops.permute",
     "rearrange": "ops.rearrange",
+    "record": "recording",
     "per_token_cast_back": "ops.quantize",
     "per_token_cast_to_fp8": "ops.quantize",
     "topk_idx_t": "types",
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from tokenyard.ops.quantize import per_token_cast_back as per_token_cast_back
     from tokenyard.ops.quantize import per_token_cast_to_fp8 as per_token_cast_to_fp8
     from tokenyard.ops.rearrange import rearrange as rearrange
+    from tokenyard.recording import record as record
     from tokenyard.runtime.events import EventHandle as EventHandle
     from tokenyard.runtime.events import EventOverlap as EventOverlap
     from tokenyard.types import Config as Config

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from tokenyard import validate
+from tokenyard import recording, validate
 from tokenyard.engine.by_expert import combine_by_expert, dispatch_by_expert
 from tokenyard.engine.gather import all_gather
 from tokenyard.engine.handle import CompiledHandle
@@ -214,6 +214,8 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
                         x, topk_idx, topk_weights, num_experts, expert_alignment, config, tag
                     )
             if quick is not None:
+                if recording.active is not None:
+                    recording.active.note(engine, x, topk_idx, topk_weights, num_experts)
                 return Dispatched(*quick, EventOverlap())
         completion = Completion(async_finish, allocate_on_comm_stream)
         if handle is not None:
@@ -248,6 +250,10 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
         )
         with self._use as engine:
             received, made, event = engine.dispatch(request, completion)
+        if recording.active is not None:
+            if num_tokens_per_expert is not None:
+                num_experts = num_tokens_per_expert.shape[0]
+            recording.active.note(engine, x, topk_idx, topk_weights, num_experts)
         return Dispatched(
             _pair(received.x, received.scales),
             received.topk_idx,
@@ -332,6 +338,8 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
         )
         with self._use as engine:
             got, handle = dispatch_by_expert(engine, request)
+        if recording.active is not None:
+            recording.active.note(engine, x, topk_idx, topk_weights, num_experts)
         return DispatchedByExpert(
             _pair(got.x, got.scales), got.offsets, got.num_tokens_per_expert, handle
         )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from tokenyard import recording
 from tokenyard.engine.failure import raised_on_all_ranks
 from tokenyard.engine.stages import Engine
 from tokenyard.errors import BufferClosed, BufferInUse, PeerError
@@ -80,6 +81,7 @@ class Lifetime:
 
     def __init__(self, group: Any, explicitly_destroy: bool) -> None:
         """Before the engines are opened, since that may raise."""
+        recording.begin_from_environment()
         # Weakly, since a group that outlives its destruction aborts the process at exit.
         self._group = weakref.ref(group)
         self.explicitly_destroy = explicitly_destroy

@@ -20,6 +20,8 @@ FLOORS = {
     "topology": 0,
     "deep_ep_path": 0,
     "wire": 1,
+    "routing": 1,
+    "recording": 2,
     "runtime": 2,
     "kernels": 3,
     "comm": 3,

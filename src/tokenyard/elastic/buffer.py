@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from tokenyard import validate
+from tokenyard import recording, validate
 from tokenyard.elastic.combine import combine
 from tokenyard.elastic.dispatch import Asked, by_column, dispatch, dispatch_again
 from tokenyard.elastic.domains import buffer_size, find_domains
@@ -213,6 +213,8 @@ class ElasticBuffer(EngramCalls, PipelineCalls, SessionCalls):
                 got = dispatch(engine, asked, config, self.num_scaleup_ranks)
             else:
                 got = dispatch_again(engine, x, topk_weights, handle, bool(do_expand), config)
+        if recording.active is not None:
+            recording.active.note(engine, x, topk_idx, topk_weights, num_experts)
         scales = got.scales
         if scales is not None and use_tma_aligned_col_major_sf:
             scales = by_column(scales)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from tokenyard import recording
 from tokenyard.low_latency import forks
 from tokenyard.low_latency.engine import LowLatency
 from tokenyard.low_latency.handle import LowLatencyHandle
@@ -82,7 +83,7 @@ class LowLatencyCalls:
             completion = Completion(
                 async_finish, False, return_recv_hook, dispatch_wait_recv_cost_stats
             )
-        with self._use:
+        with self._use as opened:
             engine = self._low_latency or self._open_low_latency(is_open=True)
             if wrong is not None:
                 engine.refuse(DISPATCH, ValueError(wrong))
@@ -92,6 +93,8 @@ class LowLatencyCalls:
                     engine, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, casts
                 )
                 if quick is not None:
+                    if recording.active is not None:
+                        recording.active.note(opened, x, topk_idx, None, num_experts)
                     return LowLatencyDispatched(*quick, EventOverlap(), None)
             got, handle, event, later = engine.dispatch(
                 x,
@@ -102,6 +105,8 @@ class LowLatencyCalls:
                 Fp8(use_fp8, round_scale, use_ue8m0),
                 completion or Completion(),
             )
+        if recording.active is not None:
+            recording.active.note(opened, x, topk_idx, None, num_experts)
         recv_x = got.x if got.scales is None else (got.x, got.scales)
         hook = partial(self._receive, later) if return_recv_hook and later else None
         return LowLatencyDispatched(recv_x, got.counts, handle, event, hook)

@@ -1,0 +1,13 @@
+"""A routing that was recorded: its file, its figures, and how they are shown.
+
+file      what a recording holds, and how it is saved, loaded and joined
+figures   loads, traffic, copies and imbalance, at any number of ranks and nodes
+words     what a person should know of them, in sentences
+picture   the same as a PNG, by matplotlib
+page      the same as one HTML page that needs nothing else
+"""
+
+from __future__ import annotations
+
+from tokenyard.routing.file import LayerRouting as LayerRouting
+from tokenyard.routing.file import load as load
