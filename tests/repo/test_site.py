@@ -39,6 +39,13 @@ def test_links_and_anchors_lead_somewhere(built: Path) -> None:
     assert not lost, lost
 
 
+def test_llms_txt_names_pages_of_the_site(built: Path) -> None:
+    addresses = re.findall(r"\]\(([^)]+)\)", (built / "llms.txt").read_text())
+    assert len(addresses) > 25
+    for address in addresses:
+        assert (built / address / "index.html").exists(), address
+
+
 def test_no_page_asks_another_server(built: Path) -> None:
     for path, page in site.read(built).items():
         for link in page.loaded:
