@@ -214,8 +214,8 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
                         x, topk_idx, topk_weights, num_experts, expert_alignment, config, tag
                     )
             if quick is not None:
-                if recording.active is not None:
-                    recording.active.note(engine, x, topk_idx, topk_weights, num_experts)
+                if (notes := recording.active) is not None:
+                    notes.note(engine, x, topk_idx, topk_weights, num_experts)
                 return Dispatched(*quick, EventOverlap())
         completion = Completion(async_finish, allocate_on_comm_stream)
         if handle is not None:
@@ -250,10 +250,10 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
         )
         with self._use as engine:
             received, made, event = engine.dispatch(request, completion)
-        if recording.active is not None:
+        if (notes := recording.active) is not None:
             if num_tokens_per_expert is not None:
                 num_experts = num_tokens_per_expert.shape[0]
-            recording.active.note(engine, x, topk_idx, topk_weights, num_experts)
+            notes.note(engine, x, topk_idx, topk_weights, num_experts)
         return Dispatched(
             _pair(received.x, received.scales),
             received.topk_idx,
@@ -338,8 +338,8 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
         )
         with self._use as engine:
             got, handle = dispatch_by_expert(engine, request)
-        if recording.active is not None:
-            recording.active.note(engine, x, topk_idx, topk_weights, num_experts)
+        if (notes := recording.active) is not None:
+            notes.note(engine, x, topk_idx, topk_weights, num_experts)
         return DispatchedByExpert(
             _pair(got.x, got.scales), got.offsets, got.num_tokens_per_expert, handle
         )

@@ -213,8 +213,8 @@ class ElasticBuffer(EngramCalls, PipelineCalls, SessionCalls):
                 got = dispatch(engine, asked, config, self.num_scaleup_ranks)
             else:
                 got = dispatch_again(engine, x, topk_weights, handle, bool(do_expand), config)
-        if recording.active is not None:
-            recording.active.note(engine, x, topk_idx, topk_weights, num_experts)
+        if (notes := recording.active) is not None:
+            notes.note(engine, x, topk_idx, topk_weights, num_experts)
         scales = got.scales
         if scales is not None and use_tma_aligned_col_major_sf:
             scales = by_column(scales)

@@ -93,8 +93,8 @@ class LowLatencyCalls:
                     engine, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, casts
                 )
                 if quick is not None:
-                    if recording.active is not None:
-                        recording.active.note(opened, x, topk_idx, None, num_experts)
+                    if (notes := recording.active) is not None:
+                        notes.note(opened, x, topk_idx, None, num_experts)
                     return LowLatencyDispatched(*quick, EventOverlap(), None)
             got, handle, event, later = engine.dispatch(
                 x,
@@ -105,8 +105,8 @@ class LowLatencyCalls:
                 Fp8(use_fp8, round_scale, use_ue8m0),
                 completion or Completion(),
             )
-        if recording.active is not None:
-            recording.active.note(opened, x, topk_idx, None, num_experts)
+        if (notes := recording.active) is not None:
+            notes.note(opened, x, topk_idx, None, num_experts)
         recv_x = got.x if got.scales is None else (got.x, got.scales)
         hook = partial(self._receive, later) if return_recv_hook and later else None
         return LowLatencyDispatched(recv_x, got.counts, handle, event, hook)
