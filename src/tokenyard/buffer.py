@@ -36,6 +36,16 @@ AnyHandle = Handle | tuple[Any, ...]  # the tuple of its fields will do (`v1_tup
 
 
 class DispatchLayout(NamedTuple):
+    """What get_dispatch_layout returns: who gets each token of this rank.
+
+        num_tokens_per_rank       [R] int32
+        num_tokens_per_rdma_rank  [nodes] int32, or None on one node
+        num_tokens_per_expert     [E] int32
+        is_token_in_rank          [T, R] bool
+
+    It unpacks as DeepEP's tuple does.
+    """
+
     num_tokens_per_rank: Tensor
     num_tokens_per_rdma_rank: Tensor | None
     num_tokens_per_expert: Tensor
@@ -44,6 +54,18 @@ class DispatchLayout(NamedTuple):
 
 
 class Dispatched(NamedTuple):
+    """What dispatch returns, in DeepEP's order.
+
+        recv_x                           [N, D], or the pair (rows, scales), by (source rank, token)
+        recv_topk_idx                    [N, K] local expert ids, -1 where an expert lives elsewhere
+        recv_topk_weights                [N, K], 0 there
+        num_recv_tokens_per_expert_list  one count a local expert, rounded up to expert_alignment
+        handle                           for combine, and for dispatching along the same way again
+        event                            when rows can be read, with async_finish
+
+    After a dispatch with a handle all but recv_x and event are None.
+    """
+
     recv_x: Rows
     recv_topk_idx: Tensor | None
     recv_topk_weights: Tensor | None
@@ -53,12 +75,16 @@ class Dispatched(NamedTuple):
 
 
 class Combined(NamedTuple):
+    """What combine returns: x [T, D], the sums, and topk_weights [T, K] if they were given."""
+
     x: Tensor
     topk_weights: Tensor | None
     event: EventOverlap
 
 
 class DispatchedByExpert(NamedTuple):
+    """What dispatch_by_expert returns, and says."""
+
     x: Rows
     offsets: Tensor
     num_tokens_per_expert: list[int]
@@ -66,6 +92,8 @@ class DispatchedByExpert(NamedTuple):
 
 
 class Gathered(NamedTuple):
+    """What all_gather returns: the rows of all ranks, and the handle by which sums come back."""
+
     x: Tensor
     handle: Handle
 
@@ -447,6 +475,7 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
+        """The same as get_dispatch_config gives."""
         return _default_config(Buffer.num_sms)
 
 

@@ -13,6 +13,8 @@ from tokenyard.runtime.events import EventHandle, EventOverlap
 
 
 class Hardware:
+    """Names of DeepEP that are about GPUs, and what they say without any."""
+
     num_nvl_bytes: int
     num_rdma_bytes: int
     _scratch: dict[bool, Tensor]

@@ -40,6 +40,8 @@ _QPS_HYBRID, _QPS_DIRECT = 65, 17  # what V2 allocates
 
 
 class ElasticDispatched(NamedTuple):
+    """What ElasticBuffer.dispatch returns, in DeepEP V2's order."""
+
     recv_x: Rows
     recv_topk_idx: Tensor | None
     recv_topk_weights: Tensor | None
@@ -48,6 +50,8 @@ class ElasticDispatched(NamedTuple):
 
 
 class ElasticCombined(NamedTuple):
+    """What ElasticBuffer.combine returns, in DeepEP V2's order."""
+
     combined_x: Tensor
     combined_topk_weights: Tensor | None
     event: EventOverlap

@@ -20,6 +20,8 @@ from tokenyard.wire.slots import COMBINE, DISPATCH
 
 
 class LowLatencyDispatched(NamedTuple):
+    """What low_latency_dispatch returns. `hook` receives, where return_recv_hook was given."""
+
     recv_x: Tensor | tuple[Tensor, Tensor]
     recv_count: Tensor
     handle: LowLatencyHandle
@@ -28,6 +30,8 @@ class LowLatencyDispatched(NamedTuple):
 
 
 class LowLatencyCombined(NamedTuple):
+    """What low_latency_combine returns. `hook` receives, where return_recv_hook was given."""
+
     combined_x: Tensor
     event: EventOverlap
     hook: Callable[[], None] | None

@@ -68,6 +68,7 @@ class Experts(nn.Module):
         return functional.grouped_mm(x, weights.to(x.dtype), offsets)
 
     def extra_repr(self) -> str:
+        """What print(module) says of it."""
         num_local, intermediate, hidden = self.down.shape
         return f"{num_local} local, hidden={hidden}, intermediate={intermediate}"
 
@@ -88,18 +89,22 @@ class SharedExpert(nn.Module):
         self.down = nn.Linear(intermediate, hidden, bias=False, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [..., D] -> [..., D]."""
         gate, up = self.gate_up(x).chunk(2, -1)
         return self.down(nn.functional.silu(gate) * up)
 
 
 class MoE(nn.Module):
-    """router -> dispatch_by_expert -> experts -> combine_by_expert.
+    """A layer whose experts live on all ranks of a Buffer: router, dispatch_by_expert, experts,
+    combine_by_expert.
 
-    buffer            where rows travel; its placement says which experts live here
-    intermediate      the inner width of an expert
-    shared            the inner width of an expert for all tokens; 0 for none
-    num_worst_tokens  0, or the exact number of rows that dispatch returns, at least the tokens of
-                      all ranks together: no size then depends on values
+        buffer            where rows travel; its placement says which experts live here
+        intermediate      the inner width of an expert
+        shared            the inner width of an expert for all tokens; 0 for none
+        num_worst_tokens  0, or the exact number of rows that dispatch returns, at least the tokens
+                          of all ranks together: no size then depends on values
+
+    `auxiliary_loss` has the last forward pass's loss of the router, if its config has one.
     """
 
     def __init__(
@@ -135,6 +140,7 @@ class MoE(nn.Module):
         self.auxiliary_loss: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [..., D] -> [..., D]. All ranks of the Buffer call it together, each with its own x."""
         tokens = x.reshape(-1, x.shape[-1])
         chosen = self.router(tokens)
         routed = functional.autocast(tokens), chosen.topk_idx, chosen.topk_weights

@@ -17,10 +17,12 @@ _SCORES = ("softmax", "sigmoid")
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """How tokens choose. DeepSeek-V3's is
+    """How tokens choose.
 
-    RouterConfig(num_experts=256, num_topk=8, score="sigmoid", scale=2.5,
-                 num_groups=8, num_kept_groups=4, bias_rate=0.001)
+    >>> deepseek_v3 = RouterConfig(num_experts=256, num_topk=8, score="sigmoid", scale=2.5,
+    ...                            num_groups=8, num_kept_groups=4, bias_rate=0.001)
+    >>> deepseek_v3.num_choices
+    128
     """
 
     num_experts: int
@@ -82,6 +84,7 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Draw new weights, as torch.nn.Linear does."""
         bound = self.weight.shape[1] ** -0.5
         nn.init.uniform_(self.weight, -bound, bound)
 

@@ -42,6 +42,7 @@ class EventHandle:
 
     @property
     def is_over(self) -> bool:
+        """Whether the call has ended, well or not. Does not wait."""
         if self._moment is not None:
             return self._moment.query()
         return self._future is None or self._future.done()
@@ -71,9 +72,13 @@ class EventOverlap:
 
     @property
     def is_over(self) -> bool:
+        """Whether the call has ended, well or not; True after a synchronous one. Does not wait."""
         return self.event is None or self.event.is_over
 
     def current_stream_wait(self) -> None:
+        """Wait until the call has ended, and raise its error if it failed. ValueError after a
+        synchronous call, as in DeepEP.
+        """
         if self.event is None:
             raise ValueError(
                 "there is no event to wait for: the call was not made with async_finish"

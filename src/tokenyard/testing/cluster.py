@@ -75,14 +75,17 @@ class Cluster(Processes):
             raise
 
     def close(self) -> None:
+        """End all ranks, and take the network away."""
         super().close()
         self._remove()
 
     def ranks_of(self, node: int) -> range:
+        """The ranks that live on a node."""
         first = sum(self.sizes[:node])
         return range(first, first + self.sizes[node])
 
     def address(self, node: int) -> str:
+        """The IP address of a node, inside the cluster."""
         return self._addresses[node]
 
     def command(self, node: int, *words: str) -> list[str]:
@@ -118,6 +121,7 @@ class Cluster(Processes):
         self._cross(node, "add")
 
     def heal(self, node: int) -> None:
+        """Let packets through again after `cut`."""
         self._cross(node, "del")
 
     def kill(self, node: int) -> None:

@@ -137,6 +137,7 @@ class Processes:
         return answers
 
     def close(self) -> None:
+        """End all ranks. One that is still at work after two seconds is killed."""
         for pipe in self._pipes:
             pipe.close()  # a rank that is idle sees the end of its pipe, and leaves
         deadline = time.monotonic() + 2.0

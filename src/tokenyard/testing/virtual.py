@@ -17,6 +17,8 @@ from tokenyard.errors import PeerError, name_ranks
 
 @dataclass(frozen=True)
 class VirtualRun:
+    """What run_virtual returns: what each rank returned, and the bytes that each sent to each."""
+
     results: list[Any]
     bytes_sent: dict[str, Tensor]  # by stage: [R, R] int64, from rank i to rank j
 

@@ -34,6 +34,7 @@ class TokenyardExperts(EpDispatchExpertsParallel):
         self._buffers: weakref.WeakKeyDictionary[Any, Buffer] = weakref.WeakKeyDictionary()
 
     def install_forward(self, module: Experts, ep_mesh: Any, *, tp_mesh: Any = None) -> Experts:
+        """Let the module's forward pass send rows by a Buffer; transformers calls this."""
         group = ep_mesh.get_group()
         if group not in self._buffers:
             self._buffers[group] = Buffer(group, **self.buffer_options)

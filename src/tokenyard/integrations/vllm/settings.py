@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
+    """The plugin's settings, each a variable of the environment."""
+
     enabled: bool  # TOKENYARD_VLLM, 0 switches the plugin off
     transport: str  # TOKENYARD_VLLM_TRANSPORT, of tokenyard.Buffer
     timeout: float  # TOKENYARD_VLLM_TIMEOUT, seconds without progress until PeerTimeout
