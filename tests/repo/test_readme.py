@@ -98,7 +98,13 @@ def test_deepep_style(installed: dict[str, str]) -> None:
     assert len(re.findall(r"rank \d: \d+ rows, largest error of combine", out)) == 4
 
 
-def test_other_snippets(installed: dict[str, str]) -> None:
-    assert len(SNIPPETS) > 1
-    for snippet in SNIPPETS[1:]:
-        assert run([sys.executable, "-c", snippet], installed)
+def test_the_page_of_the_first_run_shows_the_quickstart() -> None:
+    page = (ROOT / "docs" / "start" / "first_run.md").read_text()
+    assert SNIPPETS[0] in page
+
+
+def test_a_stranger_reads_it_in_a_minute() -> None:
+    assert len(README.splitlines()) <= 100
+    assert len(SNIPPETS) == 1
+    assert README.count("\n|---") == 1
+    assert README.count("![") == 1
