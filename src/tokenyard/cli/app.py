@@ -13,6 +13,7 @@ from importlib.util import find_spec
 # "module:name" in this folder, where the name is a function or a typer.Typer with commands.
 COMMANDS = {
     "doctor": "doctor:doctor",
+    "bench": "bench:bench",
     "warm-up": "warm_up:warm_up",
 }
 
