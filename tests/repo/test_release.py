@@ -49,3 +49,9 @@ def test_a_tag_fits_the_version_and_the_changelog(monkeypatch: pytest.MonkeyPatc
         check("v0.3.0.dev0", CHANGELOG)
     with pytest.raises(SystemExit, match="the tag is"):
         release.main(["check", "v9.9.9"])
+
+
+def test_the_changelog_says_what_this_version_brings() -> None:
+    if "dev" not in release.version():
+        check(f"v{release.version()}", release.CHANGELOG.read_text())
+    assert "## " in release.CHANGELOG.read_text()
