@@ -17,6 +17,7 @@ from tokenyard.engine.failure import raised_on_all_ranks
 from tokenyard.engine.stages import Engine
 from tokenyard.errors import BufferClosed, BufferInUse, PeerError
 from tokenyard.low_latency.engine import LowLatency
+from tokenyard.runtime import memory
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -107,6 +108,34 @@ class Lifetime:
         """The stream that communication runs on: on CPU, the only one."""
         streams = self._open_engine().streams
         return torch.cpu.current_stream() if streams is None else streams.comm
+
+    def stats(self, reset: bool = False) -> dict[str, Any]:
+        """What this rank has done since it made the Buffer, or last reset these figures:
+
+            stages       by stage: calls, seconds in them, rows sent and received, bytes sent
+            bytes        of the rows sent, by link: itself, shared memory, network
+            rows_to      for each rank the rows that went there, of all stages; bytes_to likewise
+            waited_for   by rank: seconds that this rank waited, and that rank came last
+            came_last    by rank: how many waits it ended so
+            memory       bytes held now, by part: `results` that can be shared are of this Buffer,
+                         `process` is that of all Buffers of the process for results that are not
+            expert_load  for each local expert the (token, k) pairs that it has got
+
+        Plain values, which json can write. Local: ranks exchange nothing. Any thread may ask; what
+        a call counts while somebody asks may be seen in part. With `reset` the figures, but for
+        memory, begin anew afterwards.
+        """
+        engine = self._open_engine()
+        found = {
+            "rank": engine.rank,
+            "num_ranks": engine.num_ranks,
+            "transport": engine.transport.name,
+            **engine.statistics.snapshot(),
+            "memory": {**engine.transport.memory(), "process": memory.held()},
+        }
+        if reset:
+            engine.statistics.reset()
+        return found
 
     def close(self) -> None:
         """Give back what the Buffer holds; twice is fine. Local, with one exception: where another

@@ -147,6 +147,7 @@ class SentPairs:
     rank_TK: Tensor  # int32, the expert's rank, or -1
     topk_weights_TK: Tensor  # float32
     rows_R: np.ndarray  # int64, the rows of pairs on each rank, padding included
+    moved_2R: np.ndarray  # int64, the pairs that went to each rank, and that came from it
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -108,6 +108,7 @@ OWN_KERNELS = {
     "numba": {
         "between_nodes",
         "caching",
+        "counters",
         "exchange",
         "llvm",
         "logfmt",

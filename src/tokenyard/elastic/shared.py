@@ -56,7 +56,7 @@ class SharedBlock:
         self.rank, self.size, self.num_bytes = node.rank, node.size, num_bytes
         self._node, self._num_lines = node, num_lines
         begin = LINE * num_lines
-        mapped = node.share_arrays(begin + round_up(max(num_bytes, 1), LINE), stage)
+        mapped = node.share_arrays(begin + round_up(max(num_bytes, 1), LINE), stage, stage)
         self._addresses = [int(array.ctypes.data) for array in mapped]
         # A tensor keeps its array, so results stay readable when the buffer is closed.
         with torch.inference_mode(False):  # later calls may have another mode

@@ -7,6 +7,7 @@ ranks before any row moves, and the group goes on working. Messages are integers
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from tokenyard.engine.mismatch import STAGES, differ
 from tokenyard.errors import rejected, text_to_words
 from tokenyard.runtime.streams import to_device
+from tokenyard.runtime.waits import Waits
 from tokenyard.transports import Offer, Transport
 from tokenyard.types import ROW_DTYPES, SCALE_DTYPES, Config
 from tokenyard.wire import message as at
@@ -117,6 +119,11 @@ class Agreement:
         # must tell them. False again once the call has ended, or raises on all ranks.
         self.engaged = False
         self._message = np.zeros((self._size, at.MESSAGE_WORDS), np.int64)
+        # Ranks that share memory see whom they wait for; others read it from messages. What comes
+        # from machines whose clocks differ is corrected by so many nanoseconds.
+        self.stamped = transport.node is None
+        self.waits = Waits(self._size) if transport.node is None else transport.node.mailbox.waits
+        self.clocks_R = np.zeros(self._size, np.int64)
 
     def reject(self, stage: str, error: Exception) -> NoReturn:
         """This rank cannot make the call: raise the error here, PeerInputError on the others."""
@@ -141,7 +148,8 @@ class Agreement:
         failed, (stage_number, _, _, *shapes) = failure is not None, call
         head = failed, stage_number, self.buffer_id, self.number, *shapes
         message = self._message
-        message[:, : at.OFFER] = *head, num_tokens, num_worst_tokens
+        came = time.monotonic_ns()
+        message[:, : at.OFFER] = *head, num_tokens, num_worst_tokens, came
         words = offer.words
         if len(words):
             num_words = words.shape[1] if isinstance(words, np.ndarray) else len(words)
@@ -164,6 +172,9 @@ class Agreement:
             if found is not None:
                 failed, failure = True, self.named(stage, found)
 
+        if self.stamped and heard is None:
+            self.note_stamps(came, answer[:, at.STAMP])
+
         # Comparing bytes takes a third of the time that comparing arrays takes.
         if failed or answer[:, : at.TOKENS].tobytes() != message[:, : at.TOKENS].tobytes():
             # Ranks that all called this Buffer go on with the same number.
@@ -179,6 +190,14 @@ class Agreement:
             told = np.concatenate([told, more], axis=1)
         worst, offers = answer[:, at.WORST].tolist(), answer[:, at.OFFER : at.PAYLOAD]
         return Agreed(offer, offers, told, answer[:, at.TOKENS], worst, numbers)
+
+    def note_stamps(self, came: int, stamps_R: np.ndarray) -> None:
+        """This rank came then, and the others as they say: it has waited for the last of them."""
+        moments = np.where(stamps_R > 0, stamps_R - self.clocks_R, 0)
+        last = int(moments.argmax())
+        moment = min(int(moments[last]), time.monotonic_ns())
+        if moment > came and last != self._rank:
+            self.waits.note(last, came, moment)
 
     def _count(
         self, message: np.ndarray, counting: Counting, stage: str

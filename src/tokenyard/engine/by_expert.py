@@ -7,6 +7,7 @@ take the same way: how much there was in the last call decides.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from tokenyard.runtime.completion import Completion
 from tokenyard.runtime.memory import as_bytes
 from tokenyard.transports import DirectPairs, Offer, PairsBack, PairsOut
 from tokenyard.types import ByExpert, Config, Handle, Places, SentPairs
+from tokenyard.wire.columns import row_widths
 from tokenyard.wire.pairs import SHARES, UNWEIGHED, WEIGHED
 
 _DISPATCH, _COMBINE = "dispatch by expert", "combine by expert"
@@ -127,7 +129,7 @@ def _spread(
 def _dispatch_in_one_step(
     engine: Engine, pairs: DirectPairs, request: DispatchRequest
 ) -> tuple[RowsByExpert, Handle]:
-    number, rank = engine.agreement.number, engine.rank
+    number, rank, begin = engine.agreement.number, engine.rank, time.monotonic_ns()
     try:
         out = engine.local.dispatch(request)
         terms = _dispatch_terms(out, pairs.offer())
@@ -146,6 +148,7 @@ def _dispatch_in_one_step(
         rank_TK=rank_TK,
         topk_weights_TK=out.topk_weights.clone(),  # the user may change his own
         rows_R=counts.pair_rows_R,
+        moved_2R=counts.moved_2R,
     )
     columns = [out.x] if out.scales is None else [out.x, out.scales]
     known = [out.topk_idx, out.topk_weights, engine.local.token_numbers(out.x.shape[0])]
@@ -173,6 +176,9 @@ def _dispatch_in_one_step(
         offsets=places.offsets,
         num_tokens_per_expert=per_expert,
     )
+    load = engine.statistics.load(out.placement.num_experts, len(counts.counts_L))
+    load += counts.counts_L
+    engine.statistics.count(_DISPATCH, begin, *counts.moved_2R, sum(row_widths(columns)))
     return rows, handle
 
 
@@ -292,6 +298,7 @@ def _sum_in_one_step(
     by_expert = known.by_expert
     assert by_expert is not None
     assert by_expert.sent is not None
+    begin = time.monotonic_ns()
     try:
         if out is None:
             out = engine.local.empty_sum(rows, known.num_tokens)
@@ -304,6 +311,11 @@ def _sum_in_one_step(
     move = pairs.sum_back(PairsBack(rows, known.flow, by_expert.sent, agreed.offers, out, _COMBINE))
     engine.worker.drain()
     move()
+    width = rows.shape[1] * rows.element_size()
+    if kind == SHARES:
+        engine.statistics.count_flow(_COMBINE, begin, known.flow, width, back=True)
+    else:
+        engine.statistics.count(_COMBINE, begin, *by_expert.sent.moved_2R[::-1], width)
     return out
 
 

@@ -10,6 +10,7 @@ is unusual is handed over to the engine: before the exchange, or with what was h
 from __future__ import annotations
 
 import os
+import time
 from array import array
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -55,6 +56,7 @@ class _Plan(NamedTuple):
 
     steps: Any
     table: array[int]
+    head: np.ndarray  # the message up to its payload
     scratch: np.ndarray
     config: Config
     record_bytes: int  # of a row of every column
@@ -111,7 +113,7 @@ class CompiledNodeCalls:
         num_bytes = self._enclosures.num_bytes(num_tokens, plan.record_bytes)
         if self.leave_at == POSTED or not self._enclosures.has_room(num_bytes, num_bytes):
             return None
-        number = self._agreement.number
+        number, begin = self._agreement.number, time.monotonic_ns()
         marks_TR = memory.empty_array((num_tokens, self.size), np.bool_)
         tally_3R = memory.empty_array((3, self.size), np.int64)
         table[at.NUMBER], table[at.NUM_TOKENS] = number, num_tokens
@@ -119,10 +121,11 @@ class CompiledNodeCalls:
         table[at.TOPK_WEIGHTS] = topk_weights.data_ptr()
         table[at.MARKS], table[at.TALLY] = marks_TR.ctypes.data, tally_3R.ctypes.data
         self._steps.begin(table)
+        plan.head[say.STAMP] = begin
         if steps.pack():
             return None
         self._agreement.engaged = True
-        heard = self._exchange(plan, steps.fill_own, "dispatch")
+        heard = self._exchange(plan, steps.fill_own, begin, "dispatch")
         verdict = at.GENERAL << 32 if self.leave_at == HEARD else steps.hear()
         if verdict >> 32 == at.GENERAL:
             request = DispatchRequest.plain(
@@ -160,6 +163,11 @@ class CompiledNodeCalls:
             self._engine.topology,
             self._engine.kernels,
         )
+        statistics = self._engine.statistics
+        first, num_local = at.BEFORE + say.PAYLOAD + 1, len(plan.per_expert)
+        load = statistics.load(num_experts, num_local)
+        load += heard[self._steps.slots_R, first : first + num_local].sum(0)
+        statistics.count("dispatch", begin, marks_TR.sum(0), tally_3R[1], plan.record_bytes)
         return recv_x, recv_idx, recv_weights, plan.per_expert.tolist(), handle
 
     def combine(
@@ -195,6 +203,7 @@ class CompiledNodeCalls:
         if enclosed > MOST_SUMS or not self._enclosures.has_room(enclosed, staged):
             return None
         number, num_tokens = self._agreement.number, handle.num_tokens
+        begin = time.monotonic_ns()
         try:
             sums = self._engine.local.empty_sum(x, num_tokens)
         except SharedMemoryError:
@@ -205,11 +214,12 @@ class CompiledNodeCalls:
         table[at.MARKS] = handle.marks_TR.ctypes.data
         table[at.TALLY], table[at.BITS] = handle.tally_3R.ctypes.data, handle.bits.ctypes.data
         self._steps.begin(table)
+        plan.head[say.STAMP] = begin
         steps.stage()
         if not self._steps.neighbours_staged() or steps.pack():
             return None
         self._agreement.engaged = True
-        heard = self._exchange(plan, _nothing, "combine")
+        heard = self._exchange(plan, _nothing, begin, "combine")
         if self.leave_at == HEARD or steps.hear():
             bases_L = plan.scratch[: table[at.NUM_RANKS]].copy()
             told = self._hand_over(heard, [bases_L], "combine", ())
@@ -218,13 +228,17 @@ class CompiledNodeCalls:
             )[0]
         steps.add_up()
         self._agreement.number = number + 1
+        came_R, went_R = handle.tally_3R[1], handle.marks_TR.sum(0)
+        self._engine.statistics.count("combine", begin, came_R, went_R, width)
         return sums
 
-    def _exchange(self, plan: _Plan, meanwhile: Any, stage: str) -> np.ndarray:
+    def _exchange(self, plan: _Plan, meanwhile: Any, begin: int, stage: str) -> np.ndarray:
         with self._transport.telling():
-            return self._steps.exchange(
+            heard = self._steps.exchange(
                 plan.table, plan.steps.relay, meanwhile, f"{stage} (notify)"
             )
+        self._agreement.note_stamps(begin, heard[self._steps.slots_R, at.BEFORE + say.STAMP])
+        return heard
 
     def _hand_over(
         self, heard: np.ndarray, bases: list[np.ndarray], stage: str, counts: tuple[int, ...]
@@ -265,12 +279,13 @@ class CompiledNodeCalls:
         return _Plan(
             self._kernels.nodes_dispatch(table.buffer_info()[0]),
             table,
+            head,
             scratch,
             config,
             row_bytes + 12 * num_topk + 4,
             (hidden, dtype if dtype in SUMMABLE else torch.bfloat16, config.num_channels),
             per_expert,
-            (head, *kept),
+            kept,
         )
 
     def _plan_combine(
@@ -286,12 +301,13 @@ class CompiledNodeCalls:
         return _Plan(
             self._kernels.nodes_combine(dtype, table.buffer_info()[0]),
             table,
+            head,
             scratch,
             config,
             row_bytes,
             (hidden, dtype, config.num_channels),
             np.zeros(0, np.int64),
-            (head,),
+            (),
         )
 
     def _table(self, num_experts: int) -> tuple[array[int], np.ndarray, np.ndarray]:

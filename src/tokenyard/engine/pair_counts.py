@@ -22,6 +22,7 @@ class PairCounts(NamedTuple):
     pair_rows_R: np.ndarray  # int64, the rows of pairs on each rank, padding included
     ends_L: list[int]  # of this rank's experts, the end of their rows with their padding
     counts_L: list[int]  # of this rank's experts, their rows without it
+    moved_2R: np.ndarray  # int64, pairs that this rank sends to each, and gets from each
     liar: int  # the first rank that told what no rank tells, or -1
 
 
@@ -59,11 +60,13 @@ def hear(
     first_E[experts_RL] = ends_RL - padded_RL
     first_E = first_E[:-1] + pairs_RE[:rank].sum(0)
     num_local = len(placement.experts_of_rank[rank])
+    goes_RR = np.append(pairs_RE, np.zeros((num_ranks, 1), np.int64), 1)[:, experts_RL].sum(2)
     return flow, PairCounts(
         sent_RR=sent_RR,
         first_E=first_E,
         pair_rows_R=ends_RL[:, -1].copy(),
         ends_L=ends_RL[rank, :num_local].tolist(),
         counts_L=counts_RL[rank, :num_local].tolist(),
+        moved_2R=np.stack((goes_RR[rank], goes_RR[:, rank])),
         liar=int(wrong_R.argmax()) if wrong_R.any() else -1,
     )

@@ -92,6 +92,9 @@ class Plans:
         call = Call.of_shape(stage, dtype, hidden, config, buffer=self._buffer_id, **more)
         table, head, scratch = self._table(call, hidden * dtype.itemsize, num_experts)
         per_expert, kept = tell_shape(table, placement, self._rank, num_topk, expert_alignment)
+        statistics = self._engine.statistics
+        load = statistics.load(num_experts, len(per_expert))
+        table[at.COUNTERS], table[at.LOAD] = statistics.address(stage), load.ctypes.data
         return self._add(
             key,
             call=self._kernels.exchange_dispatch(_address(table)),
@@ -111,6 +114,7 @@ class Plans:
             return None
         call = Call.of_shape(stage, dtype, hidden, config, buffer=self._buffer_id, tag=tag)
         table, head, scratch = self._table(call, hidden * dtype.itemsize, 0)
+        table[at.COUNTERS] = self._engine.statistics.address(stage)
         return self._add(
             key,
             call=self._kernels.exchange_combine(dtype, _address(table)),

@@ -10,6 +10,7 @@ The engine alone joins kernels and transports. Every call that exchanges rows ha
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -25,6 +26,7 @@ from tokenyard.engine import arrivals, counts
 from tokenyard.engine.agreement import Agreed, Agreement, Call, Heard, Terms
 from tokenyard.engine.failure import Failure
 from tokenyard.engine.inputs import DispatchRequest, Outgoing, Preparation, wait
+from tokenyard.engine.statistics import Statistics, links_of
 from tokenyard.errors import PeerLeft, SharedMemoryError
 from tokenyard.kernels import Kernels
 from tokenyard.runtime.completion import Completion
@@ -75,6 +77,7 @@ class Engine:
         nodes = None if self._one_node else topology.node_of_rank
         self.device, self._pid = communicator.device, os.getpid()
         self.streams = streams
+        self.statistics = Statistics(self.rank, links_of(transport, topology), agreement.waits)
         # For calls of few tokens, where there is such.
         self.compiled: CompiledCalls | CompiledNodeCalls | None = None
         on_device = streams is not None and kernels.counts_on_device and transport.tells_from_device
@@ -93,7 +96,7 @@ class Engine:
 
         `heard` if a compiled call has got as far as the agreement, and could not go on.
         """
-        number = self.agreement.number
+        number, begin = self.agreement.number, time.monotonic_ns()
         self._before_words()
         with self._scope(completion, request.previous_event):
             try:
@@ -126,7 +129,12 @@ class Engine:
             arrivals.receive, move, flow, arrive, self.kernels, out.placement, self.rank, src_idx
         )
         used = [*columns, *arrive, src_idx]
-        event = self._finish(work, completion, None, used)
+        event = self._finish(work, completion, None, used, stage)
+        if out.topk_idx is not None:
+            load = self.statistics.load(out.placement.num_experts, len(per_expert))
+            load += per_expert
+        present = [column for column in columns if column is not None]
+        self.statistics.count_flow(stage, begin, flow, sum(row_widths(present)))
         return received, self.handle(number, out, flow, src_idx, event.event), event
 
     def handle(
@@ -173,7 +181,7 @@ class Engine:
         completion: Completion,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         """Rows along a handle: (x, scales), without counting. `beside`: what else was given."""
-        stage = "cached dispatch"
+        stage, begin = "cached dispatch", time.monotonic_ns()
         self._before_words()
         with self._scope(completion, previous_event):
             try:
@@ -199,7 +207,10 @@ class Engine:
         assert recv_x is not None
         used = [*columns, recv_x, recv_scales]
         work = partial(arrivals.receive_again, move, known.flow, (recv_x, recv_scales))
-        return recv_x, recv_scales, self._finish(work, completion, pending, used)
+        event = self._finish(work, completion, pending, used, stage)
+        present = [column for column in columns if column is not None]
+        self.statistics.count_flow(stage, begin, known.flow, sum(row_widths(present)))
+        return recv_x, recv_scales, event
 
     def combine(
         self,
@@ -218,6 +229,7 @@ class Engine:
         """The sums of each token's rows, in `out` if it is given, and of its weights. `heard` is as
         in `dispatch`.
         """
+        begin = time.monotonic_ns()
         self._before_words()
         with self._scope(completion, previous_event):
             try:
@@ -239,7 +251,9 @@ class Engine:
                 RowsBack(sums, known, agreed.offer, agreed.offers, config, stage)
             )
         used = [tensor for one in sums for tensor in (one.rows_ND, *one.biases_TD, one.out_TD)]
-        event = self._finish(move, completion, pending, used)
+        event = self._finish(move, completion, pending, used, stage)
+        row_bytes = sum(row_widths([one.rows_ND for one in sums]))
+        self.statistics.count_flow(stage, begin, known.flow, row_bytes, back=True)
         return sums[0].out_TD, sums[1].out_TD if len(sums) > 1 else None, event
 
     def layout(self, topk_idx: Any, num_experts: Any, previous_event: Any) -> Layout:
@@ -385,6 +399,7 @@ class Engine:
         completion: Completion,
         pending: EventHandle | None,
         used: Sequence[Tensor | None],
+        stage: str,
     ) -> EventOverlap:
         """Do the work after the pending event, and after all work before it. `used` are the tensors
         that it reads and writes.
@@ -392,17 +407,22 @@ class Engine:
         if self.streams is not None:
             return self.streams.run(work, used, pending, completion)
         if completion.async_finish:
-            later = work if pending is None else partial(_after, pending, work)
+            later = partial(self._work_later, work, pending, stage)
             return EventOverlap(self.worker.submit(later))
         assert pending is None, "a synchronous call has waited for it"
         self.worker.drain()
         work()
         return EventOverlap(None)
 
-
-def _after(pending: EventHandle, work: Callable[[], None]) -> None:
-    pending.current_stream_wait()
-    work()
+    def _work_later(
+        self, work: Callable[[], None], pending: EventHandle | None, stage: str
+    ) -> None:
+        """On the Buffer's thread."""
+        if pending is not None:
+            pending.current_stream_wait()
+        begin = time.monotonic_ns()
+        work()
+        self.statistics.moved(stage, time.monotonic_ns() - begin)
 
 
 def _rows_out(

@@ -121,6 +121,10 @@ class HybridEPBuffer:
         """Give back what it holds; twice is fine. One that nobody holds any more frees itself."""
         self._buffer.close()
 
+    def stats(self, reset: bool = False) -> dict[str, Any]:
+        """What this rank has done, as `Buffer.stats` tells it."""
+        return self._buffer.stats(reset)
+
     def empty_jit_cache(self) -> None:
         """HybridEP's; does nothing, since tokenyard's kernels do not depend on a Buffer."""
 

@@ -30,7 +30,7 @@ from tokenyard.errors import CallMismatch, PeerError, PeerInputError
 from tokenyard.kernels import Kernels
 from tokenyard.low_latency import logfmt
 from tokenyard.low_latency.exchanged import ExchangedSlots
-from tokenyard.low_latency.handle import LowLatencyHandle, PendingCombine
+from tokenyard.low_latency.handle import STAGE_OF, LowLatencyHandle, PendingCombine
 from tokenyard.low_latency.inputs import Fp8, Inputs, bad_pair, counters, known_handle, unsent_pair
 from tokenyard.low_latency.quick import QuickCalls
 from tokenyard.low_latency.results import Results
@@ -38,12 +38,10 @@ from tokenyard.low_latency.shared import SharedSlots
 from tokenyard.runtime import memory
 from tokenyard.runtime.completion import Completion, RecvEvent, RecvHook
 from tokenyard.runtime.events import EventOverlap
-from tokenyard.transports import Transport
 from tokenyard.types import ROW_DTYPES
 from tokenyard.wire.slots import COMBINE, DISPATCH, SlotResults, SlotShape, Stray
 
 _LEAVING = 5.0  # seconds that a Buffer waits, when it is closed, for others to map its memory
-_STAGES = ("low-latency dispatch", "low-latency combine")
 
 
 class _Unread(ValueError):
@@ -68,7 +66,7 @@ class LowLatency:
         self._failure = engine.failure  # after which nothing may be called again
         self.buffer_id, self._shrink = engine.buffer_id, enable_shrink
         stage = "Buffer (low latency)"
-        self.slots = _open_exchange(engine.transport, kernels, enable_shrink, stage, connect_all)
+        self.slots = _open_exchange(engine, kernels, enable_shrink, stage, connect_all)
         watch = getattr(self.slots, "watch", None)
         if watch is not None:
             own = weakref.WeakMethod(self._differs)  # slots must not keep who keeps them
@@ -105,7 +103,7 @@ class LowLatency:
         completion: Completion,
     ) -> tuple[SlotResults, LowLatencyHandle, EventOverlap, RecvHook | None]:
         """`totals`, if given, are increased by each expert's count."""
-        number, stage = self._begin(DISPATCH), _STAGES[DISPATCH]
+        number, stage = self._begin(DISPATCH), STAGE_OF[DISPATCH]
         try:
             self._settle(DISPATCH, number)
             self.inputs.completion(completion)
@@ -153,7 +151,7 @@ class LowLatency:
         out: Any,
         completion: Completion,
     ) -> tuple[Tensor, EventOverlap, RecvHook | None]:
-        number, stage = self._begin(COMBINE), _STAGES[COMBINE]
+        number, stage = self._begin(COMBINE), STAGE_OF[COMBINE]
         try:
             self._settle(COMBINE, number)
             self.inputs.completion(completion)
@@ -191,7 +189,9 @@ class LowLatency:
 
     def go_on(self, kind: int, number: int, receive: Callable[..., None], *given: Any) -> None:
         """Receive what a quick call (`quick.py`) has sent, and could not receive at once."""
-        self._end(kind, number, partial(receive, number, *given, None, _STAGES[kind]), Completion())
+        self._end(
+            kind, number, partial(receive, number, *given, None, STAGE_OF[kind]), Completion()
+        )
 
     def combine_buffer(self, handle: Any) -> Tensor:
         """[L, S, D] for the experts' output, where combine finds it without copying."""
@@ -286,7 +286,7 @@ class LowLatency:
         self, kind: int, number: int, receive: Callable[[], None], completion: Completion
     ) -> tuple[EventOverlap, RecvHook | None]:
         """Receive now, on the Buffer's thread, or when the hook is called."""
-        travel: Callable[[], None] = partial(self.slots.travel, kind, number, _STAGES[kind])
+        travel: Callable[[], None] = partial(self.slots.travel, kind, number, STAGE_OF[kind])
         if completion.return_recv_hook and self.slots.travels:
             travel = self.worker.submit(travel).current_stream_wait
 
@@ -302,7 +302,7 @@ class LowLatency:
                 if kind == DISPATCH:
                     self.results.release(number)
                 if isinstance(error, Stray):
-                    error = self._stray(error, _STAGES[kind])
+                    error = self._stray(error, STAGE_OF[kind])
                 if raised_on_all_ranks(error):
                     self.engaged = False
                 else:
@@ -324,7 +324,7 @@ class LowLatency:
         for words of its own call, and would take the other's words for those.
         """
         stage = stage.split(" (")[0]
-        other = STAGES.index(_STAGES[theirs]) if isinstance(theirs, int) else stage_in(theirs)
+        other = STAGES.index(STAGE_OF[theirs]) if isinstance(theirs, int) else stage_in(theirs)
         mine = self._rank, STAGES.index(stage)
         error = differ(stage, "stage", mine, (rank, other), on_all_ranks=False)
         self._failure.give_up(error)
@@ -336,7 +336,7 @@ class LowLatency:
 
     def _fail(self, kind: int, number: int, error: Exception) -> Exception:
         """Tell the others, and give back what to raise here."""
-        stage = _STAGES[kind]
+        stage = STAGE_OF[kind]
         if kind == DISPATCH:
             self.results.release(number)
         unread = isinstance(error, _Unread)
@@ -368,7 +368,7 @@ class LowLatency:
         if isinstance(self.slots, SharedSlots):
             return
         call = Call(
-            stage=STAGES.index(_STAGES[kind]),
+            stage=STAGES.index(STAGE_OF[kind]),
             handle=handle,
             hidden=shape.hidden,
             dtype=ROW_DTYPES.index(dtype),
@@ -379,25 +379,26 @@ class LowLatency:
         )
         terms = Terms(call, payload=self.slots.rows_to(kind, number))
         begin = time.perf_counter_ns()
-        told = self._agreement.meet(_STAGES[kind], terms).payload
+        told = self._agreement.meet(STAGE_OF[kind], terms).payload
         self.slots.expect(kind, number, told, time.perf_counter_ns() - begin)
 
 
 def _open_exchange(
-    transport: Transport,
+    engine: Engine,
     kernels: Any,
     shrink: bool,
     stage: str,
     connect_all: Callable[[], Communicator],
 ) -> SharedSlots | ExchangedSlots:
-    """The low-latency mode's exchange, beside a transport. All ranks together; where they share no
+    """The low-latency mode's exchange, beside an engine. All ranks together; where they share no
     memory it has connections of its own.
     """
+    transport = engine.transport
     if transport.node is not None:
-        return SharedSlots(transport.node, kernels, shrink, stage)
+        return SharedSlots(transport.node, kernels, shrink, stage, engine.statistics)
     if shrink:
         raise ValueError(
             f"enable_shrink is True on transport {transport.name!r}, want ranks that share memory "
             "(direct or ring): nobody can be left out of a collective"
         )
-    return ExchangedSlots(transport, kernels, connect_all())
+    return ExchangedSlots(transport, kernels, connect_all(), engine.statistics)

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from tokenyard.comm.base import Communicator, Exchange
+from tokenyard.engine.statistics import Statistics
 from tokenyard.kernels.base import SlotKernels
-from tokenyard.low_latency.handle import PendingCombine
+from tokenyard.low_latency.handle import STAGE_OF, PendingCombine
 from tokenyard.runtime import memory
 from tokenyard.runtime.memory import as_bytes
 from tokenyard.transports.base import Transport
@@ -40,11 +41,13 @@ class _Mail:
 
     sent_NB: Tensor
     rows_to: list[int]
+    row_bytes: int
     # The number of rows of sent_NB that so many rows of the call take.
     units: Callable[[int], int] = int
     rows_from: list[int] = field(default_factory=list)
     came_NB: Tensor = field(default_factory=partial(torch.empty, 0))
     spent: int = 0  # nanoseconds
+    began: int = field(default_factory=time.monotonic_ns)
 
     def parcels(self) -> Sequence[Tensor]:
         """By the rank that sent them."""
@@ -54,8 +57,15 @@ class _Mail:
 class ExchangedSlots:
     travels = True
 
-    def __init__(self, transport: Transport, kernels: SlotKernels, own: Communicator) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        kernels: SlotKernels,
+        own: Communicator,
+        statistics: Statistics,
+    ) -> None:
         """`own` are connections that nobody else uses."""
+        self._statistics = statistics
         self.moves_alone = transport.moves_alone
         self._kernels, self._own = kernels, own
         self._mail: dict[tuple[int, int], _Mail] = {}  # by kind and number of a call
@@ -70,7 +80,7 @@ class ExchangedSlots:
             tokens, rows_to = _receivers(topk_idx.numpy(), shape)
             numbers = as_bytes(torch.arange(shape.num_max)[:, None])
             records = pack_records(self._kernels, [numbers, *_columns(block, shape)], tokens)
-            self._mail[DISPATCH, number] = _Mail(records, rows_to)
+            self._mail[DISPATCH, number] = _Mail(records, rows_to, records.shape[1])
         return bad
 
     def receive_dispatch(
@@ -84,7 +94,8 @@ class ExchangedSlots:
     ) -> None:
         """Rebuild the senders' blocks with the tokens of this rank, and fill slots from them."""
         blocks, num_tokens = [], []
-        for records in self._read(DISPATCH, number, waits).parcels():
+        mail = self._read(DISPATCH, number, waits)
+        for records in mail.parcels():
             block = memory.empty(shape.block_bytes)
             columns = _columns(block, shape)
             came = [memory.empty(len(records), column.shape[1]) for column in columns]
@@ -98,13 +109,17 @@ class ExchangedSlots:
         self._kernels.fill_slots(blocks, num_tokens, shape, out)
         if totals is not None:
             totals += out.counts
+        load = self._statistics.load(shape.placement.num_experts, shape.num_local)
+        load += out.counts.numpy()
+        self._count(DISPATCH, mail)
 
     def send_combine(self, number: int, y: Tensor, back: PendingCombine, stage: str) -> int:
         """Lay rows out. -1, or the place of a pair that dispatch did not send."""
         shape, ranges = back.handle.shape, back.handle.layout_range
         rows_to = (ranges & LOW).sum(0).tolist()
         units = partial(_back_words, shape, y.dtype)
-        mail = _Mail(memory.empty(sum(map(units, rows_to)), _WORD), rows_to, units)
+        row_bytes = shape.hidden * y.element_size()
+        mail = _Mail(memory.empty(sum(map(units, rows_to)), _WORD), rows_to, row_bytes, units)
         parts = _back_parts(mail.sent_NB, rows_to, shape, y.dtype)
         tables = torch.zeros(len(rows_to), shape.placement.most_experts, dtype=torch.int64)
         self._kernels.stage_back(y, ranges, [as_bytes(rows) for _, rows in parts], tables)
@@ -120,6 +135,7 @@ class ExchangedSlots:
         tables, rows = zip(*_back_parts(mail.came_NB, mail.rows_from, shape, back.dtype))
         pairs = SlotPairs(back.topk_idx, back.picked, back.weights)
         self._kernels.sum_slots(rows, torch.stack(tables), pairs, shape, out)
+        self._count(COMBINE, mail)
 
     def rows_to(self, kind: int, number: int) -> np.ndarray:
         """[R, 1]: how many rows go to each rank in a call that was sent."""
@@ -157,6 +173,10 @@ class ExchangedSlots:
     def skip(self, kind: int, number: int) -> None:
         """Instead of receiving, or of sending."""
         self._mail.pop((kind, number), None)
+
+    def _count(self, kind: int, mail: _Mail) -> None:
+        counts = mail.rows_to, mail.rows_from
+        self._statistics.count(STAGE_OF[kind], mail.began, *counts, mail.row_bytes)
 
     def _read(self, kind: int, number: int, waits: Tensor | None) -> _Mail:
         mail = self._mail.pop((kind, number))

@@ -12,6 +12,8 @@ from torch import Tensor
 from tokenyard.runtime.completion import RecvHook
 from tokenyard.wire.slots import SlotShape
 
+STAGE_OF = ("low-latency dispatch", "low-latency combine")  # by kind of call
+
 
 @dataclass(kw_only=True, eq=False)
 class LowLatencyHandle:

@@ -105,7 +105,7 @@ class Posts:
         self._node, self._kernels, self._shrink = node, kernels, shrink
         self._rank, self._size = node.rank, node.size
         node.liveness.shrinks = shrink
-        controls = node.share(round_up(_MASKS + 8 * self._size, 4096), stage).tolist()
+        controls = node.share(round_up(_MASKS + 8 * self._size, 4096), stage, "posts").tolist()
         self._posts = [self._post(controls, place) for place in range(4)]
         self._own_masks = controls[self._rank] + _MASKS
         self._flags_R = np.array([base + _MASKS + 8 * self._rank for base in controls], np.int64)
@@ -303,13 +303,15 @@ class Posts:
         """Wait until the signals of all others have reached `reach`. Ranks that stop are blamed, or
         left out where ranks may shrink.
         """
-        limits = self._limits(post, number)
+        limits, begin, last = self._limits(post, number), time.monotonic_ns(), self._rank
 
         def step() -> int:
+            nonlocal last
             first = self._kernels.await_slots(
                 signals, self.masked, self._rank, self._size, reach, 20
             )
             if first < self._size:
+                last = first
                 self._look(post, number, stage)
                 self._look_beyond(post, limits, signals, reach, number, stage)
             return self._size - first
@@ -318,6 +320,8 @@ class Posts:
             return [rank for rank in self._others() if not self._has(signals, rank, reach)]
 
         self._go_on(step, missing, stage)
+        if last != self._rank:
+            self._node.mailbox.waits.note(last, begin)
 
     def _go_on(self, step: Callable[[], int], missing: Callable[[], list[int]], stage: str) -> None:
         while True:

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokenyard.engine.statistics import Statistics
 from tokenyard.errors import PeerDied, PeerLeft
-from tokenyard.low_latency.handle import PendingCombine
+from tokenyard.low_latency.handle import STAGE_OF, PendingCombine
 from tokenyard.low_latency.mismatch import posts_differ
 from tokenyard.low_latency.posts import Differs, Post, PostKernels, Posts, words
 from tokenyard.shm.attached import Mapped
@@ -80,8 +81,16 @@ class SharedSlots:
     moves_alone = False
     travels = False
 
-    def __init__(self, node: SharedNode, kernels: SlotKernels, shrink: bool, stage: str) -> None:
+    def __init__(
+        self,
+        node: SharedNode,
+        kernels: SlotKernels,
+        shrink: bool,
+        stage: str,
+        statistics: Statistics,
+    ) -> None:
         """All ranks together."""
+        self._statistics = statistics
         self._node, self._kernels, self._shrink = node, kernels, shrink
         self._rank, self._size = node.rank, node.size
         self.posts = Posts(node, kernels, shrink, stage)
@@ -364,6 +373,7 @@ class SharedSlots:
         send_table, receive_table = new_table(shape), new_table(shape)
         for table in (send_table, receive_table):
             table[at.PATIENCE] = self._node.mailbox.patience
+            table[at.WAITS] = self._node.mailbox.waits.address
             table[at.MASKED] = self.posts.masked
             table[at.FLAGS] = self.posts.flags
             table[at.READS] = post.reads
@@ -371,9 +381,14 @@ class SharedSlots:
             table[at.PEERS] = post.peers
             table[at.POST] = post.own
             table[at.HEAD] = post.head_at
+            table[at.COUNTERS] = self._statistics.address(
+                STAGE_OF[DISPATCH if dtype is None else COMBINE]
+            )
             if dtype is not None:
                 table[at.SIGNATURE] = combine_signature(shape, dtype)
                 table[at.ROW_BYTES] = shape.hidden * dtype.itemsize
+        load = self._statistics.load(shape.placement.num_experts, shape.num_local)
+        receive_table[at.LOAD] = load.ctypes.data
         tables = address_of(send_table), address_of(receive_table)
         if dtype is None:
             send, receive = self._kernels.dispatch_calls(shape, *tables)

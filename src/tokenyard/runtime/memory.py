@@ -59,6 +59,11 @@ class LocalRegion:
 _local = pool.Pool(LocalRegion, spare=_ALWAYS_KEPT, most_idle=_MOST_IDLE)
 
 
+def held() -> int:
+    """Bytes of all large results of this process, and of those that lie idle."""
+    return sum(region.size for region in _local)
+
+
 def empty(
     *shape: int, dtype: torch.dtype = torch.uint8, device: torch.device | str = "cpu"
 ) -> Tensor:

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
+from tokenyard.runtime.waits import Waits
 from tokenyard.shm.control import Control, ControlLayout
 from tokenyard.shm.liveness import Liveness, has_core_each
 from tokenyard.wire import exchange_table as at
@@ -27,7 +28,15 @@ _PAUSE = 1e-5  # seconds between two looks for ranks that may come soon
 
 
 class SignalKernels(Protocol):
-    def meet(self, outgoing: int, incoming: int, size: int, epoch: int, patience: int) -> int: ...
+    def meet(
+        self,
+        outgoing: int,
+        incoming: int,
+        size: int,
+        epoch: int,
+        patience: int,
+        waits: int = 0,
+    ) -> int: ...
 
     def post(
         self,
@@ -38,6 +47,7 @@ class SignalKernels(Protocol):
         size: int,
         epoch: int,
         patience: int,
+        waits: int = 0,
     ) -> int: ...
 
     def await_signals(
@@ -54,6 +64,7 @@ class Mailbox:
         kernels: SignalKernels,
     ) -> None:
         self._size, self._box = layout.size, layout.box
+        self.waits = Waits(layout.size)
         self._liveness, self._kernels = liveness, kernels
         # Loads the kernel of long waits: later this process may have no descriptor left for that.
         kernels.await_signals(0, 0, 0, 0, 0)
@@ -91,7 +102,14 @@ class Mailbox:
         outgoing, incoming = self._lines[MAIL]
         outboxes, inbox = self._boxes[epoch % 2]
         first = self._kernels.post(
-            message_RM, outboxes, outgoing, incoming, self._size, epoch, self.patience
+            message_RM,
+            outboxes,
+            outgoing,
+            incoming,
+            self._size,
+            epoch,
+            self.patience,
+            self.waits.address,
         )
         if first < self._size:
             self._wait_long(incoming, epoch, first, stage, self.look)
@@ -104,7 +122,9 @@ class Mailbox:
         self.epochs[kind] += 1
         epoch = self.epochs[kind]
         outgoing, incoming = self._lines[kind]
-        first = self._kernels.meet(outgoing, incoming, self._size, epoch, self.patience)
+        first = self._kernels.meet(
+            outgoing, incoming, self._size, epoch, self.patience, self.waits.address
+        )
         if first < self._size:
             self._wait_long(incoming, epoch, first, stage)
 
@@ -120,6 +140,7 @@ class Mailbox:
     def tell_calls(self, table: array[int]) -> None:
         """Tell a compiled call where signals and messages are (`wire.exchange_table`)."""
         table[at.PATIENCE], table[at.YIELDS] = self.patience, _YIELDS
+        table[at.WAITS] = self.waits.address
         table[at.EPOCHS] = self.epochs.buffer_info()[0]
         table[at.OUT_LINES] = self._table([outgoing for outgoing, _ in self._lines])
         table[at.IN_LINES] = self._table([incoming for _, incoming in self._lines])
@@ -167,14 +188,20 @@ class Mailbox:
         stage: str,
         look: Callable[[str], None] | None = None,
     ) -> None:
+        begin, last = time.monotonic_ns(), -1
+
         def step() -> int:
-            nonlocal first
+            nonlocal first, last
             first = self._kernels.await_signals(incoming, self._size, epoch, first, 20)
-            if first < self._size and look is not None:
-                look(stage)
+            if first < self._size:
+                last = first
+                if look is not None:
+                    look(stage)
             return self._size - first
 
         self._liveness.wait_until(step, lambda: (first,), stage)
+        if last >= 0:  # otherwise they came before this rank looked
+            self.waits.note(last, begin)
 
     def _table(self, addresses: list[int]) -> int:
         """The address of an array that lives as long as the mailbox."""

@@ -48,6 +48,7 @@ class SharedNode(Leaving):
         self.rank, self.size = communicator.rank, communicator.size
         self.signals = kernels
         self._kept: list[Segment] = []
+        self._parts: dict[str, int] = {}  # bytes of these, by what they are for
         self._for_good: list[Mapped] = []
         layout = ControlLayout(self.size, box)
         self.control_bytes = layout.num_bytes
@@ -70,7 +71,7 @@ class SharedNode(Leaving):
         controls: list[Control] = []
         told = NOTHING
         try:
-            told = self.keep(layout.num_bytes).told
+            told = self.keep(layout.num_bytes, "control").told
         except SharedMemoryError as error:
             failure = error
         pids, *named = communicator.gather([os.getpid(), *told], _STAGE)
@@ -90,24 +91,29 @@ class SharedNode(Leaving):
             raise OSError(others if failure is None else str(failure)) from failure
         return pids, controls
 
-    def keep(self, num_bytes: int) -> Segment:
-        """A segment of this rank, until the node is closed."""
+    def keep(self, num_bytes: int, part: str) -> Segment:
+        """A segment of this rank, until the node is closed. `part` says what it is for."""
         segment = Segment(num_bytes)
         self._kept.append(segment)
+        self._parts[part] = self._parts.get(part, 0) + num_bytes
         return segment
 
-    def share(self, num_bytes: int, stage: str) -> np.ndarray:
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank shares, by what they are for."""
+        return {**self._parts, "results": sum(segment.size for segment in self.pool)}
+
+    def share(self, num_bytes: int, stage: str, part: str) -> np.ndarray:
         """[R] addresses: every rank's segment of this size, until the node is closed. All ranks
         together; if one has no memory, all raise SharedMemoryError.
         """
-        arrays = self.share_arrays(num_bytes, stage)
+        arrays = self.share_arrays(num_bytes, stage, part)
         return np.array([array.ctypes.data for array in arrays], np.int64)
 
-    def share_arrays(self, num_bytes: int, stage: str) -> list[np.ndarray]:
+    def share_arrays(self, num_bytes: int, stage: str, part: str) -> list[np.ndarray]:
         """The same as arrays of bytes, each of which also keeps its memory."""
         error, told = None, NOTHING
         try:
-            told = self.keep(num_bytes).told
+            told = self.keep(num_bytes, part).told
         except SharedMemoryError as problem:
             error = problem
         told_R3 = self.mailbox.exchange(np.array([told] * self.size, np.int64), stage)

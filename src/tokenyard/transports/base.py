@@ -182,6 +182,10 @@ class Transport(Leaving):
         """Memory for a result: where `sum_back` need not copy it, if there is such memory."""
         return memory.empty(num_rows, width, dtype=dtype, device=self.device)
 
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank holds, by what they are for."""
+        return {}
+
     def tell(self, error: PeerError) -> None:
         """Tell the other ranks who is at fault if they cannot see it: mostly this rank itself."""
 
@@ -230,6 +234,9 @@ class SharedMemoryTransport(Transport):
 
     def empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         return self._node.pool.rows(num_rows, width, dtype)
+
+    def memory(self) -> dict[str, int]:
+        return self._node.memory()
 
     def tell(self, error: PeerError) -> None:
         self._node.tell(error)

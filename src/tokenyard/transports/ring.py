@@ -87,7 +87,7 @@ class RingTransport(SharedMemoryTransport):
         self._num_bytes, self._num_channels = num_bytes or DEFAULT_BYTES, num_channels
         room = max(self._num_bytes - node.control_bytes, 0) // _PAGE * _PAGE
         self._ring_bytes = room // (num_channels * node.size) // LINE * LINE
-        bases_R = node.share(max(room, _PAGE), "Buffer (attach)")
+        bases_R = node.share(max(room, _PAGE), "Buffer (attach)", "rings")
         self._rings = kernels.make_rings(
             self.rank, bases_R, node_of_rank, self._ring_bytes, num_channels
         )

@@ -69,7 +69,7 @@ class SharedSegments:
     def make(self, num_bytes: int, stage: str) -> SymmetricBlock:
         error, told = None, NOTHING
         try:
-            own = self._node.keep(num_bytes)
+            own = self._node.keep(num_bytes, "symmetric")
             told = own.told
         except SharedMemoryError as problem:
             error = problem

@@ -66,7 +66,14 @@ COPIES_OWN = 42  # 1 if this rank's rows for itself are copied, too
 PICKED = 43  # address of [T, K] int64: each pair's place among those of its expert, or -1
 WEIGHTS = 44  # address of [T, K] float32
 OUT = 45  # address of [T, D]: the sums
-TABLE_WORDS = 46
+
+# What is counted (`wire.counters`). 0: nothing.
+WAITS = 46  # address of the waits of the ranks
+COUNTERS = 47  # address of the counters of the stage
+LOAD = 48  # address of [L]: rows of each local expert so far
+BEGAN = 49  # when this half of a call began
+BEGAN_FOR = 50  # the number of that call
+TABLE_WORDS = 51
 
 # What a rank knows of another: words of PEERS. A segment is known by identity, address and size.
 PEER_POST = 0  # address of the rank's post

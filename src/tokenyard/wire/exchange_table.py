@@ -62,7 +62,12 @@ NUM_COPIES = 42  # out: rows that are sent
 OUT = 43  # address of [T, D]: the sums
 HANDLE = 44  # the number of the dispatch that a combine answers
 COPIES = 45  # 1 if the rows of a combine are copied to the block; 0 if others read them at X
-TABLE_WORDS = 46
+# What is counted (`wire.counters`). 0: nothing.
+WAITS = 46  # address of the waits of the ranks
+COUNTERS = 47  # address of the counters of the stage
+LOAD = 48  # address of [NUM_LOCAL]: pairs of each expert so far
+BEGAN = 49  # when the call began
+TABLE_WORDS = 50
 
 # Phases. A call of a phase has done all that comes before it.
 START = 0

@@ -1,9 +1,9 @@
 """Where things stand in the message with which ranks agree on a call: int64s, always as many.
 
-A message holds: did this rank fail, the call, two sizes of its own, its transport's offer, and as
-much of the payload as fits. Its length is always the same, since a length that followed from the
-input could be wrong on one rank. Whoever sends one may leave out words that no rank reads: those
-after the offer and the payload of the call that it names.
+A message holds: did this rank fail, the call, two sizes of its own, when it came, its transport's
+offer, and as much of the payload as fits. Its length is always the same, since a length that
+followed from the input could be wrong on one rank. Whoever sends one may leave out words that no
+rank reads: those after the offer and the payload of the call that it names.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ NUMBER = CALL + 2  # of the call, which is one of those words
 HANDLE = CALL + 3  # likewise
 TOKENS = CALL + CALL_WORDS  # words before this one must be the same on all ranks
 WORST = TOKENS + 1  # num_worst_tokens
-OFFER = TOKENS + 2
+STAMP = TOKENS + 2  # when the sender came, by its own clock in nanoseconds; 0: not told
+OFFER = TOKENS + 3
 OFFER_WORDS = 12
 PAYLOAD = OFFER + OFFER_WORDS
 MESSAGE_WORDS = 128

@@ -56,6 +56,7 @@ _ELSEWHERE = (
     "v1_tuple.py",
     "wire/call_table.py",
     "wire/columns.py",
+    "wire/counters.py",
     "wire/exchange_table.py",
     "wire/fp8.py",
     "wire/logfmt.py",

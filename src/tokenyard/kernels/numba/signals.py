@@ -14,7 +14,9 @@ from __future__ import annotations
 import numpy as np
 
 from tokenyard.kernels.numba.caching import njit
+from tokenyard.kernels.numba.counters import note_patience, note_wait
 from tokenyard.kernels.numba.llvm.atomics import fence_stores, load_acquire, pause, store_release
+from tokenyard.kernels.numba.llvm.clock import now
 from tokenyard.kernels.numba.llvm.pointers import INT64, copy_bytes, pointer
 
 
@@ -44,35 +46,45 @@ def reaches(signal, epoch, patience):
 
 
 @njit(nogil=True, cache=True)
-def _await_kernel(incoming, size, epoch, first, patience):
+def _await_kernel(incoming, size, epoch, first, patience, waits):
     signals = pointer(incoming, INT64)
+    last, begin = np.int64(-1), np.int64(0)
     for i in range(first, size):
+        if load_acquire(signals[i]) >= epoch:
+            continue
+        if waits != 0 and last < 0:
+            begin = now()
+        last = np.int64(i)
         if not reaches(signals[i], epoch, patience):
+            note_patience(waits, last, begin)
             return i
+    if last >= 0:
+        note_wait(waits, size, last, begin)
     return size
 
 
 @njit(nogil=True, cache=True)
-def _meet_kernel(outgoing, incoming, size, epoch, patience):
+def _meet_kernel(outgoing, incoming, size, epoch, patience, waits):
     raise_signals(outgoing, size, epoch)
-    return _await_kernel(incoming, size, epoch, 0, patience)
+    return _await_kernel(incoming, size, epoch, 0, patience, waits)
 
 
 @njit(nogil=True, cache=True)
-def _post_kernel(message, outboxes, outgoing, incoming, size, epoch, patience):
+def _post_kernel(message, outboxes, outgoing, incoming, size, epoch, patience, waits):
     boxes = pointer(outboxes, INT64)
     num_bytes = message.shape[1] * np.int64(8)
     for r in range(size):
         copy_bytes(boxes[r], message.ctypes.data + r * message.strides[0], num_bytes)
-    return _meet_kernel(outgoing, incoming, size, epoch, patience)
+    return _meet_kernel(outgoing, incoming, size, epoch, patience, waits)
 
 
-def meet(outgoing: int, incoming: int, size: int, epoch: int, patience: int) -> int:
+def meet(outgoing: int, incoming: int, size: int, epoch: int, patience: int, waits: int = 0) -> int:
     """Signal, and wait for all others' signals, each for at most `patience` pauses.
 
-    All that this thread wrote comes before its signals, streaming stores included.
+    All that this thread wrote comes before its signals, streaming stores included. `waits`, if not
+    0, is the address of words that say whom this rank waits for (`wire.counters`).
     """
-    return _meet_kernel(outgoing, incoming, size, epoch, patience)
+    return _meet_kernel(outgoing, incoming, size, epoch, patience, waits)
 
 
 def post(
@@ -83,11 +95,12 @@ def post(
     size: int,
     epoch: int,
     patience: int,
+    waits: int = 0,
 ) -> int:
     """As `meet`, after row r of an int64 message was copied to the r-th of a table of boxes."""
-    return _post_kernel(message_RM, outboxes, outgoing, incoming, size, epoch, patience)
+    return _post_kernel(message_RM, outboxes, outgoing, incoming, size, epoch, patience, waits)
 
 
 def await_signals(incoming: int, size: int, epoch: int, first: int, patience: int) -> int:
     """Wait for signals first.. to reach the epoch, each for at most `patience` pauses."""
-    return _await_kernel(incoming, size, epoch, first, patience)
+    return _await_kernel(incoming, size, epoch, first, patience, 0)

@@ -59,7 +59,7 @@ class Staging:
         begins_L = np.zeros(len(members), np.int64)
         if enclosed:
             with suppress(SharedMemoryError):
-                begins_L = node.share(2 * turn_bytes, stage)
+                begins_L = node.share(2 * turn_bytes, stage, "staging")
         self.is_shared = bool(begins_L.all())
         self._own: np.ndarray | None = None
         place = topology.place(rank)

@@ -13,6 +13,7 @@ from tokenyard.kernels.numba.exchange.protocol import (
     Call,
     box_from,
     box_to,
+    count_rows,
     find_segment,
     open_ledger,
     passes,
@@ -20,6 +21,7 @@ from tokenyard.kernels.numba.exchange.protocol import (
     signal,
     verdict,
 )
+from tokenyard.kernels.numba.llvm.clock import now
 from tokenyard.kernels.numba.llvm.pointers import INT32, INT64, LIKE, copy_bytes, pointer
 from tokenyard.kernels.numba.reduce import scratch, streams_sums, sum_token
 from tokenyard.kernels.numba.rows import copy_row, streams
@@ -124,6 +126,7 @@ def _combine_kernel(like, sums, table):
     words = pointer(table, INT64)
     open_ledger(table)
     if words[at.PHASE] == at.START:
+        words[at.BEGAN] = now()
         if words[at.LEAVE_AT] == at.POSTED:
             return verdict(GENERAL, 0)
         _post_offer(table)
@@ -150,6 +153,7 @@ def _combine_kernel(like, sums, table):
         words[at.PHASE] = at.SUMMED
     if not passes(table, at.SUMMED, READ):
         return verdict(LATE, READ)
+    count_rows(table, words[at.ROW_BYTES], True)
     return np.int64(DONE)
 
 

@@ -15,6 +15,7 @@ from tokenyard.kernels.numba.exchange.protocol import (
     box_from,
     box_to,
     column_bytes,
+    count_rows,
     find_segment,
     open_ledger,
     passes,
@@ -22,6 +23,7 @@ from tokenyard.kernels.numba.exchange.protocol import (
     signal,
     verdict,
 )
+from tokenyard.kernels.numba.llvm.clock import now
 from tokenyard.kernels.numba.llvm.pointers import (
     FLOAT32,
     INT32,
@@ -253,10 +255,23 @@ def _localise(table):
 
 
 @njit(nogil=True, cache=True)
+def _count_load(table):
+    """Add to the load of this rank's experts what all ranks have told."""
+    words = pointer(table, INT64)
+    load = pointer(words[at.LOAD], INT64)
+    if words[at.LOAD] != 0:
+        for r in range(words[at.SIZE]):
+            told = pointer(box_from(table, r) + 8 * (say.PAYLOAD + 1), INT64)
+            for i in range(words[at.NUM_LOCAL]):
+                load[i] += told[i]
+
+
+@njit(nogil=True, cache=True)
 def _dispatch_kernel(table):
     words = pointer(table, INT64)
     open_ledger(table)
     if words[at.PHASE] == at.START:
+        words[at.BEGAN] = now()
         if words[at.LEAVE_AT] == at.POSTED or not _count(table):
             return verdict(GENERAL, 0)
         _post_counts(table)
@@ -278,6 +293,8 @@ def _dispatch_kernel(table):
         return verdict(LATE, ROWS)
     if words[at.PHASE] == at.ARRIVED:
         _localise(table)
+        _count_load(table)
+        count_rows(table, words[at.ROW_BYTES] + 12 * words[at.NUM_TOPK] + 4, False)
         words[at.PHASE] = at.OVER
     return np.int64(DONE)
 

@@ -14,7 +14,15 @@ from collections.abc import Callable
 import numpy as np
 
 from tokenyard.kernels.numba.caching import njit
+from tokenyard.kernels.numba.counters import (
+    count_call,
+    count_received,
+    count_sent,
+    note_patience,
+    note_wait,
+)
 from tokenyard.kernels.numba.llvm.atomics import load_acquire, yield_core
+from tokenyard.kernels.numba.llvm.clock import now
 from tokenyard.kernels.numba.llvm.pointers import INT64, pointer
 from tokenyard.kernels.numba.signals import raise_signals, reaches
 from tokenyard.wire import exchange_table as at
@@ -45,8 +53,14 @@ def _all_signalled(table, kind):
     words = pointer(table, INT64)
     epoch = pointer(words[at.EPOCHS], INT64)[kind]
     lines = pointer(pointer(words[at.IN_LINES], INT64)[kind], INT64)
-    yields = words[at.YIELDS]
-    for r in range(words[at.SIZE]):
+    yields, size = words[at.YIELDS], words[at.SIZE]
+    last, begin = np.int64(-1), np.int64(0)
+    for r in range(size):
+        if load_acquire(lines[r]) >= epoch:
+            continue
+        if last < 0:
+            begin = now()
+        last = np.int64(r)
         if reaches(lines[r], epoch, words[at.PATIENCE]):
             continue
         came = False
@@ -55,8 +69,28 @@ def _all_signalled(table, kind):
             yield_core()
             came = load_acquire(lines[r]) >= epoch
         if not came:
+            note_patience(words[at.WAITS], last, begin)
             return False
+    if last >= 0:
+        note_wait(words[at.WAITS], size, last, begin)
     return True
+
+
+@njit(nogil=True, cache=True)
+def count_rows(table, row_bytes, back):
+    """Count a call that has ended. Its rows are those of the ledger, which a combine sends back."""
+    words = pointer(table, INT64)
+    rank, size, counters = words[at.RANK], words[at.SIZE], words[at.COUNTERS]
+    if counters == 0:
+        return
+    sent = pointer(words[at.LEDGER], INT64)
+    count_call(counters, words[at.BEGAN])
+    for r in range(size):
+        there, here = sent[rank * size + r], sent[r * size + rank]
+        if back:
+            there, here = here, there
+        count_sent(counters, size, r, there, there * row_bytes)
+        count_received(counters, size, r, here)
 
 
 @njit(nogil=True, cache=True)

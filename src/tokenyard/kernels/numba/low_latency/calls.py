@@ -19,6 +19,8 @@ import torch
 from numba import int64, typeof
 
 from tokenyard.kernels.numba.caching import njit
+from tokenyard.kernels.numba.counters import count_call, count_received, count_sent
+from tokenyard.kernels.numba.llvm.clock import now
 from tokenyard.kernels.numba.llvm.pointers import INT32, INT64, LIKE, pointer
 from tokenyard.kernels.numba.low_latency.posts import (
     ALL_ROWS,
@@ -45,6 +47,7 @@ from tokenyard.kernels.numba.low_latency.steps import (
 )
 from tokenyard.kernels.numba.signals import raise_signal
 from tokenyard.wire import call_table as at
+from tokenyard.wire.counters import NANOSECONDS
 from tokenyard.wire.slots import BAD, OK, ROOM, ROWS_BEGIN, TOKENS, TWICE, SlotShape
 
 _ANY = np.int64(1) << 62  # more rows than there are
@@ -54,7 +57,63 @@ Call = Callable[[], int]
 
 
 @njit(nogil=True, cache=True)
+def _begin(table):
+    """Note when this half of a call begins, unless it goes on."""
+    words = pointer(table, INT64)
+    if words[at.BEGAN_FOR] != words[at.NUMBER]:
+        words[at.BEGAN_FOR], words[at.BEGAN] = words[at.NUMBER], now()
+
+
+@njit(nogil=True, cache=True)
+def _count_pairs(table, places, sends):
+    """Count rows to, or from, the ranks of the experts in TOPK_IDX whose `places` are not -1."""
+    words = pointer(table, INT64)
+    counters, size = words[at.COUNTERS], words[at.SIZE]
+    if counters == 0:
+        return
+    experts, place = pointer(words[at.TOPK_IDX], INT64), pointer(places, INT64)
+    owners = pointer(words[at.RANK_OF_EXPERT], INT32)
+    row_bytes = words[at.ROW_BYTES] + words[at.SCALE_BYTES]
+    for i in range(words[at.NUM_TOKENS] * words[at.NUM_TOPK]):
+        if place[i] >= 0:
+            owner = np.int64(owners[experts[i]])
+            if sends:
+                count_sent(counters, size, owner, 1, row_bytes)
+            else:
+                count_received(counters, size, owner, 1)
+
+
+@njit(nogil=True, cache=True)
+def _count_ranges(table, sends):
+    """Count rows to, or from, each rank as LAYOUT_RANGE has them."""
+    words = pointer(table, INT64)
+    counters, size = words[at.COUNTERS], words[at.SIZE]
+    if counters == 0:
+        return
+    for r in range(size):
+        count = count_rows(table, r)
+        if sends:
+            count_sent(counters, size, r, count, count * words[at.ROW_BYTES])
+        else:
+            count_received(counters, size, r, count)
+
+
+@njit(nogil=True, cache=True)
+def _count_end(table, is_received):
+    """Half of a call has ended; with the second half the call has."""
+    words = pointer(table, INT64)
+    counters = words[at.COUNTERS]
+    if counters == 0:
+        return
+    if is_received:
+        count_call(counters, words[at.BEGAN])
+    else:
+        pointer(counters, INT64)[NANOSECONDS] += now() - words[at.BEGAN]
+
+
+@njit(nogil=True, cache=True)
 def _dispatch_send_kernel(like, table):
+    _begin(table)
     late = await_reads(table)
     if late != OK:
         return late
@@ -65,12 +124,16 @@ def _dispatch_send_kernel(like, table):
         return verdict(TWICE, -2 - bad)
     stage_rows(table, like)
     publish(table)
+    words = pointer(table, INT64)
+    _count_pairs(table, words[at.TOPK_IDX], True)
+    _count_end(table, False)
     return np.int64(OK)
 
 
 @njit(nogil=True, cache=True)
 def _dispatch_receive_kernel(table):
     words = pointer(table, INT64)
+    _begin(table)
     found = check_posts(table, words[at.BLOCK_BYTES], NO_ROWS)
     if found != OK:
         return found
@@ -96,11 +159,18 @@ def _dispatch_receive_kernel(table):
         for local in range(num_local):
             totals[local] += ends[local]
     raise_signal(words[at.READ], words[at.NUMBER])
+    if words[at.LOAD] != 0:
+        load = pointer(words[at.LOAD], INT64)
+        for local in range(num_local):
+            load[local] += ends[local]
+    _count_ranges(table, False)
+    _count_end(table, True)
     return np.int64(OK)
 
 
 @njit(nogil=True, cache=True)
 def _combine_send_kernel(table):
+    _begin(table)
     late = await_reads(table)
     if late != OK:
         return late
@@ -122,6 +192,8 @@ def _combine_send_kernel(table):
         to = rows if r != rank or copies_own else np.int64(0)
         row = give_back(table, r, to, row, words[at.BLOCK] + r * words[at.TABLE_BYTES])
     publish(table)
+    _count_ranges(table, True)
+    _count_end(table, False)
     return np.int64(OK)
 
 
@@ -130,6 +202,7 @@ def _combine_receive_kernel(like, wide, table):
     words = pointer(table, INT64)
     rank, size, y = words[at.RANK], words[at.SIZE], words[at.Y]
     table_bytes = words[at.TABLE_BYTES]
+    _begin(table)
     found = check_posts(table, size * table_bytes, OTHERS_ROWS if y != 0 else ALL_ROWS)
     if found != OK:
         return found
@@ -156,6 +229,8 @@ def _combine_receive_kernel(like, wide, table):
     if torn != OK:
         return torn
     raise_signal(words[at.READ], words[at.NUMBER])
+    _count_pairs(table, words[at.PICKED], False)
+    _count_end(table, True)
     return np.int64(OK)
 
 
