@@ -19,6 +19,8 @@ from tokenyard.engine.nodes_handle import NodesHandle
 from tokenyard.testing import assert_same, numbered_tokens, routing, run_virtual
 from tokenyard.transports.hierarchical.staging import Staging
 from tokenyard.wire.exchange_table import HEARD, POSTED
+from tokenyard.wire.message import PAYLOAD
+from tokenyard.wire.nodes_table import BEFORE
 
 SHAPES = [(1, 1), (2, 2), (3, 2, 1)]
 EXPERTS = 12
@@ -167,7 +169,7 @@ def lie(group: Any) -> str:
             def pack() -> int:
                 verdict = plan.steps.pack()
                 sent = compiled._enclosures.staging.sent[0].numpy().view("int64")
-                sent[3 + 31] += 1
+                sent[BEFORE + PAYLOAD] += 1
                 return int(verdict)
 
             compiled._plans[key] = plan._replace(steps=plan.steps._replace(pack=pack))

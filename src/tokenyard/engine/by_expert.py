@@ -178,7 +178,8 @@ def _dispatch_in_one_step(
     )
     load = engine.statistics.load(out.placement.num_experts, len(counts.counts_L))
     load += counts.counts_L
-    engine.statistics.count(_DISPATCH, begin, *counts.moved_2R, sum(row_widths(columns)))
+    went, came = counts.moved_2R
+    engine.statistics.count(_DISPATCH, begin, went, came, sum(row_widths(columns)))
     return rows, handle
 
 
@@ -315,7 +316,8 @@ def _sum_in_one_step(
     if kind == SHARES:
         engine.statistics.count_flow(_COMBINE, begin, known.flow, width, back=True)
     else:
-        engine.statistics.count(_COMBINE, begin, *by_expert.sent.moved_2R[::-1], width)
+        went, came = by_expert.sent.moved_2R
+        engine.statistics.count(_COMBINE, begin, came, went, width)
     return out
 
 

@@ -53,8 +53,8 @@ class Statistics:
         self,
         stage: str,
         begin: int,
-        sent_R: Sequence[int],
-        received_R: Sequence[int],
+        sent_R: Sequence[int] | np.ndarray,
+        received_R: Sequence[int] | np.ndarray,
         row_bytes: int,
     ) -> None:
         """Count a call that began at this moment (`time.monotonic_ns`) and ends now."""
@@ -70,8 +70,10 @@ class Statistics:
         self, stage: str, begin: int, flow: Flow, row_bytes: int, back: bool = False
     ) -> None:
         """The same, of rows that have gone along a flow, or back."""
-        counts = flow.route.send_counts, flow.recv_counts
-        self.count(stage, begin, *(reversed(counts) if back else counts), row_bytes)
+        sent, received = flow.route.send_counts, flow.recv_counts
+        if back:
+            sent, received = received, sent
+        self.count(stage, begin, sent, received, row_bytes)
 
     def moved(self, stage: str, nanoseconds: int) -> None:
         """The Buffer's thread has moved rows of a call for so long."""
