@@ -52,7 +52,12 @@ FLOORS = {
 
 # Packages that only one room may know. (Numba comes with cloudpickle.)
 OWNERS: dict[str, str | tuple[str, ...]] = {
-    "numba": ("kernels/numba", "testing/processes.py", "bench/roof.py"),
+    "numba": (
+        "kernels/numba",
+        "testing/processes.py",
+        "testing/preloaded.py",
+        "bench/roof.py",
+    ),
     "llvmlite": ("kernels/numba", "bench/roof.py"),
     "triton": "kernels/triton",
     "pickle": "testing",

@@ -77,8 +77,8 @@ class Processes:
         self._folder = tempfile.TemporaryDirectory(prefix="tokenyard-")
         method = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
         context: Any = mp.get_context(method)
-        if method == "forkserver":  # import torch once, not once a rank
-            context.set_forkserver_preload(["tokenyard.buffer", "tokenyard.testing"])
+        if method == "forkserver":  # import torch and numba once, not once a rank
+            context.set_forkserver_preload(["tokenyard.testing.preloaded"])
         pipes = [context.Pipe() for _ in range(num_ranks)]
         self._pipes = [ours for ours, _ in pipes]
         self.processes = [

@@ -37,9 +37,7 @@ class Callers:
 
     def __init__(self) -> None:
         # Where no process was started yet: import once what all callers import.
-        forkserver.set_forkserver_preload(
-            ["tokenyard.buffer", "tokenyard.testing", "torch._dynamo"]
-        )
+        forkserver.set_forkserver_preload(["tokenyard.testing.preloaded", "torch._dynamo"])
         forkserver.ensure_running()
         self._caller = ""
         self._pools: dict[int, Pool] = {}
