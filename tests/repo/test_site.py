@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.cases import site
+from tests.cases.site import Html
 
 pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
 pytestmark = pytest.mark.docs
@@ -22,8 +23,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_links_and_anchors_lead_somewhere(built: Path) -> None:
-    pages = site.read(built)
+@pytest.fixture(scope="module")
+def pages(built: Path) -> dict[Path, Html]:
+    return site.read(built)
+
+
+def test_links_and_anchors_lead_somewhere(built: Path, pages: dict[Path, Html]) -> None:
     assert len(pages) > 25
     lost = []
     for path, page in pages.items():
@@ -46,15 +51,15 @@ def test_llms_txt_names_pages_of_the_site(built: Path) -> None:
         assert (built / address / "index.html").exists(), address
 
 
-def test_no_page_asks_another_server(built: Path) -> None:
-    for path, page in site.read(built).items():
+def test_no_page_asks_another_server(pages: dict[Path, Html]) -> None:
+    for path, page in pages.items():
         for link in page.loaded:
             assert not urlsplit(link).netloc, f"{path.name} loads {link}"
         for style in re.findall(r"url\(\s*['\"]?(https?:[^)]+)\)", path.read_text()):
             raise AssertionError(f"{path.name} loads {style}")
 
 
-def test_every_page_has_one_title(built: Path) -> None:
-    for path, page in site.read(built).items():
+def test_every_page_has_one_title(pages: dict[Path, Html]) -> None:
+    for path, page in pages.items():
         if path.name != "404.html":
             assert len(page.titles) == 1, f"{path.parent.name}: {page.titles}"
