@@ -33,6 +33,7 @@ FLOORS = {
     "ops": 5,
     "engine": 7,
     "low_latency": 8,
+    "sizing": 9,
     "opening": 9,
     "lifetime": 9,
     "hardware": 9,

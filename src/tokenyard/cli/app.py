@@ -14,6 +14,7 @@ from importlib.util import find_spec
 COMMANDS = {
     "doctor": "doctor:doctor",
     "bench": "bench:bench",
+    "size": "size:size",
     "warm-up": "warm_up:warm_up",
 }
 

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -59,14 +59,22 @@ def show(value: Any, as_json: bool, draw: Callable[[Console], None]) -> None:
 
 
 def table(
-    columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str | None = None
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    title: str | None = None,
+    right: Collection[int] = (),
 ) -> Table:
-    """Columns whose cells are numbers stand right. A `rich.text.Text` keeps its style."""
+    """Columns whose cells are numbers stand right, and those of `right`. A `rich.text.Text` keeps
+    its style.
+    """
     made = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for number, name in enumerate(columns):
         cells = [row[number] for row in rows]
         is_number = bool(cells) and all(isinstance(cell, (int, float)) for cell in cells)
-        made.add_column(Text(name), justify="right" if is_number else "left", overflow="fold")
+        made.add_column(
+            Text(name), justify="right" if is_number or number in right else "left", overflow="fold"
+        )
     for row in rows:
         made.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
     return made
@@ -77,9 +85,9 @@ def level(name: str, word: str | None = None) -> Text:
     return Text(word or name, style=_STYLES[name])
 
 
-def hanging(text: Text, indent: int) -> Text:
+def hanging(text: Text | str, indent: int) -> Text:
     """Text whose lines after the first begin `indent` columns in."""
-    screen = console()
+    screen, text = console(), Text(text) if isinstance(text, str) else text
     first, *rest = text.wrap(screen, screen.width)
     lines = [first]
     if rest:

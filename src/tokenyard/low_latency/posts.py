@@ -58,6 +58,11 @@ _MARKS = 9  # numbers of a rank: of its messages, of its four posts, of their fo
 Differs = Callable[[str, int, int | np.ndarray], None]
 
 
+def control_bytes(num_ranks: int) -> int:
+    """Of the segment in which a rank posts its calls."""
+    return round_up(_MASKS + 8 * num_ranks, 4096)
+
+
 class PostKernels(SignalKernels, Protocol):
     def signal(self, address: int, value: int) -> None: ...
 
@@ -105,7 +110,7 @@ class Posts:
         self._node, self._kernels, self._shrink = node, kernels, shrink
         self._rank, self._size = node.rank, node.size
         node.liveness.shrinks = shrink
-        controls = node.share(round_up(_MASKS + 8 * self._size, 4096), stage, "posts").tolist()
+        controls = node.share(control_bytes(self._size), stage, "posts").tolist()
         self._posts = [self._post(controls, place) for place in range(4)]
         self._own_masks = controls[self._rank] + _MASKS
         self._flags_R = np.array([base + _MASKS + 8 * self._rank for base in controls], np.int64)

@@ -30,7 +30,7 @@ from tokenyard.shm.segment import Segment
 from tokenyard.shm.shared_rows import NOTHING, SharedRows
 from tokenyard.wire.message import NO_MEMORY
 
-_BOX = 128  # int64s of a message that go at once
+BOX = 128  # int64s of a message that go at once
 _STAGE = "Buffer (attach)"
 
 
@@ -40,7 +40,7 @@ class SharedNode(Leaving):
         communicator: Communicator,
         kernels: SignalKernels,
         timeout: float,
-        box: int = _BOX,
+        box: int = BOX,
     ) -> None:
         """All ranks of the communicator, on one machine. Raises OSError on all ranks if one of them
         cannot attach the others' memory. Messages of up to `box` integers go at once.

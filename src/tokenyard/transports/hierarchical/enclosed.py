@@ -370,6 +370,23 @@ class Enclosures:
             )
 
 
+def most_staging(topology: Topology, rank: int, parcel_bytes: int, row_bytes: int) -> int:
+    """The most bytes that a rank's staging takes for parcels and rows for a combine of so many.
+
+    What it outgrew stays with the node, and each one was at most half of the next in what grew.
+    """
+    if parcel_bytes > MOST_ENCLOSED and row_bytes > MOST_ENCLOSED:
+        return 0  # rows travel after the agreement, through a stream
+    enclosed = min(MOST_ENCLOSED, max(_LEAST, 1 << (parcel_bytes - 1).bit_length()))
+    most = max(parcel_bytes, row_bytes)
+    staged = min(_MOST_STAGED, max(_LEAST, 1 << (most - 1).bit_length()))
+    members = topology.ranks_of_node[topology.node_of_rank[rank]]
+    words = round_up(8 * WIDTH * len(members), LINE)
+    rails = max(len(topology.rails_of(one)) for one in members)
+    turn = staged + rails * (topology.num_nodes - 1) * (words + enclosed)
+    return 2 * 2 * turn
+
+
 def _first_record(num_tokens: int, num_ranks: int) -> int:
     """Where records begin in a parcel."""
     return round_up(num_tokens * -(-num_ranks // 8), LINE)

@@ -52,6 +52,13 @@ _MOST_AT_ONCE = 4096
 _LATER = 1.0
 
 
+def box_of(topology: Topology, rank: int) -> int:
+    """int64s of a message that go at once between ranks of this rank's node."""
+    node = topology.ranks_of_node[topology.node_of_rank[rank]]
+    most = 1 + max(len(topology.upstream(one)) for one in node)
+    return min(WIDTH * most, _MOST_AT_ONCE)
+
+
 class HierarchicalTransport(SharedMemoryTransport):
     name = "hierarchical"
     offers_memory = True
@@ -79,7 +86,7 @@ class HierarchicalTransport(SharedMemoryTransport):
             opened.callback(neighbours.close)
             failure = None
             try:
-                box = min(WIDTH * self._most, _MOST_AT_ONCE)
+                box = box_of(topology, self.rank)
                 node = SharedNode(neighbours, kernels, timeout + _LATER, box)
                 self._node = opened.enter_context(node)
             except OSError as error:
