@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 # Pages whose Python has one of these need a process of their own.
-_ALONE = ("run_processes", "init_process_group", "local_group", "environ", "sys.path", "compile(")
+_ALONE = ("init_process_group", "environ", "sys.path", "compile(")
 
 
 def python_of(page: Path) -> str:

@@ -18,6 +18,7 @@ from tests.cases.pages import PAGES, ROOT, Console, consoles_of, python_of, runs
 pytestmark = pytest.mark.docs
 
 TOGETHER = [page for page in PAGES if python_of(page) and not runs_alone(page)]
+PARTS = sorted({page.parent.name for page in TOGETHER})
 ALONE = [page for page in PAGES if python_of(page) and runs_alone(page)]
 CONSOLES = [console for page in PAGES for console in consoles_of(page)]
 
@@ -50,9 +51,10 @@ def test_examples_run(page: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_examples_of_many_pages_run_in_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", PARTS)
+def test_examples_of_a_folder_run_in_one_process(part: str, tmp_path: Path) -> None:
     """A process of its own would cost every page some seconds of imports and kernels."""
-    scripts = [write(page, tmp_path) for page in TOGETHER]
+    scripts = [write(page, tmp_path) for page in TOGETHER if page.parent.name == part]
     done = run([sys.executable, pages.__file__, *scripts], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
