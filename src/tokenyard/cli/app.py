@@ -12,6 +12,7 @@ from importlib.util import find_spec
 
 # "module:name" in this folder, where the name is a function or a typer.Typer with commands.
 COMMANDS = {
+    "inspect": "inspect:inspect",
     "doctor": "doctor:doctor",
     "bench": "bench:bench",
     "size": "size:size",

@@ -131,6 +131,13 @@ class Figures:
             "per_node": int(self.node_traffic[abroad_RM].sum()),
         }
 
+    @property
+    def traffic_of_a_step(self) -> tuple[np.ndarray, str]:
+        """[R, R] from rank to rank, on average, in a unit that suits the largest."""
+        each = self.traffic * self.row_bytes / max(1, len(self.step))
+        power = next((p for p in (3, 2, 1) if each.max() >= 1000**p), 0)
+        return each / 1000**power, ("B", "KB", "MB", "GB")[power]
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return {
