@@ -15,6 +15,7 @@ COMMANDS = {
     "inspect": "inspect:inspect",
     "doctor": "doctor:doctor",
     "bench": "bench:bench",
+    "selftest": "selftest:selftest",
     "size": "size:size",
     "warm-up": "warm_up:warm_up",
 }
