@@ -38,7 +38,9 @@ _HOMES = {
     "record": "recording",
     "per_token_cast_back": "ops.quantize",
     "per_token_cast_to_fp8": "ops.quantize",
+    "merge_traces": "tracing",
     "topk_idx_t": "types",
+    "trace": "tracing",
     "unpermute": "ops.permute",
     "warm_up": "warming",
 }
@@ -75,6 +77,8 @@ if TYPE_CHECKING:
     from tokenyard.recording import record as record
     from tokenyard.runtime.events import EventHandle as EventHandle
     from tokenyard.runtime.events import EventOverlap as EventOverlap
+    from tokenyard.tracing import merge_traces as merge_traces
+    from tokenyard.tracing import trace as trace
     from tokenyard.types import Config as Config
     from tokenyard.types import Handle as Handle
     from tokenyard.types import topk_idx_t as topk_idx_t

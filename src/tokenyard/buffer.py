@@ -225,6 +225,7 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
         A tag is a number of your own: if ranks give different ones, all raise CallMismatch.
         """
         config = _default_config(Buffer.num_sms) if config is None else config
+        self._use.stage = "dispatch" if handle is None else "cached dispatch"
         if (
             handle
             is num_tokens_per_rank
@@ -241,6 +242,7 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
                     quick = compiled.dispatch(
                         x, topk_idx, topk_weights, num_experts, expert_alignment, config, tag
                     )
+                self._use.goes_on = quick is None
             if quick is not None:
                 if (notes := recording.active) is not None:
                     notes.note(engine, x, topk_idx, topk_weights, num_experts)
@@ -316,6 +318,7 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
         bias. With async_finish it is written when the event is over: leave it alone until then.
         """
         config = _default_config(Buffer.num_sms) if config is None else config
+        self._use.stage = "combine"
         if (
             isinstance(handle, CompiledHandle)
             and topk_weights is bias is previous_event is None
@@ -326,6 +329,7 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
                 sums = None
                 if compiled is not None:
                     sums = compiled.combine(x, handle, out, config, tag)
+                self._use.goes_on = sums is None
             if sums is not None:
                 return Combined(sums, None, EventOverlap())
         completion = Completion(async_finish, allocate_on_comm_stream)
@@ -364,6 +368,7 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
         request = DispatchRequest.plain(
             x, topk_idx, topk_weights, num_experts, expert_alignment, config, tag
         )
+        self._use.stage = "dispatch by expert"
         with self._use as engine:
             got, handle = dispatch_by_expert(engine, request)
         if (notes := recording.active) is not None:
@@ -390,6 +395,7 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
         Rows in the memory of dispatch_by_expert's x or of get_next_combine_buffer are read by other
         ranks where they lie. out and tag are those of combine.
         """
+        self._use.stage = "combine by expert"
         with self._use as engine:
             config = _default_config(Buffer.num_sms)
             return combine_by_expert(engine, y, handle, weigh, out, config, tag)
@@ -405,6 +411,7 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
         DeepEP has no such call. It is meant for few numbers, and for tokens that all ranks need:
         every rank gets every row.
         """
+        self._use.stage = "all_gather"
         with self._use as engine:
             return Gathered(*all_gather(engine, x, handle, _default_config(Buffer.num_sms)))
 

@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch.autograd import profiler
 
-from tokenyard import recording
+from tokenyard import recording, tracing
 from tokenyard.engine.failure import raised_on_all_ranks
 from tokenyard.engine.stages import Engine
 from tokenyard.errors import BufferClosed, BufferInUse, PeerError
 from tokenyard.low_latency.engine import LowLatency
-from tokenyard.runtime import memory
+from tokenyard.low_latency.handle import STAGE_OF
+from tokenyard.runtime import memory, recorder
+from tokenyard.runtime.recorder import Track
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Self = TypeVar("Self", bound="Lifetime")
+_ANY = "call"
 
 
 class Use:
@@ -32,6 +37,12 @@ class Use:
         self._buffer, self._lock = weakref.ref(buffer), threading.Lock()
         self._thread = 0  # the last one that took the lock
         self.rank = -1
+        # What the next call is called in traces and profiles. A call sets it; its end resets it.
+        self.stage = _ANY
+        self.goes_on = False  # the next entry belongs to the same call
+        self._began = 0  # when the call began, if somebody watches
+        self._range: Any = None  # of torch's profiler
+        self._track: Track | None = None  # of a trace
 
     def __enter__(self) -> Engine:
         buffer = self._buffer()
@@ -43,6 +54,8 @@ class Use:
         self._thread = threading.get_ident()
         engine = buffer._engine
         if engine is not None and engine.failure.error is None:
+            if recorder.active is not None or profiler._is_profiler_enabled:
+                self._begin(engine)
             return engine
         try:
             return buffer._usable_engine()
@@ -72,7 +85,34 @@ class Use:
                 # The call has ended, or goes on on the Buffer's thread.
                 buffer._engine.agreement.engaged = False
         finally:
+            if self._began and not (self.goes_on and error is None):
+                self._end(buffer)
+            if not self.goes_on:
+                self.stage = _ANY
+            self.goes_on = False
             self._lock.release()
+
+    def _begin(self, engine: Engine) -> None:
+        if self._began:
+            return  # it goes on
+        if recorder.active is not None:
+            self._track = engine.track(recorder.active)
+        self._began = time.monotonic_ns()
+        if profiler._is_profiler_enabled:
+            self._range = profiler.record_function(f"tokenyard::{self.stage.replace(' ', '_')}")
+            self._range.__enter__()
+
+    def _end(self, buffer: Lifetime) -> None:
+        began, self._began = self._began, 0
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+        track, self._track, engine = self._track, None, buffer._engine
+        if track is not None and engine is not None:
+            number, low_latency = engine.agreement.number, buffer._low_latency
+            if self.stage in STAGE_OF and low_latency is not None:
+                number = low_latency.numbers[STAGE_OF.index(self.stage)]
+            track.call(self.stage, began, number)
 
 
 class Lifetime:
@@ -83,6 +123,7 @@ class Lifetime:
     def __init__(self, group: Any, explicitly_destroy: bool) -> None:
         """Before the engines are opened, since that may raise."""
         recording.begin_from_environment()
+        tracing.begin_from_environment()
         # Weakly, since a group that outlives its destruction aborts the process at exit.
         self._group = weakref.ref(group)
         self.explicitly_destroy = explicitly_destroy
@@ -161,6 +202,7 @@ class Lifetime:
             if not self.explicitly_destroy:
                 self._finalizer.detach()
             engine.close()
+            tracing.write_for_environment()
 
     def destroy(self) -> None:
         """DeepEP's name for close."""

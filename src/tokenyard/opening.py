@@ -22,6 +22,7 @@ from torch import Tensor
 from tokenyard import kernels as kernel_sets
 from tokenyard import validate
 from tokenyard.comm import connect
+from tokenyard.comm.clocks import clocks_ahead
 from tokenyard.comm.process_table import ProcessId, ProcessWatch, this_process
 from tokenyard.engine.agreement import Agreement, Call, Terms
 from tokenyard.engine.compiled import compiled_calls
@@ -211,6 +212,7 @@ def open_engine(group: Any, options: Options) -> tuple[Engine, LowLatency | None
         # Others may have opened their Buffers when this rank fails, and wait for it in a call.
         undo.enter_context(opened)
         agreement, streams = Agreement(opened, shared_id), streams_for(communicator.device)
+        agreement.clocks_R = clocks_ahead(communicator, machines)
         where = None if placed is None else placed.rank_of_expert.tolist()
         place = repr((processes, machines, topology.node_of_rank, where, opened.name))
         origin = Origin(shared_id, rank, digest(place), tuple(topology.node_of_rank))

@@ -22,6 +22,7 @@ FLOORS = {
     "wire": 1,
     "routing": 1,
     "recording": 2,
+    "tracing": 3,
     "runtime": 2,
     "kernels": 3,
     "comm": 3,

@@ -189,6 +189,7 @@ class ElasticBuffer(EngramCalls, PipelineCalls, SessionCalls):
         The call has ended when it returns, also with async_with_compute_stream.
         """
         config = _config(num_sms or _NUM_SMS)
+        self._use.stage = "dispatch"
         with self._use as engine:
             with heard_by_all(engine, "dispatch"):
                 _wait(previous_event, previous_event_before_epilogue)
@@ -249,6 +250,7 @@ class ElasticBuffer(EngramCalls, PipelineCalls, SessionCalls):
         last top-k lane that each has: `spec.elastic_combine` has the order and the rounding.
         topk_weights, [N, K] or [M] if expanded, come back as [T, K] from the expert's rank.
         """
+        self._use.stage = "combine"
         with self._use as engine:
             with heard_by_all(engine, "combine"):
                 _wait(previous_event, previous_event_before_epilogue)
@@ -269,6 +271,7 @@ class ElasticBuffer(EngramCalls, PipelineCalls, SessionCalls):
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
     ) -> None:
         """Wait until all ranks are here, and all their calls have ended."""
+        self._use.stage = "barrier"
         with self._use as engine:
             engine.worker.drain()
             call = Call(stage=STAGES.index("barrier"))

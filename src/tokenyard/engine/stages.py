@@ -29,8 +29,10 @@ from tokenyard.engine.inputs import DispatchRequest, Outgoing, Preparation, wait
 from tokenyard.engine.statistics import Statistics, links_of
 from tokenyard.errors import PeerLeft, SharedMemoryError
 from tokenyard.kernels import Kernels
+from tokenyard.runtime import recorder
 from tokenyard.runtime.completion import Completion
 from tokenyard.runtime.events import EventHandle, EventOverlap, Worker
+from tokenyard.runtime.recorder import Recorder, Span, Track
 from tokenyard.runtime.streams import Streams
 from tokenyard.shm.shared_rows import check
 from tokenyard.topology import Placement, Topology
@@ -422,7 +424,14 @@ class Engine:
             pending.current_stream_wait()
         begin = time.monotonic_ns()
         work()
-        self.statistics.moved(stage, time.monotonic_ns() - begin)
+        end = time.monotonic_ns()
+        self.statistics.moved(stage, end - begin)
+        if recorder.active is not None:
+            self.track(recorder.active).moves.append(Span(stage, begin, end))
+
+    def track(self, active: Recorder) -> Track:
+        """This Buffer's in a trace."""
+        return active.track(self.statistics, self.agreement.buffer_id, self.agreement.clocks_R)
 
 
 def _rows_out(

@@ -11,7 +11,7 @@ from torch import Tensor
 from tokenyard import recording
 from tokenyard.low_latency import forks
 from tokenyard.low_latency.engine import LowLatency
-from tokenyard.low_latency.handle import LowLatencyHandle
+from tokenyard.low_latency.handle import STAGE_OF, LowLatencyHandle
 from tokenyard.low_latency.inputs import Fp8, most_bytes
 from tokenyard.low_latency.quick import QuickHandle
 from tokenyard.runtime.completion import Completion, RecvHook
@@ -87,6 +87,7 @@ class LowLatencyCalls:
             completion = Completion(
                 async_finish, False, return_recv_hook, dispatch_wait_recv_cost_stats
             )
+        self._use.stage = STAGE_OF[DISPATCH]
         with self._use as opened:
             engine = self._low_latency or self._open_low_latency(is_open=True)
             if wrong is not None:
@@ -140,6 +141,7 @@ class LowLatencyCalls:
         """
         is_plain = not (use_logfmt or zero_copy or async_finish or return_recv_hook)
         wrong = forks.check_combine(fork, x) if fork else None
+        self._use.stage = STAGE_OF[COMBINE]
         with self._use:
             engine = self._low_latency or self._open_low_latency(is_open=True)
             if wrong is not None:
@@ -207,6 +209,7 @@ class LowLatencyCalls:
     def _receive(self, hook: RecvHook) -> None:
         """What the user's hook does. Called a second time it does nothing."""
         if not hook.is_over:
+            self._use.stage = "low-latency receive"
             with self._use:
                 hook()
 

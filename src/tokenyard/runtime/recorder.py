@@ -1,0 +1,110 @@
+"""What this process does while a trace is on (`tokenyard.trace`): calls, moves and waits.
+
+Recording must cost little, so a call leaves a copy of its Buffer's counters here and no more; which
+rows it moved is worked out when the trace is written. While no trace is on, `active` is None, and a
+call tests that alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from tokenyard.runtime.waits import Waits
+from tokenyard.wire.counters import LOG
+
+MOST_CALLS = 1 << 18  # of one Buffer; later ones are left out
+
+
+class Counted(Protocol):
+    """What a Buffer has counted so far (`engine.statistics`)."""
+
+    rank: int
+    waits: Waits
+
+    def totals(self) -> np.ndarray: ...
+
+
+class Span(NamedTuple):
+    """A call, or a move on the Buffer's thread. Times are those of `time.monotonic_ns`."""
+
+    stage: str
+    begin: int
+    end: int
+    number: int = -1  # the same on all ranks that make this call; -1 if ranks cannot tell
+    totals: np.ndarray | None = None  # counters at its end
+
+
+@dataclass
+class Track:
+    """One Buffer of one rank."""
+
+    buffer: int  # the same on all ranks of the Buffer
+    counted: Counted
+    clocks_R: np.ndarray  # nanoseconds by which each rank's clock is ahead of this one's
+    first: np.ndarray  # counters when the trace began
+    calls: list[Span] = field(default_factory=list)
+    moves: list[Span] = field(default_factory=list)
+    waits: list[tuple[int, int, int]] = field(default_factory=list)
+    seen: int = 0  # waits that were taken from the log
+
+    def drain(self) -> None:
+        """Take waits from the log, which forgets."""
+        waits = self.counted.waits
+        self.waits += waits.since(self.seen)
+        self.seen = waits.count
+
+    def call(self, stage: str, begin: int, number: int) -> None:
+        """A call has ended now, with this number on all ranks; -1 if ranks cannot tell."""
+        if len(self.calls) < MOST_CALLS:
+            totals = self.counted.totals()
+            self.calls.append(Span(stage, begin, time.monotonic_ns(), number, totals))
+        if self.counted.waits.count - self.seen > LOG // 2:
+            self.drain()
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.tracks: dict[int, Track] = {}
+        self._lock = threading.Lock()
+
+    def track(self, counted: Counted, buffer: int, clocks_R: np.ndarray) -> Track:
+        """That of a Buffer, which begins with its first call."""
+        found = self.tracks.get(id(counted))
+        if found is None:
+            with self._lock:
+                found = Track(buffer, counted, clocks_R, counted.totals())
+                found.seen = counted.waits.count
+                self.tracks[id(counted)] = found
+        return found
+
+
+active: Recorder | None = None
+_holders: list[Recorder] = []
+_change = threading.Lock()
+
+
+def start() -> Recorder:
+    """Begin to record, or join whoever records in this process already."""
+    global active
+    with _change:
+        if active is None:
+            active = Recorder()
+        _holders.append(active)
+        return active
+
+
+def stop(finish: Callable[[Recorder], Any]) -> None:
+    """End it. The last that began calls `finish`."""
+    global active
+    with _change:
+        recorder = _holders.pop()
+        if not _holders:
+            active = None
+    if active is None:
+        finish(recorder)
