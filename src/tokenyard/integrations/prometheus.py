@@ -84,6 +84,7 @@ class BufferCollector:
         self._buffers = buffers
 
     def collect(self) -> Iterator[Any]:
+        """All metrics, with what the Buffers say now."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         families: dict[_Metric, Any] = {}
@@ -116,6 +117,7 @@ class Publisher:
             self._metrics[metric] = made(metric.name, metric.text, metric.labels, **more)
 
     def add(self, buffer: Buffer) -> None:
+        """Publish the figures of this Buffer too."""
         with self._lock:
             self._buffers.append(buffer)
 
