@@ -26,9 +26,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-WIDTHS = {"desktop": 1280, "phone": 390}
-SCHEMES = ("light", "dark")
-_TALL = 1800  # pixels of a page that a screenshot shows at most
+WIDTHS = {"phone": 390, "desktop": 1280}
+SCHEMES = {"light": "default", "dark": "slate"}  # what mkdocs.yml calls them
+_SWITCH = "document.body.dataset.mdColorScheme"
+_TALL = 1500  # pixels of a page that a screenshot shows at most
 _ACROSS, _DOWN = 6, 2  # screenshots on a sheet
 
 # What sticks out of the window though nothing around it scrolls, and pictures without pixels.
@@ -104,8 +105,7 @@ class Browser:
         return [*json.loads(found), *self.said]
 
     def screenshot(self, width: int, scheme: str) -> bytes:
-        feature = {"name": "prefers-color-scheme", "value": scheme}
-        self.call("Emulation.setEmulatedMedia", features=[feature])
+        self.call("Runtime.evaluate", expression=f"{_SWITCH} = {SCHEMES[scheme]!r}")
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": width, "height": min(size["height"], _TALL), "scale": 1}
         taken = self.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
@@ -180,6 +180,8 @@ def main(given: Sequence[str] | None = None) -> None:
                     print(f"{page} ({kind}): {fault}", flush=True)
                 name = page.removesuffix("/index.html").removesuffix(".html").replace("/", ".")
                 for scheme, seen in pictures.items():
+                    if page.startswith("source/") and scheme != "light":
+                        continue  # files of the repository, each like the others
                     seen.append(args.seen / f"{name}-{kind}-{scheme}.png")
                     seen[-1].write_bytes(tab.screenshot(width, scheme))
             for scheme, seen in pictures.items():
