@@ -8,8 +8,13 @@ nothing was run.
 
 from __future__ import annotations
 
+import argparse
 import re
+import sys
 from collections import defaultdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tools.triton_aot import compile as ahead
 from tools.triton_aot.compile import TARGETS, Compiled
@@ -91,6 +96,7 @@ def print_estimate(made: dict[str, list[Compiled]]) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     made = {target: ahead.compile_for(target) for target in TARGETS}
     print_code(made)
     print_estimate(made)

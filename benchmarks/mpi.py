@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mpi4py import MPI
 
 import tokenyard
 from tokenyard.testing import numbered_tokens, routing
@@ -24,7 +23,9 @@ from tokenyard.testing import numbered_tokens, routing
 NUM_TOPK, NUM_EXPERTS = 8, 64
 
 
-def milliseconds(world: MPI.Comm, call: Callable[[], object], repeat: int) -> float:
+def milliseconds(world: Any, call: Callable[[], object], repeat: int) -> float:
+    from mpi4py import MPI
+
     times = []
     for _ in range(repeat + 1):
         world.Barrier()
@@ -44,6 +45,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--repeat", type=int, default=9)
     args = parser.parse_args()
+    from mpi4py import MPI  # after the options, so that --help works without it
+
     torch.set_num_threads(1)
     world = MPI.COMM_WORLD
     rank, size = world.rank, world.size

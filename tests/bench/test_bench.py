@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import tokenyard
 from tests.cases.clock import scaled
 from tests.cases.processes import Pools
 from tokenyard.bench.case import Case, Way
@@ -73,7 +72,6 @@ def test_ranks_are_started_for_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(not hasattr(tokenyard.Buffer, "stats"), reason="Buffer.stats is not there yet")
 def test_a_rank_that_was_slowed_is_named(processes: Pools) -> None:
     shape = replace(TINY, rounds=5, slow_rank=1)
     ranks = processes(2).run(job, "dispatch", shape, 8)

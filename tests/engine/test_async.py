@@ -53,7 +53,7 @@ def return_early(group: Any) -> bool:
 
 
 def test_a_call_returns_before_its_rows_move(ranks: Processes) -> None:
-    """How much sooner, benchmarks/intranode.py measures."""
+    """How much sooner, `tokenyard bench dispatch` measures."""
     assert ranks.run(return_early) == [True] * 3
 
 

@@ -36,5 +36,4 @@ class Case:
     base: str  # the way that ratios refer to
     num_bytes: int | None = None  # that one call brings to this rank
     stats: Callable[..., dict[str, Any]] | None = None  # Buffer.stats
-    transport: str | None = None
     absent: dict[str, str] = field(default_factory=dict)  # who is not measured, and why

@@ -120,7 +120,7 @@ _ALL = [
     Benchmark(
         name="rearrange",
         summary="Transpositions beside Tensor.copy_ and a plain copy.",
-        takes=("cases", "rounds"),
+        takes=("cases", "dtype", "rounds"),
         shape=Shape(rounds=5),
         where="rearranging:rearrange",
     ),

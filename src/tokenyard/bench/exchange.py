@@ -16,15 +16,6 @@ def _wait(got: Any) -> None:
     got.event.current_stream_wait()
 
 
-def stats_of(buffer: Any) -> Any:
-    """Buffer.stats, which says whom ranks waited for."""
-    return getattr(buffer, "stats", None)
-
-
-def transport_of(buffer: Any) -> str:
-    return buffer._open_engine().transport.name
-
-
 class Exchange:
     """One Buffer, one routing: what both benchmarks need."""
 
@@ -59,8 +50,7 @@ class Exchange:
             checks=self.checks,
             base=MEMCPY,
             num_bytes=num_bytes,
-            stats=stats_of(self.buffer),
-            transport=transport_of(self.buffer),
+            stats=self.buffer.stats,
             absent=absent(),
         )
 

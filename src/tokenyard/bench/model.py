@@ -17,7 +17,6 @@ from torch import Tensor
 import tokenyard
 from tokenyard.bench.beside import absent
 from tokenyard.bench.case import Case, Check, Way
-from tokenyard.bench.exchange import stats_of, transport_of
 from tokenyard.bench.shape import Shape
 from tokenyard.nn import MoE, RouterConfig, functional
 
@@ -108,7 +107,6 @@ def model(group: Any, shape: Shape, tokens: int) -> Generator[Case]:
             beside={GATHERING: Way(theirs)},
             checks=checks,
             base=GATHERING,
-            stats=stats_of(buffer),
-            transport=transport_of(buffer),
+            stats=buffer.stats,
             absent=absent(),
         )

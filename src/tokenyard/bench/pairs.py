@@ -20,7 +20,6 @@ from tokenyard.bench.beside import (
     vllm_collectives,
 )
 from tokenyard.bench.case import Case, Check, Way
-from tokenyard.bench.exchange import stats_of, transport_of
 from tokenyard.bench.routed import Routed, Wanted, few
 from tokenyard.bench.shape import Shape
 
@@ -102,8 +101,7 @@ class Pair:
             ours=ours,
             beside=memory_ways(num_bytes) | beside,
             num_bytes=num_bytes,
-            stats=stats_of(self.buffer),
-            transport=transport_of(self.buffer),
+            stats=self.buffer.stats,
             **given,
         )
 

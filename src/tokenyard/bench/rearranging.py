@@ -27,12 +27,13 @@ CASES = [
 
 
 def rearrange(group: Any, shape: Shape, tokens: int) -> Generator[Case]:
+    dtype = getattr(torch, shape.dtype)
     for sizes, axes in CASES[: shape.cases]:
-        yield _case(sizes, axes)
+        yield _case(sizes, axes, dtype)
 
 
-def _case(sizes: tuple[int, ...], axes: tuple[int, ...]) -> Case:
-    source = torch.randn(sizes, generator=torch.Generator().manual_seed(0)).bfloat16()
+def _case(sizes: tuple[int, ...], axes: tuple[int, ...], dtype: torch.dtype) -> Case:
+    source = torch.randn(sizes, generator=torch.Generator().manual_seed(0)).to(dtype)
     view = source.permute(axes)
     ours, theirs = (torch.empty(view.shape, dtype=view.dtype) for _ in range(2))
     plain = torch.empty_like(source)

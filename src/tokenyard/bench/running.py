@@ -18,7 +18,7 @@ from tokenyard.bench.slow_rank import find_slow_rank
 from tokenyard.bench.timing import Alone, Together, measure
 from tokenyard.testing import Processes, assert_same
 
-SLOWED = 0.005  # seconds that a rank which is slowed on purpose sleeps before each call
+SLOWED = 0.01  # seconds that a rank which is slowed on purpose sleeps before each call
 
 Say = Callable[[str], object]
 
@@ -95,7 +95,7 @@ def slowest(found: Found) -> dict[str, Any] | None:
     for ranks in found:
         waits = [one["waited_for"] for one in ranks]
         if None not in waits:
-            rank = find_slow_rank(waits, ranks[0]["seconds"])
+            rank = find_slow_rank(waits, max(one["seconds"] for one in ranks))
             if rank is not None:
                 slow.append((rank, ranks[0]["measured"].label))
     if not slow:
@@ -131,18 +131,16 @@ def verify_and_measure(case: Case, peers: Alone, rounds: int) -> dict[str, Any]:
         return {"wrong": wrong}
     if case.stats is not None:
         case.stats(reset=True)
-    begin = time.perf_counter()
     timed = measure({**case.beside, **case.ours}, peers, rounds)
-    seconds = time.perf_counter() - begin
-    waited = None if case.stats is None else dict(case.stats()["waited_for"])
+    told = None if case.stats is None else case.stats()
     figures = [Figure(way, way in case.ours, one) for way, one in timed.items()]
     return {
         "wrong": None,
         "measured": Measured(case.label, case.base, case.num_bytes, figures),
-        "transport": case.transport,
+        "transport": None if told is None else told["transport"],
         "absent": case.absent,
-        "waited_for": waited,
-        "seconds": seconds,
+        "waited_for": None if told is None else told["waited_for"],
+        "seconds": sum(one["seconds"] for one in told["stages"].values()) if told else 0.0,
     }
 
 

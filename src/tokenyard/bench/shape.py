@@ -19,6 +19,7 @@ class Shape:
     intermediate: int = 256
     transport: str = "auto"
     fp8: bool = False
+    dtype: str = "bfloat16"  # of rearrange's tensors
     cases: int = 10  # of rearrange's list, from its begin
     rounds: int = 9
     slow_rank: int | None = None  # a rank that is slowed on purpose
@@ -31,6 +32,10 @@ class Shape:
             validate.integer(name, getattr(self, name), at_least=1)
         validate.integer("rounds", self.rounds, at_least=2)
         validate.require(bool(self.tokens), "tokens is empty, want at least one number")
+        dtypes = ("bfloat16", "float16", "float32", "float64")
+        validate.require(
+            self.dtype in dtypes, f"dtype is {self.dtype!r}, want one of {', '.join(dtypes)}"
+        )
         for tokens in self.tokens:
             validate.integer("tokens", tokens, at_least=1)
         validate.require(

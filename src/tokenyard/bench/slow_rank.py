@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 # A rank stands out if others waited for it this many times as long as for any other, and for this
-# share of the time measured.
-TIMES = 3.0
+# share of the time that they spent in calls.
+TIMES = 2.0
 SHARE = 0.1
 
 
@@ -15,20 +15,20 @@ SHARE = 0.1
 class SlowRank:
     rank: int
     waited: float  # seconds, the longest that any other rank waited for it
-    share: float  # of the seconds measured
+    share: float  # of the seconds that the waiting rank spent in calls
 
     def __str__(self) -> str:
-        percent = f"{self.share:.0%} of the time"
+        percent = f"{self.share:.0%} of the time of their calls"
         return f"ranks waited most for rank {self.rank}: {self.waited:.3g} s, {percent}"
 
 
 def find_slow_rank(waited_for: Sequence[Mapping[int, float]], seconds: float) -> SlowRank | None:
-    """waited_for[r][s]: how many seconds rank r waited for rank s, of the seconds measured.
+    """waited_for[r][s]: how many seconds rank r waited for rank s, of so many seconds in calls.
 
     >>> find_slow_rank([{1: 0.01}, {0: 0.02}], seconds=1.0) is None
     True
     >>> print(find_slow_rank([{1: 0.01, 2: 0.5}, {0: 0.02, 2: 0.6}, {0: 0.01}], seconds=1.0))
-    ranks waited most for rank 2: 0.6 s, 60% of the time
+    ranks waited most for rank 2: 0.6 s, 60% of the time of their calls
     """
     longest = [0.0] * len(waited_for)
     for rank, others in enumerate(waited_for):

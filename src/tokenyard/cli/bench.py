@@ -32,6 +32,7 @@ _HELP = {
     "transport": "How rows travel; auto takes what a Buffer would.",
     "fp8": "Dispatch in FP8.",
     "cases": "How many of the ten transpositions.",
+    "dtype": "Of the tensors.",
     "rounds": "Rounds in which all ways take turns.",
     "slow_rank": "Slow this rank on purpose, to see it named.",
 }
