@@ -232,7 +232,7 @@ def _low_latency(work: Workload) -> Iterator[Part]:
         2 * size_class(result),
         OWN,
         f"{shape.num_local} experts with {shape.num_slots} slots each, one for every token of "
-        "every rank, whether used or not, of two calls",
+        "every rank, of two calls; pages of slots that hold nothing are never touched",
         False,
     )
     yield Part(
