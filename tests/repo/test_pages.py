@@ -123,7 +123,7 @@ def test_every_operation_has_a_page() -> None:
 def test_pages_show_what_they_say() -> None:
     """By an example that asserts something, or by a command."""
     # These are read, or made by a test of their own.
-    told = {"index", "gpu", "transformers_models", "measured", "performance", "support"}
+    told = {"index", "gpu", "transformers_models", "performance", "support"}
     for page in PAGES:
         is_told = page.parent.name in ("internals", "reference") or page.stem in told
         shows = "assert" in python_of(page) or consoles_of(page)
