@@ -106,6 +106,7 @@ class Browser:
 
     def screenshot(self, width: int, scheme: str) -> bytes:
         self.call("Runtime.evaluate", expression=f"{_SWITCH} = {SCHEMES[scheme]!r}")
+        time.sleep(0.3)  # colours fade
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": width, "height": min(size["height"], _TALL), "scale": 1}
         taken = self.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
