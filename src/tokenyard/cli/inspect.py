@@ -64,7 +64,7 @@ def _draw(console: Console, report: Report) -> None:
     console.print(Text(report.title, style="bold"))
     for finding in report.findings:
         mark = output.level(finding.level, _MARKS[finding.level])
-        console.print(Text.assemble(mark, " ", finding.text))
+        console.print(output.hanging(Text.assemble(mark, " ", finding.text), 2))
     console.print()
     ranks = list(range(len(total.rank_load)))
     if len(ranks) > _MOST_ROWS:
