@@ -45,13 +45,14 @@ _HOMES = {
     "warm_up": "warming",
 }
 
-_MODULES = ("kernels", "nn", "testing")
+_MODULES = ("kernels", "nn", "routing", "testing")
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604
 
 if TYPE_CHECKING:
     from tokenyard import kernels as kernels
     from tokenyard import nn as nn
+    from tokenyard import routing as routing
     from tokenyard import testing as testing
     from tokenyard.buffer import Buffer as Buffer
     from tokenyard.elastic import ElasticBuffer as ElasticBuffer
