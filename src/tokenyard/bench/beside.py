@@ -15,6 +15,10 @@ from tokenyard.bench.roof import roof
 MEMCPY, ROOF, GLOO = "memcpy", "roof", "gloo all_to_all"
 GATHERED = "gloo all_gather, reduce_scatter"
 
+# The second names are those before torch 2.13.
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 def memory_ways(num_bytes: int) -> dict[str, Way]:
     """memcpy and the roof for as many bytes, between arrays that were written before."""
@@ -63,7 +67,7 @@ def gathered(group: Any, x: Tensor, idx: Tensor, weights: Tensor) -> Way:
     def call() -> None:
         for out, one in zip((outs[0], *others), (x, idx, weights)):
             dist.all_gather(list(out.chunk(num_ranks)), one, group=group)
-        dist.reduce_scatter_tensor(back, outs[1], group=group)
+        reduce_scatter(back, outs[1], group=group)
 
     return Way(call)
 

@@ -15,16 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tokenyard
-from tokenyard.bench.beside import absent
+from tokenyard.bench.beside import absent, all_gather, reduce_scatter
 from tokenyard.bench.case import Case, Check, Way
 from tokenyard.bench.shape import Shape
 from tokenyard.nn import MoE, RouterConfig, functional
 
 GATHERING = "gathering, gloo"
-
-# The second names are those before torch 2.13.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class _Gather(torch.autograd.Function):
@@ -33,13 +29,13 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         out = x.new_empty(dist.get_world_size() * x.shape[0], x.shape[1])
-        _all_gather(out, x.contiguous())
+        all_gather(out, x.contiguous())
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         out = grad.new_empty(grad.shape[0] // dist.get_world_size(), grad.shape[1])
-        _reduce_scatter(out, grad.contiguous())
+        reduce_scatter(out, grad.contiguous())
         return out
 
 
