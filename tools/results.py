@@ -106,7 +106,7 @@ def page_with_tables(page: str) -> str:
 
 
 def _main_way(case: Measured) -> tuple[str, float, str] | None:
-    """Our first way, and how many times as long as its base it takes, or as the last of the others."""
+    """Our first way, how many times as long as its base it takes, and the base."""
     ours = next(one for one in case.figures if one.ours)
     last = [one.way for one in case.figures if not one.ours][-1]
     base = last if case.base == ours.way else case.base
