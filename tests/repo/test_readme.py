@@ -108,3 +108,10 @@ def test_a_stranger_reads_it_in_a_minute() -> None:
     assert len(SNIPPETS) == 1
     assert README.count("\n|---") == 1
     assert README.count("![") == 1
+
+
+def test_trace_moe_names_the_slow_rank(installed: dict[str, str]) -> None:
+    out = torchrun(4, ROOT / "examples" / "trace_moe.py", installed)
+    named = dict(re.findall(r"rank (\d): .* most of it for rank (\d)", out))
+    assert sorted(named) == ["0", "1", "2", "3"]
+    assert {named[rank] for rank in "013"} == {"2"}
