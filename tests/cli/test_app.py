@@ -153,3 +153,10 @@ def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
     output.console().print(made)
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert lines == ["part    bytes", "[rows]      5", "slots    1000"]
+
+
+def test_lines_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    made = output.hanging("one two three four five six seven eight nine ten", 4).plain
+    assert made == "one two three four\n    five six seven\n    eight nine ten"
+    assert output.hanging("short", 4).plain == "short"

@@ -91,7 +91,9 @@ def hanging(text: Text | str, indent: int) -> Text:
     first, *rest = text.wrap(screen, screen.width)
     lines = [first]
     if rest:
-        lines += Text(" ").join(one.copy() for one in rest).wrap(screen, screen.width - indent)
+        for one in rest:
+            one.rstrip()
+        lines += Text(" ").join(rest).wrap(screen, screen.width - indent)
     for line in lines[1:]:
         line.pad_left(indent)
     for line in lines:
