@@ -244,6 +244,25 @@ def test_memory_is_bounded(tmp_path: Path, options: dict[str, int], want: list[i
     assert max(taken) <= options.get("most_bytes", 1 << 20)
 
 
+def test_notes_can_be_read_while_a_program_runs(tmp_path: Path) -> None:
+    """As a server leaves them that is killed: the parts are there, the file is not."""
+    path = tmp_path / "routing.pt"
+
+    def job(group: Any, notes: recording.Recording) -> None:
+        with tokenyard.Buffer(group) as buffer:
+            dispatch(buffer, "by_expert", group.rank(), 0)
+            if group.rank() == 0:
+                notes.write_part()
+
+    with tokenyard.record(path) as notes:
+        for step in (1, 2):  # two Buffers, of which the first has ended
+            run_virtual(job, 1, notes)
+            assert not path.exists()
+            assert len(routing.load(path)) == step
+    assert os.listdir(tmp_path) == ["routing.pt"]
+    assert [layer.name for layer in routing.load(path)] == ["buffer 0", "buffer 1"]
+
+
 PROGRAM = """
 import torch, tokenyard
 with tokenyard.Buffer(tokenyard.local_group()) as buffer:

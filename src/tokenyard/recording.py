@@ -40,6 +40,7 @@ _MOST_BYTES = 256 << 20
 active: Recording | None = None
 _changing = threading.Lock()
 _layer: ContextVar[str | None] = ContextVar("tokenyard_layer", default=None)
+_is_paused: ContextVar[bool] = ContextVar("tokenyard_record_paused", default=False)
 _asked_environment = False
 
 
@@ -54,7 +55,6 @@ class Recording:
         self._started = time.time_ns()
         self._is_new = False  # are there notes that no file has?
         self._has_failed = False
-        self._paused = 0
 
     @contextlib.contextmanager
     def layer(self, name: str) -> Iterator[None]:
@@ -76,7 +76,7 @@ class Recording:
         self, engine: Any, x: Any, topk_idx: Any, topk_weights: Any, num_experts: int | None
     ) -> None:
         """A dispatch has begun well on this rank. Never raises: ranks wait for each other."""
-        if topk_idx is None or num_experts is None or self._paused:
+        if topk_idx is None or num_experts is None or _is_paused.get():
             return
         if torch._C._current_graph_task_id() != -1:  # a backward pass repeats a forward call
             return
@@ -174,16 +174,12 @@ def record(
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Dispatches inside are not noted: they only warm something up."""
-    recording = active
-    if recording is None:
-        yield
-        return
-    recording._paused += 1
+    """Dispatches inside, on this thread, are not noted: they only warm something up."""
+    token = _is_paused.set(True)
     try:
         yield
     finally:
-        recording._paused -= 1
+        _is_paused.reset(token)
 
 
 def begin_from_environment() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import tokenyard
 from tests.cases.clock import scaled
+from tokenyard import routing
 from tokenyard.integrations.vllm.exchange import Exchange
 from tokenyard.integrations.vllm.settings import Settings
 from tokenyard.integrations.vllm.watch import Watch
@@ -160,3 +163,28 @@ def test_a_rank_that_ends_itself_blames_nobody() -> None:
     buffer.dead = (1,)
     time.sleep(scaled(0.4))
     assert lines == []
+
+
+class Layer(torch.nn.Module):
+    """As vLLM's: it knows its own name."""
+
+    layer_name = "model.layers.3.mlp.experts"
+
+    def forward(self, exchange: Exchange, given: Any) -> None:
+        exchange.send(*given, 4)
+
+
+def test_a_recording_has_layers_and_no_warming_up(tmp_path: Path) -> None:
+    def job(group: Any) -> Tensor:
+        exchange = Exchange(group, range(2), 2, SETTINGS)
+        with exchange.buffer as buffer:
+            exchange.warm_up(torch.float32)
+            given = tokens_of(buffer.rank, 5, 4, 2)
+            Layer()(exchange, given)
+            return given[1]
+
+    with tokenyard.record(tmp_path / "routing.pt"):
+        chosen = run_virtual(job, 2).results
+    (layer,) = routing.load(tmp_path / "routing.pt")
+    assert (layer.name, layer.num_steps) == (Layer.layer_name, 1)
+    assert_same(layer.topk_idx, torch.cat(chosen).to(torch.int16))

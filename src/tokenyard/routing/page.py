@@ -40,6 +40,7 @@ p { margin: 0; }
 .findings .note { border-left-color: var(--main); }
 svg { display: block; width: 100%; height: auto; margin-top: 8px; }
 svg text { fill: var(--soft); font-size: 13px; font-family: inherit; }
+@media (max-width: 560px) { svg text { font-size: 16px; } }
 svg .value { fill: var(--ink); } svg .on { fill: var(--on); }
 .main { fill: var(--main); } .hot { fill: var(--hot); } .axis { stroke: var(--line); }
 .mean { stroke: var(--ink); stroke-dasharray: 5 4; opacity: 0.6; }
