@@ -21,7 +21,7 @@ from tokenyard.errors import BufferClosed, BufferInUse, PeerError
 from tokenyard.low_latency.engine import LowLatency
 from tokenyard.low_latency.handle import STAGE_OF
 from tokenyard.runtime import memory, recorder
-from tokenyard.runtime.recorder import Track
+from tokenyard.runtime.recorder import Recorder, Track
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -42,7 +42,8 @@ class Use:
         self.goes_on = False  # the next entry belongs to the same call
         self._began = 0  # when the call began, if somebody watches
         self._range: Any = None  # of torch's profiler
-        self._track: Track | None = None  # of a trace
+        self._recorder: Recorder | None = None  # of the last call that somebody watched
+        self._track: Track | None = None  # there
 
     def __enter__(self) -> Engine:
         buffer = self._buffer()
@@ -95,8 +96,10 @@ class Use:
     def _begin(self, engine: Engine) -> None:
         if self._began:
             return  # it goes on
-        if recorder.active is not None:
-            self._track = engine.track(recorder.active)
+        active = recorder.active
+        if active is not self._recorder:  # a trace has begun, or has ended
+            self._recorder = active
+            self._track = None if active is None else engine.track(active)
         self._began = time.monotonic_ns()
         if profiler._is_profiler_enabled:
             self._range = profiler.record_function(f"tokenyard::{self.stage.replace(' ', '_')}")
@@ -107,8 +110,8 @@ class Use:
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None
-        track, self._track, engine = self._track, None, buffer._engine
-        if track is not None and engine is not None:
+        track, engine = self._track, buffer._engine
+        if track is not None and engine is not None and self._recorder is recorder.active:
             number, low_latency = engine.agreement.number, buffer._low_latency
             if self.stage in STAGE_OF and low_latency is not None:
                 number = low_latency.numbers[STAGE_OF.index(self.stage)]

@@ -43,7 +43,15 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        recorder.stop(lambda made: write(made, path))
+        recorder.stop(lambda made: _finish(made, path))
+
+
+def _finish(made: Recorder, path: Path) -> None:
+    try:
+        write(made, path)
+    finally:  # Buffers may hold their tracks until a next trace
+        for track in made.tracks.values():
+            track.calls, track.moves, track.waits = [], [], []
 
 
 def merge_traces(path: str | os.PathLike[str], parts: Sequence[str | os.PathLike[str]]) -> None:

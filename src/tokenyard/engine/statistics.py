@@ -30,6 +30,7 @@ class Statistics:
         self.rank, self._size, self._links, self.waits = rank, len(links), links, waits
         self._words = np.zeros((_MOST_STAGES, counter_words(len(links))), np.int64)
         self._stages: dict[str, np.ndarray] = {}  # rows of these
+        self.totals = self._words.copy  # all counters, one row a stage
         self._loads: dict[int, np.ndarray] = {}  # by num_experts: [L]
 
     def counters(self, stage: str) -> np.ndarray:
@@ -78,10 +79,6 @@ class Statistics:
     def moved(self, stage: str, nanoseconds: int) -> None:
         """The Buffer's thread has moved rows of a call for so long."""
         self.counters(stage)[MOVING] += nanoseconds
-
-    def totals(self) -> np.ndarray:
-        """A copy of all counters, one row a stage."""
-        return self._words.copy()
 
     def rows_of(self, stage: str) -> np.ndarray:
         """[3, R] of a stage: rows to and from each rank, and bytes to it."""

@@ -11,14 +11,15 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from tokenyard.runtime.waits import Waits
-from tokenyard.wire.counters import LOG
 
 MOST_CALLS = 1 << 18  # of one Buffer; later ones are left out
+_SELDOM = 31  # a mask: every 32nd call looks at the log of waits, which has room for more
 
 
 class Counted(Protocol):
@@ -27,7 +28,7 @@ class Counted(Protocol):
     rank: int
     waits: Waits
 
-    def totals(self) -> np.ndarray: ...
+    totals: Callable[[], np.ndarray]  # a copy of all counters
 
 
 class Span(NamedTuple):
@@ -38,6 +39,9 @@ class Span(NamedTuple):
     end: int
     number: int = -1  # the same on all ranks that make this call; -1 if ranks cannot tell
     totals: np.ndarray | None = None  # counters at its end
+
+
+_as_span = partial(tuple.__new__, Span)  # half the time of Span(...)
 
 
 @dataclass
@@ -53,6 +57,9 @@ class Track:
     waits: list[tuple[int, int, int]] = field(default_factory=list)
     seen: int = 0  # waits that were taken from the log
 
+    def __post_init__(self) -> None:
+        self._totals = self.counted.totals
+
     def drain(self) -> None:
         """Take waits from the log, which forgets."""
         waits = self.counted.waits
@@ -61,11 +68,13 @@ class Track:
 
     def call(self, stage: str, begin: int, number: int) -> None:
         """A call has ended now, with this number on all ranks; -1 if ranks cannot tell."""
-        if len(self.calls) < MOST_CALLS:
-            totals = self.counted.totals()
-            self.calls.append(Span(stage, begin, time.monotonic_ns(), number, totals))
-        if self.counted.waits.count - self.seen > LOG // 2:
+        calls = self.calls
+        calls.append(_as_span((stage, begin, time.monotonic_ns(), number, self._totals())))
+        count = len(calls)
+        if count & _SELDOM == 0:
             self.drain()
+            if count > MOST_CALLS:
+                del calls[MOST_CALLS:]
 
 
 class Recorder:
