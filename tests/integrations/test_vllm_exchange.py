@@ -171,7 +171,8 @@ class Layer(torch.nn.Module):
     layer_name = "model.layers.3.mlp.experts"
 
     def forward(self, exchange: Exchange, given: Any) -> None:
-        exchange.send(*given, 4)
+        x, ids, weights = given
+        exchange.send(x, ids, weights, 4)
 
 
 def test_a_recording_has_layers_and_no_warming_up(tmp_path: Path) -> None:
