@@ -15,7 +15,7 @@ from vllm.distributed import get_pcp_group
 from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
 from vllm.logger import init_logger
 
-from tokenyard.integrations.vllm import settings
+from tokenyard.integrations.vllm import metrics, settings
 from tokenyard.integrations.vllm.exchange import Exchange
 from tokenyard.integrations.vllm.watch import Watch
 from tokenyard.types import Handle
@@ -51,7 +51,8 @@ class TokenyardAll2AllManager(All2AllManagerBase):
             _log.info("Expert parallel tokens travel through %r", made.buffer)
             made.warm_up(self._dtype)
             self._exchanges[everyone] = made
-            self._watches.append(Watch(made.buffer, _log))
+            publish = metrics.show(made.buffer, _log)
+            self._watches.append(Watch(made.buffer, _log, publish))
         return self._exchanges[everyone]
 
     def dispatch_router_logits(

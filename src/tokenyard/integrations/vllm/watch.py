@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from tokenyard.buffer import Buffer
@@ -20,9 +21,10 @@ _CONFIRM = 0.1
 
 
 class Watch:
-    def __init__(self, buffer: Buffer, log: Any) -> None:
+    def __init__(self, buffer: Buffer, log: Any, publish: Callable[[], None] | None = None) -> None:
+        """`publish`, if given, is called every so often (`metrics`)."""
         self._buffer, self._log = buffer, log
-        self._publish, self._published = metrics.show(buffer, log), 0.0
+        self._publish, self._published = publish, 0.0
         self._end = threading.Event()
         thread = threading.Thread(target=self._watch, daemon=True, name="tokenyard-watch")
         thread.start()
