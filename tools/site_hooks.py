@@ -69,6 +69,8 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
     def drawn(found: re.Match[str]) -> str:
         svg = (ROOT / "docs" / "pictures" / f"{found.group(2)}.svg").read_text()
+        if ALONE not in svg:  # drawn by something else: it stays an image, on white paper
+            return found.group()
         return f'<figure class="ty-picture">{svg.replace(ALONE, "")}</figure>'
 
     return _IMAGE.sub(drawn, html)
