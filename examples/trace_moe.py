@@ -6,6 +6,7 @@ Writes trace.json: open it at https://ui.perfetto.dev, or in chrome://tracing.
 """
 
 import time
+from typing import Any
 
 import torch
 
@@ -40,7 +41,7 @@ def main() -> None:
 def step(buffer: tokenyard.Buffer) -> None:
     x = torch.randn(TOKENS, HIDDEN)
     weights, idx = torch.rand(TOKENS, EXPERTS).topk(TOPK)
-    got = buffer.dispatch(x, topk_idx=idx, topk_weights=weights, num_experts=EXPERTS)
+    got: Any = buffer.dispatch(x, topk_idx=idx, topk_weights=weights, num_experts=EXPERTS)
     buffer.combine(got.recv_x * 2, got.handle)
 
 

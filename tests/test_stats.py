@@ -18,7 +18,7 @@ RANKS, EXPERTS, TOPK, HIDDEN, TOKENS = 4, 8, 2, 32, 5
 SLOW = 2
 NAP = scaled(0.05)
 
-WAYS = {
+WAYS: dict[str, dict[str, Any]] = {
     "direct": {"transport": "direct"},
     "ring": {"transport": "ring"},
     "collective": {"transport": "collective"},

@@ -134,7 +134,7 @@ def traced(group: Any, path: str, through_environment: bool) -> None:
             rounds(group, {}, "normal")
         finally:
             del os.environ["TOKENYARD_TRACE"]
-            tokenyard.tracing._started.clear()  # type: ignore[attr-defined]
+            tokenyard.tracing._started.clear()
             recorder._holders.clear()
             recorder.active = None
         return

@@ -8,7 +8,7 @@ which link, are made when somebody asks.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,8 @@ class Statistics:
         self.rank, self._size, self._links, self.waits = rank, len(links), links, waits
         self._words = np.zeros((_MOST_STAGES, counter_words(len(links))), np.int64)
         self._stages: dict[str, np.ndarray] = {}  # rows of these
-        self.totals = self._words.copy  # all counters, one row a stage
+        # All counters, one row a stage.
+        self.totals: Callable[[], np.ndarray] = self._words.copy
         self._loads: dict[int, np.ndarray] = {}  # by num_experts: [L]
 
     def counters(self, stage: str) -> np.ndarray:
