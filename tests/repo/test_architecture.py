@@ -19,6 +19,7 @@ FLOORS = {
     "errors": 0,
     "topology": 0,
     "deep_ep_path": 0,
+    "planner": 1,
     "wire": 1,
     "routing": 1,
     "recording": 2,
