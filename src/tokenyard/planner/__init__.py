@@ -4,7 +4,9 @@
     traffic     rows and bytes on every kind of link, expected or counted from a routing
     cost        the time of every stage, the link that binds it, and memory by part
     presets     clusters and models; `published` and `fitted` say where the numbers come from
-    balance     placements with copies for measured loads; `shelves` packs them
+    balance     placements with copies for measured loads, and when to change them
+    shelves     the packing behind them
+    rebalance   a change of placement with few moves
     simulate    a recorded routing replayed at any number of ranks
 
 All of it is arithmetic on this process's CPU: nothing here starts a rank.

@@ -1,0 +1,159 @@
+"""Placements with copies: how even they are, and how little changes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tokenyard.planner.balance import (
+    Balancer,
+    Policy,
+    SlotPlacement,
+    place,
+    place_by_nodes,
+    spread_copies,
+)
+from tokenyard.planner.rebalance import moves, rebalance
+from tokenyard.planner.shelves import largest_first, pack
+
+
+def zipf(num_experts: int, seed: int = 0, exponent: float = 1.0) -> np.ndarray:
+    share = 1.0 / np.arange(1, num_experts + 1) ** exponent
+    return np.random.default_rng(seed).permutation(share)
+
+
+# The example of EPLB's README: loads of two layers, and the experts that it places in 16 slots.
+EPLB_LOADS = [
+    [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
+    [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
+]
+EPLB_SLOTS = [
+    [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1],
+    [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1],
+]
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_at_least_as_even_as_eplbs_example(layer: int) -> None:
+    load = np.array(EPLB_LOADS[layer], float)
+    theirs = SlotPlacement(torch.tensor(EPLB_SLOTS[layer]), 12, 8)
+    ours = place_by_nodes(load, num_slots=16, num_ranks=8, num_nodes=2, num_groups=4)
+    assert ours.imbalance(load) <= theirs.imbalance(load) + 1e-12
+    assert place(load, 16, 8).imbalance(load) <= ours.imbalance(load) + 1e-12
+    # A group's experts are on one node.
+    node_of = ours.rank_of_slot // 4
+    for group in range(4):
+        inside = ours.physical_to_logical // 3 == group
+        assert len(node_of[inside].unique()) == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_zipf_load_on_32_ranks_with_32_spare_slots(seed: int) -> None:
+    load = zipf(256, seed)
+    made = place(load, 288, 32)
+    assert SlotPlacement.even(256, 32).imbalance(load) > 3
+    assert made.imbalance(load) <= 1.05
+    _check_slots(made)
+
+
+def _check_slots(made: SlotPlacement) -> None:
+    """All experts have a slot, and no rank has two of one expert."""
+    assert bool((made.num_copies >= 1).all())
+    for experts in made.physical_to_logical.reshape(made.num_ranks, -1).tolist():
+        assert len(set(experts)) == len(experts)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_never_worse_than_largest_first(seed: int) -> None:
+    numbers = np.random.default_rng(seed)
+    num_ranks = int(numbers.integers(2, 9))
+    num_experts = num_ranks * int(numbers.integers(1, 5))
+    num_slots = num_experts + num_ranks * int(numbers.integers(0, 2))
+    load = numbers.pareto(1.0, num_experts) * numbers.integers(0, 2, num_experts) + 0.1
+    made = place(load, num_slots, num_ranks)
+    _check_slots(made)
+    copies = spread_copies(load, num_slots, num_ranks)
+    items, each = np.repeat(np.arange(num_experts), copies), np.repeat(load / copies, copies)
+    greedy = np.bincount(largest_first(each, items, num_ranks), each)
+    assert made.rank_loads(load).max() <= greedy.max() + 1e-9
+    assert made.rank_loads(load).sum() == pytest.approx(load.sum())
+
+
+def test_swaps_help_where_largest_first_fails() -> None:
+    weights, kinds = np.array([3.0, 3.0, 2.0, 2.0, 2.0, 0.0]), np.arange(6)
+    assert np.bincount(largest_first(weights, kinds, 2), weights).max() == 7.0
+    assert np.bincount(pack(weights, kinds, 2), weights).max() == 6.0
+
+
+def test_rebalancing_moves_few_experts() -> None:
+    """The load drifts a little: a few slots change, where a placement anew would move most."""
+    load = zipf(256)
+    current = place(load, 288, 32)
+    drifted = load * np.random.default_rng(1).uniform(0.6, 1.6, 256)
+    change = rebalance(current, drifted, want=1.05)
+    assert change.before == pytest.approx(current.imbalance(drifted))
+    assert change.before > 1.14
+    assert change.after <= 1.05
+    anew = place(drifted, 288, 32)
+    assert len(change.moves) < 0.1 * len(moves(current, anew))
+    _check_slots(change.placement)
+    _check_moves(current, change.placement)
+
+
+def _check_moves(old: SlotPlacement, new: SlotPlacement) -> None:
+    """Whoever makes the moves has the new placement, and every source has what it gives."""
+    slots = old.physical_to_logical.clone()
+    made = moves(old, new)
+    before = old.physical_to_logical.reshape(old.num_ranks, -1).tolist()
+    for move in made:
+        assert move.expert in before[move.source]
+        assert move.slot // old.slots_per_rank == move.rank
+        slots[move.slot] = move.expert
+    assert torch.equal(slots, new.physical_to_logical)
+
+
+def test_less_gain_takes_fewer_moves() -> None:
+    load = zipf(64, 3)
+    current = SlotPlacement.even(64, 8, 72)
+    counts = [len(rebalance(current, load, want).moves) for want in (1.5, 1.2, 1.05)]
+    assert counts == sorted(counts)
+    assert 0 < counts[0] < counts[2]
+
+
+def test_a_placement_that_is_even_enough_stays() -> None:
+    current = SlotPlacement.even(8, 4)
+    change = rebalance(current, np.ones(8), want=1.0)
+    assert (change.moves, change.before, change.after) == ([], 1.0, 1.0)
+    assert change.placement is current
+
+
+def test_the_policy_closes_the_loop() -> None:
+    """A router drifts; loads come in step by step, and the placement follows when it must."""
+    balancer = Balancer(SlotPlacement.even(32, 4, 36), Policy(every=5, if_over=1.2, want=1.05))
+    numbers, changes = np.random.default_rng(0), []
+    for step in range(40):
+        load = np.roll(zipf(32, 1), step // 20) * numbers.uniform(0.95, 1.05, 32)
+        change = balancer.observe(load)
+        if change is not None:
+            changes.append(step)
+            assert change.before > 1.2 > 1.06 > change.after
+            assert change.placement is balancer.placement
+    assert changes[0] == 4  # at once, then only when the load has moved on
+    assert 24 in changes
+    assert len(changes) <= 3
+
+
+def test_mistakes_say_what_is_wanted() -> None:
+    with pytest.raises(ValueError, match="10 slots: want at least 8, one an expert, and a mult"):
+        place(np.ones(8), 10, 4)
+    with pytest.raises(ValueError, match="loads: want finite numbers of at least 0"):
+        place(np.array([1.0, -1.0]), 2, 2)
+    with pytest.raises(ValueError, match=r"loads have shape \[3\], want \[8\]"):
+        SlotPlacement.even(8, 2).imbalance(np.ones(3))
+    with pytest.raises(ValueError, match="want each of 3 experts in a slot at least"):
+        SlotPlacement(torch.tensor([0, 1]), 3, 2)
+    with pytest.raises(ValueError, match="nodes that divide groups and ranks"):
+        place_by_nodes(np.ones(8), 8, 4, num_nodes=3, num_groups=4)
+    with pytest.raises(ValueError, match="every is 0, want at least 1 step"):
+        Policy(every=0)
