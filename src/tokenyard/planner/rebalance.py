@@ -143,25 +143,23 @@ def _best_copy(
 ) -> _Step:
     """Give an expert of the busiest rank a copy in a slot whose own expert has others."""
     copies = np.bincount(slots_P, minlength=len(load_E))
-    held = _held(slots_P, rank_of, len(carried))
+    number_RE = np.zeros((len(carried), len(load_E)))
+    np.add.at(number_RE, (rank_of, slots_P), 1.0)
     spare = np.flatnonzero(copies[slots_P] > 1)
+    old = slots_P[spare]
+    # Copies of what such a slot held carry more if it is gone.
+    now, then = load_E[old] / copies[old], load_E[old] / (copies[old] - 1)
+    without = carried + (then - now)[:, None] * number_RE[:, old].T
+    without[np.arange(len(spare)), rank_of[spare]] -= then
     best: _Step = (-np.inf, [])
     for expert in np.unique(slots_P[rank_of == carried.argmax()]):
-        slots = spare[~held[rank_of[spare], expert]]
-        if not len(slots):
+        free = number_RE[rank_of[spare], expert] == 0
+        if not free.any():
             continue
-        # Copies of the expert carry less from now on; those of what each slot held carry more.
-        lighter = load_E[expert] / copies[expert] - load_E[expert] / (copies[expert] + 1)
-        where = np.bincount(rank_of[slots_P == expert], minlength=len(carried))
-        after = np.tile(carried - lighter * where, (len(slots), 1))
-        for row, slot in enumerate(slots):
-            old = slots_P[slot]
-            now = load_E[old] / copies[old]
-            more = load_E[old] / (copies[old] - 1)
-            after[row] += (more - now) * np.bincount(
-                rank_of[slots_P == old], minlength=len(carried)
-            )
-            after[row, rank_of[slot]] += load_E[expert] / (copies[expert] + 1) - more
+        slots = spare[free]
+        share, less = load_E[expert] / copies[expert], load_E[expert] / (copies[expert] + 1)
+        after = without[free] - (share - less) * number_RE[:, expert]
+        after[np.arange(len(slots)), rank_of[slots]] += less
         gain = _excess(carried, limit).sum() - _excess(after, limit).sum(1)
         if gain.max() > best[0]:
             best = (float(gain.max()), [(int(slots[gain.argmax()]), int(expert))])

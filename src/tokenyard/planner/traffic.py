@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -111,18 +112,34 @@ def rows_between(
     return sent
 
 
+@lru_cache(maxsize=16)
+def relays(topology: Topology) -> np.ndarray:
+    """[R, nodes]: the rank of each node that passes rank r's rows on there, on two levels.
+
+    >>> relays(Topology.of_sizes([2, 2])).tolist()
+    [[0, 2], [1, 3], [0, 2], [1, 3]]
+    """
+    return np.array([topology.rail(topology.place(rank)) for rank in range(topology.num_ranks)])
+
+
+def crossings(to_node: np.ndarray, topology: Topology) -> np.ndarray:
+    """[R, R] int64: the tokens that rank i sends to partner j of another node, on two levels.
+
+    `to_node` has the tokens of rank i that some rank of a node gets, [R, nodes].
+    """
+    sent = np.zeros((topology.num_ranks, topology.num_ranks), np.int64)
+    np.put_along_axis(sent, relays(topology), to_node, 1)
+    node = np.array(topology.node_of_rank)
+    sent[node[:, None] == node[None]] = 0
+    return sent
+
+
 def crossings_between(
     topk_idx: Sequence[np.ndarray], rank_of_expert: np.ndarray, topology: Topology
 ) -> np.ndarray:
-    """[R, R] int64: the tokens that rank i sends to partner j of another node, on two levels."""
-    node_of_rank = np.array(topology.node_of_rank)
-    to_node = rows_between(topk_idx, node_of_rank[rank_of_expert], topology.num_nodes)
-    sent = np.zeros((topology.num_ranks, topology.num_ranks), np.int64)
-    for rank in range(topology.num_ranks):
-        for node, partner in enumerate(topology.rail(topology.place(rank))):
-            if node != node_of_rank[rank]:
-                sent[rank, partner] = to_node[rank, node]
-    return sent
+    """[R, R] int64: as `crossings`, if topk_idx[i], [T, K], is what rank i chose."""
+    node_of_expert = np.array(topology.node_of_rank)[rank_of_expert]
+    return crossings(rows_between(topk_idx, node_of_expert, topology.num_nodes), topology)
 
 
 def counted_rows(
@@ -133,16 +150,11 @@ def counted_rows(
     same = node[:, None] == node[None]
     if crossings_RR is None:
         inside, outside = np.where(same, sent_RR, 0), np.where(same, 0, sent_RR)
-    else:  # the rank in the sender's place passes rows on
-        relay = np.array(
-            [
-                [topology.rail(topology.place(rank))[home] for home in range(topology.num_nodes)]
-                for rank in range(topology.num_ranks)
-            ]
-        )
-        inside, outside = np.zeros_like(sent_RR), crossings_RR
-        for home in range(topology.num_nodes):
-            np.add.at(inside, relay[:, home], np.where(node == home, sent_RR, 0))
+    else:  # a rank of the receiver's node passes each row on
+        ranks = topology.num_ranks
+        place = relays(topology)[:, node] * ranks + np.arange(ranks)
+        inside = np.bincount(place.ravel(), sent_RR.ravel(), ranks * ranks).reshape(ranks, ranks)
+        outside = crossings_RR
     kept = np.diag(inside)
     return Rows(
         itself=kept,
@@ -170,10 +182,6 @@ def mark_bytes(tokens_R: Sequence[int], topology: Topology) -> np.ndarray:
     A bit for each rank of that node, in whole bytes a token, and 4 bytes that say whether all is
     well. Few rows that travel with a message leave these bytes out.
     """
-    sent = np.zeros((topology.num_ranks, topology.num_ranks), np.int64)
-    for rank, num_tokens in enumerate(tokens_R):
-        for node, partner in enumerate(topology.rail(topology.place(rank))):
-            if node != topology.node_of_rank[rank]:
-                width = -(-len(topology.ranks_of_node[node]) // 8)
-                sent[rank, partner] = 4 + num_tokens * width
-    return sent
+    widths = [-(-len(ranks) // 8) for ranks in topology.ranks_of_node]
+    to_node = 4 + np.outer(np.asarray(tokens_R), widths)
+    return crossings(to_node, topology)

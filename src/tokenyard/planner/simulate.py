@@ -1,0 +1,165 @@
+"""Replay a recorded routing at any number of ranks: what each step would take, on which link.
+
+A step's tokens are dealt out to the ranks in order, as many to each. Their choices are counted, not
+expected, so that hot experts and steps that differ show. Tokens that chose an expert with several
+copies take them in turn. Nothing is started, and no memory of rows is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from tokenyard.planner.balance import Balancer, Policy, Rebalancing, SlotPlacement
+from tokenyard.planner.cost import Cluster, Model, Stage, Work, imbalance, route_of, stages_of
+from tokenyard.planner.traffic import Rows, counted_rows, crossings
+from tokenyard.topology import Topology
+
+
+@dataclass(kw_only=True)
+class Replay:
+    """What every step of a recording would take."""
+
+    num_ranks: int
+    seconds: list[float] = field(default_factory=list)  # by step
+    imbalance: list[float] = field(default_factory=list)
+    stages: dict[str, list[float]] = field(default_factory=dict)  # seconds, by step
+    bound_by: dict[str, int] = field(default_factory=dict)  # steps whose longest stage it binds
+    rows: dict[str, float] = field(default_factory=dict)  # by link, of all ranks and steps
+    changes: dict[int, Rebalancing] = field(default_factory=dict)  # after these steps
+
+    @property
+    def moved(self) -> int:
+        """Experts that moved to another rank."""
+        return sum(len(change.moves) for change in self.changes.values())
+
+    def moving_seconds(self, cluster: Cluster, model: Model, weight_bytes: int) -> float:
+        """To bring the weights of experts that moved: those of the rank that gets most, in each
+        change, over the network, or in the node if there is only one.
+        """
+        one_node = self.num_ranks <= cluster.ranks_per_node
+        rate = cluster.node_rate if one_node else cluster.network_rate
+        most = 0
+        for change in self.changes.values():
+            ranks = [move.rank for move in change.moves]
+            most += int(np.bincount(ranks).max()) if ranks else 0
+        return most * model.expert_elements * weight_bytes / rate
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "num_ranks": self.num_ranks,
+            "steps": len(self.seconds),
+            "seconds": self.seconds,
+            "imbalance": self.imbalance,
+            "stages": self.stages,
+            "bound_by": self.bound_by,
+            "rows": self.rows,
+            "changes": {
+                step: {"moves": len(one.moves), "before": one.before, "after": one.after}
+                for step, one in self.changes.items()
+            },
+        }
+
+
+class CopyChooser:
+    """Which rank's copy a token's choice goes to, by a placement."""
+
+    def __init__(self, placement: SlotPlacement) -> None:
+        experts = placement.physical_to_logical.numpy()
+        order = np.argsort(experts, kind="stable")
+        # The last expert is -1, which has one copy, nowhere.
+        self._copies = np.append(placement.num_copies.numpy(), 1)
+        self._first = np.append(np.cumsum(self._copies[:-1]) - self._copies[:-1], len(experts))
+        self._ranks = np.append(placement.rank_of_slot.numpy()[order], placement.num_ranks)
+
+    def ranks(self, topk_idx_TK: np.ndarray) -> np.ndarray:
+        """[T, K]: the rank of each choice, num_ranks where there is none."""
+        turn = np.arange(len(topk_idx_TK))[:, None] % self._copies[topk_idx_TK]
+        return self._ranks[self._first[topk_idx_TK] + turn]
+
+
+def count_rows(ranks_TK: np.ndarray, topology: Topology, route: str, by_pair: bool = False) -> Rows:
+    """Rows of one step whose tokens are dealt out to the ranks in order."""
+    num_ranks, num_tokens = topology.num_ranks, len(ranks_TK)
+    source_T = np.arange(num_tokens) * num_ranks // max(num_tokens, 1)
+    sent = _count(source_T, ranks_TK, num_ranks, num_ranks, by_pair)
+    if route == "direct" or topology.num_nodes == 1:
+        return counted_rows(sent, topology)
+    node_of_rank = np.append(np.array(topology.node_of_rank), topology.num_nodes)
+    to_node = _count(source_T, node_of_rank[ranks_TK], num_ranks, topology.num_nodes, False)
+    return counted_rows(sent, topology, crossings(to_node, topology))
+
+
+def _count(
+    source_T: np.ndarray, goals_TK: np.ndarray, num_ranks: int, num_goals: int, by_pair: bool
+) -> np.ndarray:
+    """[R, goals]: how often tokens of a rank go to each goal, each token once unless by pair."""
+    goals = goals_TK if by_pair else np.sort(goals_TK, 1)
+    counts = np.ones(goals.shape, bool)
+    if not by_pair:
+        counts[:, 1:] = goals[:, 1:] != goals[:, :-1]
+    counts &= goals < num_goals
+    keys = (source_T[:, None] * num_goals + goals)[counts]
+    return np.bincount(keys, minlength=num_ranks * num_goals).reshape(num_ranks, num_goals)
+
+
+def replay(
+    steps: Iterable[np.ndarray | Tensor],
+    cluster: Cluster,
+    model: Model,
+    placement: SlotPlacement,
+    work: Work | None = None,
+    policy: Policy | None = None,
+    on_step: Callable[[int], object] = lambda step: None,
+) -> Replay:
+    """Each step is [T, K]: the experts that the tokens of all ranks chose, -1 for none.
+
+    With a policy the placement follows the load: a change takes place between two steps.
+    """
+    work = work or Work()
+    num_ranks = placement.num_ranks
+    topology = Topology.even(num_ranks, cluster.ranks_per_node)
+    route = route_of(cluster, num_ranks, work.mode)
+    by_pair = work.mode == "low_latency" and cluster.by_pair
+    balancer = Balancer(placement, policy) if policy is not None else None
+    chooser, found = CopyChooser(placement), Replay(num_ranks=num_ranks)
+    for step, given in enumerate(steps):
+        chosen = np.asarray(given).astype(np.int64, copy=False)
+        rows = count_rows(chooser.ranks(chosen), topology, route, by_pair)
+        _note(found, rows, stages_of(cluster, model, work, rows, num_ranks))
+        if balancer is not None:
+            load = np.bincount(chosen[chosen >= 0], minlength=placement.num_experts)
+            change = balancer.observe(load)
+            if change is not None:
+                found.changes[step] = change
+                chooser = CopyChooser(change.placement)
+        on_step(step)
+    return found
+
+
+def _note(found: Replay, rows: Rows, stages: list[Stage]) -> None:
+    for stage in stages:
+        found.stages.setdefault(stage.name, []).append(stage.seconds)
+    found.seconds.append(sum(stage.seconds for stage in stages))
+    found.imbalance.append(imbalance(rows.results))
+    longest = max(stages, key=lambda stage: stage.seconds).bound_by
+    found.bound_by[longest] = found.bound_by.get(longest, 0) + 1
+    for link, number in rows.total().items():
+        found.rows[link] = found.rows.get(link, 0.0) + number
+
+
+def drifting(num_steps: int, num_tokens: int, model: Model, exponent: float = 0.8) -> np.ndarray:
+    """[steps, T, K] int16: a made-up routing with hot experts, of which others take over slowly."""
+    numbers = np.random.default_rng(0)
+    heat = -exponent * np.log(numbers.permutation(model.num_experts) + 1.0)
+    steps = np.empty((num_steps, num_tokens, model.num_topk), np.int16)
+    for step in range(num_steps):
+        heat += numbers.normal(0.0, 0.02, model.num_experts)
+        scores = heat + numbers.gumbel(size=(num_tokens, model.num_experts)).astype(np.float32)
+        steps[step] = np.argpartition(-scores, model.num_topk - 1, 1)[:, : model.num_topk]
+    return steps
