@@ -17,6 +17,9 @@ COMMANDS = {
     "bench": "bench:bench",
     "selftest": "selftest:selftest",
     "size": "size:size",
+    "plan": "planning:plan",
+    "simulate": "planning:simulate",
+    "balance": "planning:balance",
     "warm-up": "warm_up:warm_up",
 }
 

@@ -8,6 +8,7 @@
     shelves     the packing behind them
     rebalance   a change of placement with few moves
     simulate    a recorded routing replayed at any number of ranks
+    reports     what was found, as tables; `pictures` draws it, `page` writes HTML
 
 All of it is arithmetic on this process's CPU: nothing here starts a rank.
 """

@@ -1,0 +1,290 @@
+"""`tokenyard plan`, `simulate`, `balance`: the cost of an exchange, and where experts should live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from tokenyard.cli import output
+from tokenyard.cli.output import Json, Mistake
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tokenyard.planner.page import Report
+
+Cluster = Annotated[str, typer.Option(help="h800, h100, gb200, mi300x, cpu-100gbe or cpu-10gbe.")]
+Ranks = Annotated[int, typer.Option(min=1, help="Ranks of the group.")]
+LowLatency = Annotated[bool, typer.Option("--low-latency", help="The low-latency mode.")]
+Spare = Annotated[int, typer.Option(min=0, help="Slots for copies, beside one for each expert.")]
+Want = Annotated[float, typer.Option(help="Imbalance to reach, with as few moves as that takes.")]
+Png = Annotated[Path | None, typer.Option(help="Draw into this file (PNG or SVG).")]
+Html = Annotated[Path | None, typer.Option(help="Write a page that needs no other file.")]
+
+
+class _Shown(NamedTuple):
+    png: Path | None
+    html: Path | None
+    as_json: bool
+
+
+def _show(report: Report, value: Any, draw: Callable[[], Any], to: _Shown) -> None:
+    """Write the files that were asked for, and print the tables or JSON."""
+    from tokenyard.planner import page, pictures
+
+    if to.png is not None or to.html is not None:
+        with output.mistakes((ModuleNotFoundError, OSError, ValueError)):
+            try:
+                figure = draw()
+            except ModuleNotFoundError as error:
+                raise Mistake("pictures need matplotlib: pip install 'tokenyard[viz]'") from error
+            if to.png is not None:
+                pictures.save(figure, to.png)
+            if to.html is not None:
+                to.html.write_text(page.page_of(report, pictures.as_svg(figure)))
+
+    def print_tables(console: Console) -> None:
+        console.print(Text(report.title, style="bold"))
+        for table in report.tables:
+            console.print()
+            console.print(output.table(table.columns, table.rows, title=table.title))
+        if report.notes:
+            console.print()
+        for note in report.notes:
+            console.print(Text(note))
+
+    output.show(value, to.as_json, print_tables)
+
+
+def plan(
+    model: Annotated[str, typer.Option(help="A preset, such as deepseek-v3.")] = "deepseek-v3",
+    cluster: Cluster = "h800",
+    ranks: Ranks = 64,
+    tokens: Annotated[int | None, typer.Option(help="Of a rank; 4096, or 128.")] = None,
+    low_latency: LowLatency = False,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Dispatch in BF16, not FP8.")] = False,
+    skew: Annotated[float, typer.Option(min=0.0, help="Exponent of a Zipf load; 0: even.")] = 0.0,
+    sweep: Annotated[bool, typer.Option("--sweep", help="2, 4, 8 .. ranks.")] = False,
+    png: Png = None,
+    html: Html = None,
+    as_json: Json = False,
+) -> None:
+    """Say what a layer's exchange takes on a cluster, and which link binds it.
+
+    Time of each stage, bytes on every kind of link, memory by part, by a formula that was fitted to
+    published figures. Experts' compute is not in it. Models: deepseek-v3, qwen3-235b-a22b,
+    mixtral-8x7b, mixtral-8x22b, glm-4.5, kimi-k2.
+
+    Examples:
+
+        tokenyard plan --model deepseek-v3 --cluster h800 --ranks 64
+        tokenyard plan --model kimi-k2 --cluster gb200 --ranks 64 --low-latency
+        tokenyard plan --sweep --ranks 2048 --png sweep.png
+    """
+    from tokenyard.planner import cost, pictures, presets, reports
+    from tokenyard.planner.choices import Routing
+
+    with output.mistakes():
+        shape, machines = presets.model_of(model), presets.cluster_of(cluster)
+        number = tokens if tokens is not None else 128 if low_latency else 4096
+        mode = "low_latency" if low_latency else "normal"
+        work = cost.Work(num_tokens=number, mode=mode, fp8=not bf16)
+        routing = Routing.zipf(shape.num_experts, shape.num_topk, skew) if skew else None
+        sizes = [ranks]
+        if sweep:
+            sizes = [2**power for power in range(1, 30) if 2**power < ranks] + [ranks]
+        plans = [cost.plan(machines, shape, size, work, routing) for size in sizes]
+    to = _Shown(png, html, as_json)
+    if sweep:
+        values = [made.as_dict() for made in plans]
+        _show(reports.of_sweep(plans), values, lambda: pictures.draw_sweep(plans), to)
+    else:
+        (made,) = plans
+        _show(reports.of_plan(made), made.as_dict(), lambda: pictures.draw_stages(made), to)
+
+
+def simulate(
+    recording: Annotated[Path, typer.Argument(help="A file of tokenyard.record.")],
+    cluster: Cluster = "h800",
+    ranks: Ranks = 64,
+    layer: Annotated[str | None, typer.Option(help="Of several: its name.")] = None,
+    spare: Spare = 0,
+    every: Annotated[int, typer.Option(min=1, help="Steps between two rebalancings.")] = 50,
+    want: Want = 1.05,
+    low_latency: LowLatency = False,
+    png: Png = None,
+    html: Html = None,
+    as_json: Json = False,
+) -> None:
+    """Replay a recorded routing at any number of ranks, before and after rebalancing.
+
+    Each recorded step's tokens are dealt out to the ranks; no rank is started. First experts stay
+    in order, then they are rebalanced every so many steps where the load is uneven.
+
+    Examples:
+
+        tokenyard simulate routing.pt --cluster h800 --ranks 64
+        tokenyard simulate routing.pt --ranks 32 --spare 32 --every 20 --png replay.png
+    """
+    from tokenyard.planner import cost, pictures, presets, reports
+    from tokenyard.planner import simulate as simulation
+    from tokenyard.planner.balance import Policy, SlotPlacement
+
+    with output.mistakes((ValueError, OSError)):
+        machines = presets.cluster_of(cluster)
+        one = _layer_of(recording, layer)
+        steps = [part.numpy() for part in one.topk_idx.split(one.num_tokens.sum(1).tolist())]
+        if not steps:
+            raise Mistake(f"{recording} has no step of {one.name}")
+        shape = cost.Model(
+            name=one.name,
+            hidden=one.hidden,
+            num_experts=one.num_experts,
+            num_topk=one.num_topk,
+            intermediate=0,
+            num_layers=1,
+        )
+        work = cost.Work(mode="low_latency" if low_latency else "normal")
+        slots = cost.slots_for(one.num_experts + spare, ranks)
+        placement = SlotPlacement.even(one.num_experts, ranks, slots)
+        policy = Policy(every=every, if_over=max(1.1, want), want=want)
+        with output.progress("replaying", 2) as step:
+            before = simulation.replay(steps, machines, shape, placement, work)
+            step("even")
+            after = simulation.replay(steps, machines, shape, placement, work, policy)
+            step("rebalanced")
+    report = reports.of_replays(before, after, f"{one.name} of {recording.name}")
+    value = {"even": before.as_dict(), "rebalanced": after.as_dict()}
+    to = _Shown(png, html, as_json)
+    _show(report, value, lambda: pictures.draw_replay(before, after), to)
+
+
+def balance(
+    loads: Annotated[Path, typer.Argument(help="A tensor [E] or [layers, E], or a recording.")],
+    ranks: Ranks = 8,
+    spare: Spare = 0,
+    nodes: Annotated[int, typer.Option(min=1, help="With --groups: nodes of the ranks.")] = 1,
+    groups: Annotated[int, typer.Option(min=1, help="Keep each group on a node.")] = 1,
+    current: Annotated[Path | None, typer.Option(help="A saved placement to change.")] = None,
+    want: Want = 1.0,
+    save: Annotated[Path | None, typer.Option(help="Write the placement here.")] = None,
+    png: Png = None,
+    html: Html = None,
+    as_json: Json = False,
+) -> None:
+    """Place experts, with copies of busy ones, for the load that was measured.
+
+    With --current, a placement that was saved changes as little as the imbalance that you want
+    needs. A saved placement is a tensor: the expert in each slot, by rank.
+
+    Examples:
+
+        tokenyard balance loads.pt --ranks 32 --spare 32 --save placement.pt
+        tokenyard balance loads.pt --ranks 32 --current placement.pt --want 1.05
+        tokenyard balance loads.pt --ranks 8 --spare 4 --nodes 2 --groups 4
+    """
+    import torch
+
+    from tokenyard.planner import pictures, reports
+    from tokenyard.planner import rebalance as changing
+    from tokenyard.planner.balance import Rebalancing, SlotPlacement, place, place_by_nodes
+    from tokenyard.planner.cost import slots_for
+
+    changes, carried = [], []
+    with output.mistakes((ValueError, OSError)):
+        load_LE = _loads_of(loads)
+        num_experts = load_LE.shape[1]
+        held = None if current is None else _tensor_of(current).long().reshape(len(load_LE), -1)
+        slots = slots_for(num_experts + spare, ranks) if held is None else held.shape[1]
+        for number, load in enumerate(load_LE):
+            if held is not None:
+                old = SlotPlacement(held[number], num_experts, ranks)
+                change = changing.rebalance(old, load, want)
+            else:
+                old = SlotPlacement.even(num_experts, ranks, slots)
+                if groups > 1:
+                    made = place_by_nodes(load, slots, ranks, nodes, groups)
+                else:
+                    made = place(load, slots, ranks)
+                change = Rebalancing(
+                    placement=made,
+                    moves=changing.moves(old, made),
+                    before=old.imbalance(load),
+                    after=made.imbalance(load),
+                )
+            changes.append(change)
+            carried.append((old.rank_loads(load), change.placement.rank_loads(load)))
+        if save is not None:
+            torch.save(torch.stack([one.placement.physical_to_logical for one in changes]), save)
+    report = reports.of_changes(
+        changes, f"{num_experts} experts in {slots} slots of {ranks} ranks, by {loads.name}"
+    )
+    value = [
+        {
+            "before": one.before,
+            "after": one.after,
+            "physical_to_logical": one.placement.physical_to_logical.tolist(),
+            "moves": [move._asdict() for move in one.moves],
+        }
+        for one in changes
+    ]
+    worst = max(range(len(changes)), key=lambda number: changes[number].before)
+    to = _Shown(png, html, as_json)
+    _show(report, value, lambda: pictures.draw_loads(*carried[worst]), to)
+
+
+def _layer_of(recording: Path, name: str | None) -> Any:
+    from tokenyard.routing import file
+
+    layers = file.load(recording)
+    if name is None and len(layers) == 1:
+        return layers[0]
+    for layer in layers:
+        if layer.name == name:
+            return layer
+    names = ", ".join(layer.name for layer in layers)
+    raise Mistake(f"layer is {name!r}, want one of {names} (--layer)")
+
+
+def _tensor_of(path: Path) -> Tensor:
+    import torch
+
+    wrong = f"{path} is not a tensor that torch.save wrote"
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # of several kinds, by what else the file may be
+        raise ValueError(wrong) from error
+    if not isinstance(found, torch.Tensor):
+        raise ValueError(wrong)
+    return found
+
+
+def _loads_of(path: Path) -> Tensor:
+    """[layers, E]: the tensor of a file, or how often a recording's tokens chose each expert."""
+    import torch
+
+    from tokenyard.routing import file
+
+    try:
+        found = _tensor_of(path)
+    except ValueError:
+        layers = file.load(path)
+        counts = []
+        for layer in layers:
+            chosen = layer.topk_idx[layer.topk_idx >= 0].long()
+            counts.append(torch.bincount(chosen, minlength=layer.num_experts))
+        if len({len(one) for one in counts}) != 1:
+            raise Mistake(f"layers of {path} differ in their experts, want one number") from None
+        found = torch.stack(counts)
+    if found.dim() == 1:
+        found = found[None]
+    if found.dim() != 2 or found.numel() == 0:
+        raise Mistake(f"{path} has shape {list(found.shape)}, want [experts] or [layers, experts]")
+    return found.double()

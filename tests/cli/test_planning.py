@@ -1,0 +1,150 @@
+"""`tokenyard plan`, `simulate` and `balance`: tables, pictures, pages, JSON and mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tokenyard.cli.app import COMMANDS
+from tokenyard.cli.group import make_app
+from tokenyard.planner.cost import Model
+from tokenyard.planner.simulate import drifting
+from tokenyard.routing import file
+
+RUNNER = CliRunner()
+MODEL = Model(name="m", hidden=64, num_experts=16, num_topk=2, intermediate=8, num_layers=1)
+
+
+def run(*words: object) -> Any:
+    return RUNNER.invoke(make_app(COMMANDS), [str(word) for word in words])
+
+
+def recording(path: Path, num_layers: int = 1) -> Path:
+    steps = torch.from_numpy(drifting(20, 64, MODEL, exponent=1.5))
+    layers = [
+        file.LayerRouting(
+            name=f"layer {number}",
+            buffer=0,
+            order=number,
+            num_experts=16,
+            num_ranks=2,
+            hidden=64,
+            dtype="bfloat16",
+            ranks=torch.arange(2),
+            node_of_rank=torch.zeros(2, dtype=torch.int32),
+            rank_of_expert=torch.arange(16, dtype=torch.int32) // 8,
+            step=torch.arange(20),
+            num_tokens=torch.full((20, 2), 32),
+            topk_idx=steps.reshape(-1, 2),
+            topk_weights=None,
+        )
+        for number in range(num_layers)
+    ]
+    file.save(path, layers, 1)
+    return path
+
+
+def test_plan(tmp_path: Path) -> None:
+    said = run("plan", "--model", "deepseek-v3", "--cluster", "h800", "--ranks", 64)
+    assert said.exit_code == 0, said.stderr
+    assert said.stdout.startswith("deepseek-v3 on 64 ranks of h800, 4096 tokens a rank, normal")
+    dispatch = next(line for line in said.stdout.splitlines() if line.startswith("dispatch"))
+    assert dispatch.split()[2] == "network"
+    told = json.loads(run("plan", "--json", "--skew", 1.0).stdout)
+    assert told["num_ranks"] == 64
+    assert told["imbalance"] > 2
+    assert told["seconds"] == pytest.approx(sum(one["seconds"] for one in told["stages"]))
+
+
+def test_sweep_is_drawn_and_written(tmp_path: Path) -> None:
+    png, html = tmp_path / "sweep.png", tmp_path / "sweep.html"
+    said = run("plan", "--sweep", "--ranks", 128, "--low-latency", "--png", png, "--html", html)
+    assert said.exit_code == 0, said.stderr
+    rows = [line.split() for line in said.stdout.splitlines() if line[:5].strip().isdigit()]
+    assert [int(row[0]) for row in rows] == [2, 4, 8, 16, 32, 64, 128]
+    assert [row[-1] for row in rows][-1] == "network"
+    assert png.read_bytes()[:4] == b"\x89PNG"
+    page = html.read_text()
+    assert page.count("<svg") == 1
+    # It needs no other file: nothing is fetched.
+    assert not any(word in page for word in ("<script", "<link", "src=", "@import", "url(http"))
+
+
+def test_simulate(tmp_path: Path) -> None:
+    path, png = recording(tmp_path / "routing.pt"), tmp_path / "replay.png"
+    options = ("--ranks", 4, "--spare", 4, "--every", 5, "--png", png)
+    said = run("simulate", path, *options)
+    assert said.exit_code == 0, said.stderr
+    even, rebalanced = (
+        line.split() for line in said.stdout.splitlines() if line.startswith(("even", "rebal"))
+    )
+    assert float(rebalanced[3]) < float(even[3])
+    assert png.exists()
+    told = json.loads(run("simulate", path, "--ranks", 4, "--json").stdout)
+    assert told["even"]["steps"] == 20
+
+
+def test_balance_saves_and_changes_a_placement(tmp_path: Path) -> None:
+    loads, saved = tmp_path / "loads.pt", tmp_path / "placement.pt"
+    torch.save(torch.arange(1.0, 33.0).reshape(2, 16), loads)
+    html = tmp_path / "balance.html"
+    said = run("balance", loads, "--ranks", 4, "--spare", 4, "--save", saved, "--html", html)
+    assert said.exit_code == 0, said.stderr
+    assert torch.load(saved).shape == (2, 20)
+    assert html.exists()
+    torch.save(torch.arange(1.0, 33.0).flip(0).reshape(2, 16), loads)
+    told = json.loads(
+        run("balance", loads, "--ranks", 4, "--current", saved, "--want", 1.05, "--json").stdout
+    )
+    assert all(one["after"] <= 1.05 for one in told)
+    assert len(told[0]["moves"]) < 20
+    grouped = run("balance", loads, "--ranks", 4, "--nodes", 2, "--groups", 4, "--json")
+    slots = np.array(json.loads(grouped.stdout)[0]["physical_to_logical"]).reshape(2, -1)
+    assert not set(slots[0] // 4) & set(slots[1] // 4)
+
+
+def test_balance_takes_a_recording(tmp_path: Path) -> None:
+    said = run("balance", recording(tmp_path / "routing.pt", 2), "--ranks", 4, "--json")
+    assert [one["after"] <= one["before"] for one in json.loads(said.stdout)] == [True, True]
+
+
+@pytest.mark.parametrize(
+    "words, want",
+    [
+        (["plan", "--model", "gpt"], "tokenyard: unknown model 'gpt'; available: deepseek-v3,"),
+        (["plan", "--cluster", "h9"], "tokenyard: unknown cluster 'h9'; available: h800,"),
+        (["plan", "--tokens", "0"], "tokenyard: num_tokens is 0, want at least 1"),
+        (["simulate", "none.pt"], "tokenyard: none.pt is missing, and there is no part"),
+        (["balance", "none.pt"], "tokenyard: [Errno 2] No such file or directory: 'none.pt'"),
+        (["plan", "--png", "nowhere/x.png"], "tokenyard: [Errno 2] No such file or directory"),
+        (["plan", "--png", "x.doc"], "tokenyard: Format 'doc' is not supported"),
+    ],
+    ids=lambda value: value[1] + value[2] if isinstance(value, list) and value[2:] else "",
+)
+def test_mistakes_are_told_in_one_line(
+    words: list[str], want: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = run(*words)
+    assert said.exit_code == 2
+    assert said.stderr.startswith(want)
+    assert said.stderr.count("\n") == 1
+
+
+def test_files_of_another_kind(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"a": 1}, path)
+    for command in ("simulate", "balance"):
+        said = run(command, path)
+        assert (said.exit_code, said.stderr.count("\n")) == (2, 1)
+        assert "is not a recording of tokenyard.record" in said.stderr
+    said = run("simulate", recording(path, 2))
+    assert "layer is None, want one of layer 0, layer 1 (--layer)" in said.stderr
+    torch.save(torch.ones(2, 2, 2), path)
+    assert "has shape [2, 2, 2], want [experts]" in run("balance", path).stderr
