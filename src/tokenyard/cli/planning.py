@@ -1,4 +1,4 @@
-"""`tokenyard plan`, `simulate`, `balance`: the cost of an exchange, and where experts should live."""
+"""`tokenyard plan`, `simulate`, `balance`: the cost of exchanges, and where experts should live."""
 
 from __future__ import annotations
 
