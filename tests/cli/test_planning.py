@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.cases.pages import ROOT, consoles_of
 from tokenyard.cli.app import COMMANDS
 from tokenyard.cli.group import make_app
+from tokenyard.planner.choices import Routing
 from tokenyard.planner.cost import Model
+from tokenyard.planner.presets import MODELS
 from tokenyard.planner.simulate import drifting
 from tokenyard.routing import file
 
@@ -27,27 +31,34 @@ def run(*words: object) -> Any:
 
 def recording(path: Path, num_layers: int = 1) -> Path:
     steps = torch.from_numpy(drifting(20, 64, MODEL, exponent=1.5))
+    save_recording(path, [f"layer {number}" for number in range(num_layers)], steps, MODEL)
+    return path
+
+
+def save_recording(path: Path, names: list[str], steps_STK: torch.Tensor, model: Model) -> None:
+    """Of two ranks, as tokenyard.record writes it."""
+    num_steps, num_tokens, num_topk = steps_STK.shape
+    experts = torch.arange(model.num_experts, dtype=torch.int32)
     layers = [
         file.LayerRouting(
-            name=f"layer {number}",
+            name=name,
             buffer=0,
             order=number,
-            num_experts=16,
+            num_experts=model.num_experts,
             num_ranks=2,
-            hidden=64,
+            hidden=model.hidden,
             dtype="bfloat16",
             ranks=torch.arange(2),
             node_of_rank=torch.zeros(2, dtype=torch.int32),
-            rank_of_expert=torch.arange(16, dtype=torch.int32) // 8,
-            step=torch.arange(20),
-            num_tokens=torch.full((20, 2), 32),
-            topk_idx=steps.reshape(-1, 2),
+            rank_of_expert=experts * 2 // model.num_experts,
+            step=torch.arange(num_steps),
+            num_tokens=torch.full((num_steps, 2), num_tokens // 2),
+            topk_idx=steps_STK.reshape(-1, num_topk),
             topk_weights=None,
         )
-        for number in range(num_layers)
+        for number, name in enumerate(names)
     ]
     file.save(path, layers, 1)
-    return path
 
 
 def test_plan(tmp_path: Path) -> None:
@@ -148,3 +159,20 @@ def test_files_of_another_kind(tmp_path: Path) -> None:
     assert "layer is None, want one of layer 0, layer 1 (--layer)" in said.stderr
     torch.save(torch.ones(2, 2, 2), path)
     assert "has shape [2, 2, 2], want [experts]" in run("balance", path).stderr
+
+
+def test_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/guide/planning.md: every command runs, and prints what is shown."""
+    monkeypatch.chdir(tmp_path)
+    model = MODELS["deepseek-v3"]
+    steps = torch.from_numpy(drifting(120, 1024, model))
+    save_recording(Path("routing.pt"), ["layers.3.mlp"], steps, model)
+    torch.save(torch.from_numpy(Routing.zipf(256, 8).load), "loads.pt")
+    page = ROOT / "docs" / "guide" / "planning.md"
+    commands = [one for console in consoles_of(page) for one in console.commands]
+    assert len(commands) == 5
+    for command in commands:
+        said = run(*shlex.split(command.line)[1:])
+        assert said.exit_code == 0, said.stderr
+        lines = [line.rstrip() for line in said.stdout.splitlines()]
+        assert lines == command.shown.rstrip().splitlines(), command.line
