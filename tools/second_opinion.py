@@ -103,7 +103,8 @@ def main() -> None:
     cluster, model = CLUSTERS["h800"], MODELS["deepseek-v3"]
     print("dispatch of deepseek-v3 on h800, 128 tokens a rank; us")
     for num_ranks in (64, 128):
-        for mode in ("low_latency", "normal"):
+        # 16,384 flows of different sizes, as low latency has them at 128 ranks, take too long.
+        for mode in ("low_latency", "normal") if num_ranks <= 64 else ("normal",):
             for exponent, load in ((0.0, "even"), (0.8, "skewed")):
                 begin = time.perf_counter()
                 work = Work(num_tokens=128, mode=mode)
