@@ -15,7 +15,7 @@ import torch
 import tokenyard
 from tests.cases.clock import scaled
 from tests.cases.processes import Pools
-from tests.test_stats import NAP, SLOW, WAYS, call
+from tests.cases.slow_rank import NAP, SLOW, WAYS, call
 from tokenyard.comm.clocks import clocks_ahead
 from tokenyard.runtime import recorder
 from tokenyard.runtime.chrome import chrome_trace
