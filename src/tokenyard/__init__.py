@@ -29,6 +29,7 @@ _HOMES = {
     "PeerInputError": "errors",
     "PeerLeft": "errors",
     "PeerTimeout": "errors",
+    "Replicas": "replicas",
     "SharedMemoryError": "errors",
     "TokenyardError": "errors",
     "local_group": "groups",
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     from tokenyard.ops.quantize import per_token_cast_to_fp8 as per_token_cast_to_fp8
     from tokenyard.ops.rearrange import rearrange as rearrange
     from tokenyard.recording import record as record
+    from tokenyard.replicas import Replicas as Replicas
     from tokenyard.runtime.events import EventHandle as EventHandle
     from tokenyard.runtime.events import EventOverlap as EventOverlap
     from tokenyard.tracing import merge_traces as merge_traces

@@ -19,11 +19,13 @@ from tokenyard.engine.by_expert import combine_by_expert, dispatch_by_expert
 from tokenyard.engine.gather import all_gather
 from tokenyard.engine.handle import CompiledHandle
 from tokenyard.engine.inputs import DispatchRequest
+from tokenyard.engine.rebalance import rebalance
 from tokenyard.errors import PeerError
 from tokenyard.hardware import Hardware
 from tokenyard.lifetime import Lifetime
 from tokenyard.low_latency.calls import LowLatencyCalls
 from tokenyard.opening import Options, check_group, default_timeout, open_engine
+from tokenyard.replicas import Moves, Replicas, replicas_of
 from tokenyard.runtime.completion import Completion
 from tokenyard.runtime.events import EventHandle, EventOverlap
 from tokenyard.types import Config, Handle
@@ -120,7 +122,10 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
                         node; found out if None
         timeout         seconds without progress after which a call raises PeerTimeout; if None,
                         those of TOKENYARD_TIMEOUT, or 30
-        placement       [E] the rank of each expert; consecutive blocks if None
+        placement       [E] the rank of each expert; consecutive blocks if None. Or Replicas: which
+                        experts lie in each rank's slots, where some have several copies. Then
+                        topk_idx and num_experts name logical experts, and counts are by slot;
+                        see sum_replicas
 
     Every rank of the group makes the same calls in the same order; dispatch and combine raise on
     all ranks if one of them is given bad input, and the Buffer goes on working. One thread at a
@@ -148,7 +153,7 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
         kernels: str = "auto",
         ranks_per_node: int | Sequence[int] | None = None,
         timeout: float | None = None,
-        placement: Tensor | None = None,
+        placement: Tensor | Replicas | None = None,
     ) -> None:
         check_group(group, comm)
         super().__init__(group, explicitly_destroy)
@@ -426,6 +431,35 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
     def get_local_experts(self, num_experts: int) -> list[int]:
         """The global ids of this rank's experts, in the order of their local ids."""
         return self._open_engine().local_experts(num_experts)
+
+    def rebalance(self, placement: Tensor | Replicas) -> Moves:
+        """Change where experts live, on all ranks at once, and say which of them move.
+
+        All ranks give the same placement, of as many experts as before, or all raise and nothing
+        changes. Only the Buffer's knowledge changes: weights are moved by whoever holds them, as
+        tokenyard.nn.rebalance does. Handles of earlier dispatches are refused afterwards; hooks of
+        earlier low-latency dispatches still deliver. stats() counts the load of experts anew.
+        """
+        with self._use as engine:
+            moves = rebalance(engine, placement)
+            if self._low_latency is not None:
+                self._low_latency.forget()
+        return moves
+
+    @property
+    def replicas(self) -> Replicas | None:
+        """The copies of experts, or None where each expert has one rank."""
+        return replicas_of(self._open_engine().local.given_placement)
+
+    def sum_replicas(self, counts: Tensor | Sequence[int]) -> Tensor:
+        """[E]: counts by physical expert, as get_dispatch_layout gives them, by logical expert."""
+        replicas = self.replicas
+        validate.require(
+            replicas is not None,
+            f"the Buffer has no Replicas: counts are by expert already, on rank {self.rank}",
+        )
+        assert replicas is not None
+        return replicas.sum(counts)
 
     def dead_ranks(self) -> tuple[int, ...]:
         """Ranks of this machine that have died. Of other machines' ranks only a call of all ranks

@@ -31,6 +31,7 @@ from tokenyard.engine.mismatch import STAGES
 from tokenyard.engine.stages import Engine
 from tokenyard.errors import PeerError, SharedMemoryError
 from tokenyard.low_latency.engine import LowLatency
+from tokenyard.replicas import Replicas, place_words
 from tokenyard.runtime.interrupts import shorten_tracebacks
 from tokenyard.runtime.streams import streams_for
 from tokenyard.topology import Placement, Topology
@@ -100,12 +101,13 @@ class Options:
     kernels: str
     ranks_per_node: int | Sequence[int] | None
     timeout: float
-    placement: Tensor | None
+    placement: Tensor | Replicas | None
     num_nvl_bytes: int
     num_rdma_bytes: int
     num_channels: int
     low_latency_mode: bool
     enable_shrink: bool
+    takes_replicas: bool = True
 
     @property
     def has_sane_timeout(self) -> bool:
@@ -136,12 +138,15 @@ class Options:
             validate.switch(name, getattr(self, name))
         if self.placement is None:
             return kernel_set, None
-        placed = validate.placement(self.placement, num_ranks).to(device)
-        return kernel_set, Placement(placed, num_ranks)
+        validate.require(
+            self.takes_replicas or not isinstance(self.placement, Replicas),
+            "placement is Replicas, want the rank of each expert: ElasticBuffer knows no copies",
+        )
+        return kernel_set, validate.placement(self.placement, num_ranks, device)
 
     def digest(self, placement: Placement | None) -> int:
         """Of what must be the same on all ranks."""
-        where = None if placement is None else placement.rank_of_expert.tolist()
+        where = place_words(placement)
         rings = (self.num_nvl_bytes, self.num_channels) if self.transport == "ring" else None
         nodes = self.ranks_per_node
         if isinstance(nodes, Sequence):
@@ -213,7 +218,7 @@ def open_engine(group: Any, options: Options) -> tuple[Engine, LowLatency | None
         undo.enter_context(opened)
         agreement, streams = Agreement(opened, shared_id), streams_for(communicator.device)
         agreement.clocks_R = clocks_ahead(communicator, machines)
-        where = None if placed is None else placed.rank_of_expert.tolist()
+        where = place_words(placed)
         place = repr((processes, machines, topology.node_of_rank, where, opened.name))
         origin = Origin(shared_id, rank, digest(place), tuple(topology.node_of_rank))
         engine = Engine(

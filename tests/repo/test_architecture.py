@@ -24,6 +24,7 @@ FLOORS = {
     "routing": 1,
     "recording": 2,
     "tracing": 3,
+    "replicas": 1,
     "runtime": 2,
     "kernels": 3,
     "comm": 3,

@@ -119,6 +119,7 @@ class ElasticBuffer(EngramCalls, PipelineCalls, SessionCalls):
                 num_channels=_config(_NUM_SMS).num_channels,
                 low_latency_mode=False,
                 enable_shrink=False,
+                takes_replicas=False,
             ),
         )
         self._opened(engine, None)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -177,7 +178,7 @@ def _dispatch_in_one_step(
         num_tokens_per_expert=per_expert,
     )
     load = engine.statistics.load(out.placement.num_experts, len(counts.counts_L))
-    load += counts.counts_L
+    load += np.array(counts.counts_L, np.int64)  # a rank may have no experts
     went, came = counts.moved_2R
     engine.statistics.count(_DISPATCH, begin, went, came, sum(row_widths(columns)))
     return rows, handle

@@ -94,6 +94,12 @@ class CompiledCalls:
         if (x.requires_grad or topk_weights.requires_grad) and torch.is_grad_enabled():
             return None
         num_topk, dtype = shape[1], x.dtype
+        given_idx, choice = topk_idx, self._engine.local.choice
+        if choice is not None:
+            try:
+                topk_idx = choice(topk_idx)
+            except ValueError:
+                return None
         key = dtype, hidden, num_topk, num_experts, expert_alignment, tag, stage
         plan = self._plans.get(key)
         if plan is None or plan.config is not config:
@@ -145,7 +151,7 @@ class CompiledCalls:
                 heard = Heard(Offer(block.told, (block,)), self._node.mailbox.last_messages(), sent)
                 del block, memory
                 request = DispatchRequest.plain(
-                    x, topk_idx, topk_weights, num_experts, expert_alignment, config, tag
+                    x, given_idx, topk_weights, num_experts, expert_alignment, config, tag
                 )
                 got, handle, _ = self._engine.dispatch(request, _AT_ONCE, stage, heard)
                 assert got.topk_idx is not None
@@ -180,6 +186,10 @@ class CompiledCalls:
             per_expert.tolist(),
             handle,
         )
+
+    def forget(self) -> None:
+        """Make plans anew: the placement has changed."""
+        self._plans.forget()
 
     def combine(
         self,

@@ -109,6 +109,12 @@ class CompiledNodeCalls:
             if plan is None:
                 return None
             self._plans[key] = plan
+        given_idx, choice = topk_idx, self._engine.local.choice
+        if choice is not None:
+            try:
+                topk_idx = choice(topk_idx)
+            except ValueError:
+                return None
         steps, table = plan.steps, plan.table
         num_bytes = self._enclosures.num_bytes(num_tokens, plan.record_bytes)
         if self.leave_at == POSTED or not self._enclosures.has_room(num_bytes, num_bytes):
@@ -129,7 +135,7 @@ class CompiledNodeCalls:
         verdict = at.GENERAL << 32 if self.leave_at == HEARD else steps.hear()
         if verdict >> 32 == at.GENERAL:
             request = DispatchRequest.plain(
-                x, topk_idx, topk_weights, num_experts, expert_alignment, config, tag
+                x, given_idx, topk_weights, num_experts, expert_alignment, config, tag
             )
             told = self._hand_over(heard, [], "dispatch", tuple(marks_TR.sum(0).tolist()))
             got, plain, _ = self._engine.dispatch(request, _AT_ONCE, heard=told)
@@ -165,10 +171,14 @@ class CompiledNodeCalls:
         )
         statistics = self._engine.statistics
         first, num_local = at.BEFORE + say.PAYLOAD + 1, len(plan.per_expert)
-        load = statistics.load(num_experts, num_local)
+        load = statistics.load(table[at.NUM_EXPERTS], num_local)
         load += heard[self._steps.slots_R, first : first + num_local].sum(0)
         statistics.count("dispatch", begin, marks_TR.sum(0), tally_3R[1], plan.record_bytes)
         return recv_x, recv_idx, recv_weights, plan.per_expert.tolist(), handle
+
+    def forget(self) -> None:
+        """Make plans anew: the placement has changed."""
+        self._plans.clear()
 
     def combine(
         self, x: Any, handle: CompiledHandle, out: Any, config: Config, tag: Any
@@ -269,8 +279,8 @@ class CompiledNodeCalls:
             or 1 + placement.most_experts > say.PAYLOAD_WORDS
         ):
             return None
-        table, head, scratch = self._table(num_experts)
-        more = {"num_topk": num_topk, "num_experts": num_experts, "tag": tag}
+        table, head, scratch = self._table(placement.num_experts)
+        more = {"num_topk": num_topk, "num_experts": placement.num_experts, "tag": tag}
         buffer = self._agreement.buffer_id
         call = Call.of_shape("dispatch", dtype, hidden, config, buffer=buffer, **more)
         head[say.CALL : say.TOKENS] = call

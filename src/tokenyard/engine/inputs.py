@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from tokenyard import validate
+from tokenyard.engine.choice import Choice
 from tokenyard.kernels import Kernels
+from tokenyard.replicas import num_logical, replicas_of
 from tokenyard.runtime import memory
 from tokenyard.runtime.events import EventHandle
 from tokenyard.topology import Placement
@@ -90,6 +92,7 @@ class Preparation:
     def __init__(
         self,
         kernels: Kernels,
+        rank: int,
         num_ranks: int,
         node_of_rank: Sequence[int] | None,
         placement: Placement | None,
@@ -106,14 +109,30 @@ class Preparation:
         self._kernels = kernels
         self._num_ranks = num_ranks
         self._node_of_rank = node_of_rank
-        self._given_placement = placement
+        self._rank = rank
+        self.place(placement)
         self._even_placements: dict[int, Placement] = {}
         self._numbers = torch.empty(0, 1, dtype=torch.int32, device=device)
         self._checked_config: Config | None = None
 
+    def place(self, placement: Placement | None) -> None:
+        """From now on experts live there; None where they are spread evenly."""
+        self.given_placement = placement
+        # Which copies tokens go to, where experts have copies.
+        self.choice: Choice | None = None
+        replicas = replicas_of(placement)
+        if replicas is not None:
+            nodes = self._node_of_rank or [0] * self._num_ranks
+            self.choice = Choice(replicas, self._rank, nodes, self._device)
+
     def layout(self, topk_idx: Any, num_experts: Any) -> Layout:
         topk_idx = validate.topk_idx(topk_idx, "tokens", self._device)
         placement = self.placement(num_experts)
+        if self.choice is not None:
+            topk_idx = self.choice(topk_idx)
+        return self._layout(topk_idx, placement)
+
+    def _layout(self, topk_idx: Tensor, placement: Placement) -> Layout:
         layout, first_bad = self._kernels.layout(
             topk_idx, placement.rank_of_expert, self._num_ranks, self._node_of_rank
         )
@@ -122,8 +141,8 @@ class Preparation:
         return layout
 
     def placement(self, num_experts: Any) -> Placement:
-        given = self._given_placement
-        validate.num_experts(num_experts, None if given is None else given.num_experts)
+        given = self.given_placement
+        validate.num_experts(num_experts, None if given is None else num_logical(given))
         if given is not None:
             return given
         if num_experts not in self._even_placements:
@@ -134,7 +153,7 @@ class Preparation:
     @property
     def any_num_experts(self) -> int:
         """A number of experts that a call may name: for one whose rows go to no expert."""
-        given = self._given_placement
+        given = self.given_placement
         return self._num_ranks if given is None else given.num_experts
 
     def config(self, config: Any) -> Config:
@@ -149,6 +168,8 @@ class Preparation:
         topk_idx, topk_weights = validate.topk(
             request.topk_idx, request.topk_weights, x.shape[0], device
         )
+        if self.choice is not None and topk_idx is not None:
+            topk_idx = self.choice(topk_idx)
         alignment = validate.integer("expert_alignment", request.expert_alignment, at_least=1)
         num_worst = validate.integer("num_worst_tokens", request.num_worst_tokens, at_least=0)
         config = self.config(request.config)
@@ -168,24 +189,25 @@ class Preparation:
                 "num_tokens_per_expert, or topk_idx and num_experts",
             )
             placement = self.placement(request.num_experts)
+            assert topk_idx is not None, "it was required"
             # What is told for each expert and each rank must fit a message.
             fits = 1 + placement.most_experts + self._num_ranks <= PAYLOAD_WORDS
             if self._on_device and fits:
-                assert topk_idx is not None, "it was required"
                 counted = self._kernels.count(
                     topk_idx, placement.rank_of_expert, self._num_ranks, self._node_of_rank
                 )
                 layout = counted.layout
             else:
-                layout = self.layout(topk_idx, request.num_experts)
+                layout = self._layout(topk_idx, placement)
         else:
-            validate.layout_fits(layout, topk_idx, request.num_experts)
+            placement = self._placement_of(layout, request.num_experts)
+            named = request.num_experts if self.choice is None else None
+            validate.layout_fits(layout, topk_idx, named)
         if counted is None:
             route = self._kernels.route(layout.is_token_in_rank)
             validate.same_counts(layout, route)
         else:
             route = counted.route
-        placement = self.placement(layout.num_tokens_per_expert.shape[0])
         return Outgoing(
             x,
             scales,
@@ -200,6 +222,19 @@ class Preparation:
             validate.tag(request.tag),
             counted,
         )
+
+    def _placement_of(self, layout: Layout, num_experts: Any) -> Placement:
+        """Of a layout that the user gave. Where experts have copies, it counts by copy."""
+        counted = layout.num_tokens_per_expert.shape[0]
+        if self.choice is None:
+            return self.placement(counted)
+        given = self.placement(self.choice.num_experts if num_experts is None else num_experts)
+        validate.require(
+            counted == given.num_experts,
+            f"num_tokens_per_expert has {counted} entries, want {given.num_experts}, one a copy, "
+            "as get_dispatch_layout counts",
+        )
+        return given
 
     def combine(
         self,

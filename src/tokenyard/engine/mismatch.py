@@ -25,6 +25,7 @@ STAGES = (
     "engram_write",
     "pp_set_config",
     "agrs_set_config",
+    "rebalance",
 )
 
 CASTS = {NO_CAST: "none", PLAIN: "use_fp8", ROUNDED: "round_scale", PACKED: "use_ue8m0"}
@@ -65,8 +66,9 @@ def differ(
     'combine: ranks differ in what they call: combine on rank 0, dispatch on rank 1'
     """
     (rank, own), (other, their) = mine, theirs
+    what = "the placement" if (stage, term) == ("rebalance", "options") else _WORDS[term]
     return CallMismatch(
-        f"{stage}: ranks differ in {_WORDS[term]}: {_show(term, own, True)} on rank {rank}, "
+        f"{stage}: ranks differ in {what}: {_show(term, own, True)} on rank {rank}, "
         f"{_show(term, their, False)} on rank {other}",
         what=term,  # the same on all ranks: where values differ, each rank differs from some other
         on_all_ranks=on_all_ranks,

@@ -77,6 +77,9 @@ class Plans:
         self._known: dict[Any, Plan] = {}
         self.get = self._known.get
 
+    def forget(self) -> None:
+        self._known.clear()
+
     def add_dispatch(self, key: tuple[Any, ...], config: Config) -> Plan | None:
         """For a dtype, hidden size, top-k, number of experts, expert_alignment, tag and stage. None
         if only the engine can make calls of such a shape, or if it is wrong.
@@ -88,12 +91,13 @@ class Plans:
         payload = 1 + placement.most_experts + self._size
         if dtype not in ROW_DTYPES or min(hidden, num_topk) < 1 or payload > say.PAYLOAD_WORDS:
             return None
-        more = {"num_topk": num_topk, "num_experts": num_experts, "tag": tag}
+        physical = placement.num_experts
+        more = {"num_topk": num_topk, "num_experts": physical, "tag": tag}
         call = Call.of_shape(stage, dtype, hidden, config, buffer=self._buffer_id, **more)
-        table, head, scratch = self._table(call, hidden * dtype.itemsize, num_experts)
+        table, head, scratch = self._table(call, hidden * dtype.itemsize, physical)
         per_expert, kept = tell_shape(table, placement, self._rank, num_topk, expert_alignment)
         statistics = self._engine.statistics
-        load = statistics.load(num_experts, len(per_expert))
+        load = statistics.load(physical, len(per_expert))
         table[at.COUNTERS], table[at.LOAD] = statistics.address(stage), load.ctypes.data
         return self._add(
             key,

@@ -29,6 +29,7 @@ from tokenyard.engine.inputs import DispatchRequest, Outgoing, Preparation, wait
 from tokenyard.engine.statistics import Statistics, links_of
 from tokenyard.errors import PeerLeft, SharedMemoryError
 from tokenyard.kernels import Kernels
+from tokenyard.replicas import as_replicas
 from tokenyard.runtime import recorder
 from tokenyard.runtime.completion import Completion
 from tokenyard.runtime.events import EventHandle, EventOverlap, Worker
@@ -37,7 +38,7 @@ from tokenyard.runtime.streams import Streams
 from tokenyard.shm.shared_rows import check
 from tokenyard.topology import Placement, Topology
 from tokenyard.transports import RowsBack, RowsOut, Sum, Transport
-from tokenyard.types import Config, Flow, Handle, Layout, Origin, Received
+from tokenyard.types import Config, Flow, Handle, Layout, Origin, Received, digest
 from tokenyard.wire.columns import row_widths
 from tokenyard.wire.message import NO_MEMORY
 
@@ -84,7 +85,14 @@ class Engine:
         self.compiled: CompiledCalls | CompiledNodeCalls | None = None
         on_device = streams is not None and kernels.counts_on_device and transport.tells_from_device
         self.local = Preparation(
-            kernels, self.num_ranks, nodes, placement, self.device, transport.empty, on_device
+            kernels,
+            self.rank,
+            self.num_ranks,
+            nodes,
+            placement,
+            self.device,
+            transport.empty,
+            on_device,
         )
 
     def dispatch(
@@ -278,9 +286,17 @@ class Engine:
 
     def local_experts(self, num_experts: Any) -> list[int]:
         try:
-            return list(self.local.placement(num_experts).experts_of_rank[self.rank])
+            return list(as_replicas(self.local.placement(num_experts)).experts_of_rank[self.rank])
         except ValueError as error:
             raise self.agreement.named("get_local_experts", error) from None
+
+    def place(self, placement: Placement, mark: int) -> None:
+        """From now on experts live there. Ranks know the placement by its mark."""
+        self.local.place(placement)
+        self.statistics.forget_loads()
+        self.origin = self.origin._replace(place=digest(f"{self.origin.place} {mark}"))
+        if self.compiled is not None:
+            self.compiled.forget()
 
     def refuse(self, error: Exception) -> None:
         """Meet the other ranks in whatever call they make, and make all ranks raise the error."""

@@ -32,7 +32,7 @@ class Statistics:
         self._stages: dict[str, np.ndarray] = {}  # rows of these
         # All counters, one row a stage.
         self.totals: Callable[[], np.ndarray] = self._words.copy
-        self._loads: dict[int, np.ndarray] = {}  # by num_experts: [L]
+        self._loads: dict[tuple[int, int], np.ndarray] = {}  # by (E, L): [L]
 
     def counters(self, stage: str) -> np.ndarray:
         found = self._stages.get(stage)
@@ -44,11 +44,15 @@ class Statistics:
         """Where a compiled call of this stage counts."""
         return int(self.counters(stage).ctypes.data)
 
+    def forget_loads(self) -> None:
+        """The placement has changed: experts have other places."""
+        self._loads.clear()
+
     def load(self, num_experts: int, num_local: int) -> np.ndarray:
         """[num_local]: pairs, or rows, that each of this rank's experts has got."""
-        found = self._loads.get(num_experts)
+        found = self._loads.get((num_experts, num_local))
         if found is None:
-            found = self._loads[num_experts] = np.zeros(num_local, np.int64)
+            found = self._loads[num_experts, num_local] = np.zeros(num_local, np.int64)
         return found
 
     def count(
@@ -122,7 +126,7 @@ class Statistics:
         self.waits.reset()
 
 
-def _most(loads: Mapping[int, np.ndarray]) -> np.ndarray:
+def _most(loads: Mapping[tuple[int, int], np.ndarray]) -> np.ndarray:
     """The load of most rows: a Buffer as a rule serves layers of one number of experts."""
     return max(loads.values(), key=lambda load: int(load.sum()), default=np.zeros(0, np.int64))
 

@@ -92,6 +92,8 @@ class LowLatencyCalls:
             engine = self._low_latency or self._open_low_latency(is_open=True)
             if wrong is not None:
                 engine.refuse(DISPATCH, ValueError(wrong))
+            if engine.local.choice is not None:
+                topk_idx = engine.chosen(DISPATCH, topk_idx)
             if completion is None and engine.quick is not None:
                 casts = use_fp8, round_scale, use_ue8m0
                 quick = engine.quick.dispatch(
@@ -146,6 +148,8 @@ class LowLatencyCalls:
             engine = self._low_latency or self._open_low_latency(is_open=True)
             if wrong is not None:
                 engine.refuse(COMBINE, ValueError(wrong))
+            if engine.local.choice is not None:
+                topk_idx = engine.chosen(COMBINE, topk_idx)
             if (
                 is_plain
                 and out is combine_wait_recv_cost_stats is None

@@ -31,7 +31,7 @@ from tokenyard.kernels import Kernels
 from tokenyard.low_latency import logfmt
 from tokenyard.low_latency.exchanged import ExchangedSlots
 from tokenyard.low_latency.handle import STAGE_OF, LowLatencyHandle, PendingCombine
-from tokenyard.low_latency.inputs import Fp8, Inputs, bad_pair, counters, known_handle, unsent_pair
+from tokenyard.low_latency.inputs import Fp8, Inputs, bad_pair, counters, unsent_pair
 from tokenyard.low_latency.quick import QuickCalls
 from tokenyard.low_latency.results import Results
 from tokenyard.low_latency.shared import SharedSlots
@@ -83,8 +83,25 @@ class LowLatency:
         self.numbers = [0, 0]  # calls so far, by kind
         self.unread: dict[tuple[int, int], tuple[int, weakref.ref[RecvHook]]] = {}
         self.inputs = Inputs(engine.local, self._rank, self._size, self.buffer_id, num_bytes)
+        self.local = engine.local
         self.results = Results()
         self.quick = QuickCalls(self.slots) if isinstance(self.slots, SharedSlots) else None
+
+    def forget(self) -> None:
+        """Make plans anew: the placement has changed. What was sent can still be received."""
+        self.inputs.forget()
+        if self.quick is not None:
+            self.quick.forget()
+        if isinstance(self.slots, SharedSlots):
+            self.slots.forget()
+
+    def chosen(self, kind: int, topk_idx: Any) -> Any:
+        """topk_idx with physical experts, where experts have copies."""
+        assert self.local.choice is not None
+        try:
+            return self.local.choice.before_checks(topk_idx)
+        except ValueError as error:
+            self.refuse(kind, error)
 
     def wait_to_leave(self) -> None:
         """Before the Buffer is closed: wait until all ranks have mapped memory that it named."""
@@ -196,7 +213,7 @@ class LowLatency:
     def combine_buffer(self, handle: Any) -> Tensor:
         """[L, S, D] for the experts' output, where combine finds it without copying."""
         try:
-            known = known_handle(handle, self.buffer_id)
+            known = self.inputs.known(handle)
         except ValueError as error:
             raise self._agreement.named("get_next_low_latency_combine_buffer", error) from None
         dtype = known.shape.dtype

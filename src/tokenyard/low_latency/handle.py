@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tokenyard.replicas import num_logical
 from tokenyard.runtime.completion import RecvHook
 from tokenyard.wire.slots import SlotShape
 
@@ -37,7 +38,7 @@ class LowLatencyHandle:
             self.layout_range,
             shape.num_max,
             shape.hidden,
-            shape.placement.num_experts,
+            num_logical(shape.placement),
         )
 
     def __len__(self) -> int:

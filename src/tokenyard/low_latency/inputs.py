@@ -55,6 +55,22 @@ class Inputs:
         self.checked: dict[tuple[Any, ...], SlotShape] = {}
         self.checked_back: set[tuple[Any, ...]] = set()
 
+    def forget(self) -> None:
+        """Check all shapes anew: the placement has changed."""
+        self._shapes.clear()
+        self.checked.clear()
+        self.checked_back.clear()
+
+    def known(self, handle: Any) -> LowLatencyHandle:
+        """The handle that a user gave, of this Buffer and of where experts live now."""
+        known, given = known_handle(handle, self._buffer_id), self._local.given_placement
+        validate.require(
+            given is None or known.shape.placement is given,
+            f"handle is of dispatch call {known.number}, before the Buffer was rebalanced, want "
+            "one of a dispatch since then",
+        )
+        return known
+
     def tokens(
         self, x: Any, topk_idx: Any, num_max: Any, num_experts: Any, fp8: Fp8
     ) -> tuple[Tensor, Tensor, SlotShape]:
@@ -77,7 +93,7 @@ class Inputs:
     def rows(
         self, x: Any, topk_idx: Any, topk_weights: Any, handle: Any
     ) -> tuple[LowLatencyHandle, Tensor, Tensor, Tensor]:
-        known = known_handle(handle, self._buffer_id)
+        known = self.known(handle)
         validate.require(
             known.hook is None or known.hook.is_over,
             f"handle is of dispatch call {known.number}, whose rows have not been received, want "
@@ -166,7 +182,7 @@ class Inputs:
         key = num_max, x.shape[1], num_topk, num_experts, x.dtype, cast
         if key not in self._shapes:
             placement = self._local.placement(num_experts)
-            self._fits(num_max, x.shape[1], num_experts, x.element_size())
+            self._fits(num_max, x.shape[1], placement.num_experts, x.element_size())
             self._shapes[key] = SlotShape(
                 rank=self._rank,
                 num_ranks=self._size,

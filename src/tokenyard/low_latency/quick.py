@@ -95,6 +95,9 @@ class QuickCalls:
         self._slots = slots
         self._plans: dict[Any, _Plan] = {}
 
+    def forget(self) -> None:
+        self._plans.clear()
+
     def dispatch(
         self,
         engine: LowLatency,

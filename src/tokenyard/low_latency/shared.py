@@ -359,6 +359,10 @@ class SharedSlots:
         self.blocks[place] = block
         return block
 
+    def forget(self) -> None:
+        """Make tables anew: shapes of before will hardly come again."""
+        self._halves.clear()
+
     def _calls(self, post: Post, shape: SlotShape, dtype: torch.dtype | None) -> Halves:
         """The calls of a post: of a dispatch, or of a combine if the dtype of its rows is given.
 

@@ -10,6 +10,7 @@ import it; it is far too slow for anything else.
     elastic_parts  V2's table, tensors between neighbours, and all-gathers
     logfmt       what is left of a row that combine sends as LogFMT
     low_latency  the mode with fixed slots and no counting round
+    replicas     experts with several copies: which copy gets a token
     local        align, permute, rearrange and FP8: what happens to rows inside one rank
 """
 
@@ -41,6 +42,7 @@ from tokenyard.spec.local import (
 )
 from tokenyard.spec.logfmt import logfmt
 from tokenyard.spec.low_latency import LowLatencyReceived, low_latency_combine, low_latency_dispatch
+from tokenyard.spec.replicas import ReplicaWorld, choose, sum_replica_gradients, sum_replicas
 
 __all__ = [
     "Aligned",
@@ -49,10 +51,12 @@ __all__ = [
     "Notice",
     "Permuted",
     "ReceivedByExpert",
+    "ReplicaWorld",
     "World",
     "agrs_gathered",
     "cast_back",
     "cast_to_fp8",
+    "choose",
     "combine",
     "combine_backward",
     "combine_by_expert",
@@ -72,6 +76,8 @@ __all__ = [
     "permute",
     "pp_received",
     "rearrange",
+    "sum_replica_gradients",
+    "sum_replicas",
     "unpack_ue8m0",
     "unpermute",
     "unpermute_backward",

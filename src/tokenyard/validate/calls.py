@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from tokenyard import v1_tuple
+from tokenyard.replicas import PhysicalPlacement, Replicas
 from tokenyard.runtime.events import EventHandle, EventOverlap
+from tokenyard.topology import Placement
 from tokenyard.types import (
     ROW_DTYPES,
     SCALE_DTYPES,
@@ -225,6 +227,13 @@ def handle(value: Any, origin: Origin) -> Handle:
         f"handle is {kind(value)}, want the handle that dispatch returned",
     )
     require(
+        known.origin.buffer != origin.buffer
+        or known.origin.rank != origin.rank
+        or known.origin.place == origin.place,
+        f"handle is of dispatch call {known.call}, before the Buffer was rebalanced, want one of "
+        "a dispatch since then",
+    )
+    require(
         known.origin is origin or known.origin.serves(origin),
         f"handle is of dispatch call {known.call} of another rank, or of a Buffer with another "
         "group, placement, transport or nodes, want one of a Buffer like this one, returned here",
@@ -259,7 +268,19 @@ def biases(value: Any, like: Tensor, num_tokens: int, after: EventHandle | None)
     ]
 
 
-def placement(value: Any, num_ranks: int) -> Tensor:
+def placement(value: Any, num_ranks: int, device: torch.device = CPU) -> Placement:
+    """What placement= names: the rank of each expert, or Replicas."""
+    if isinstance(value, Replicas):
+        require(
+            value.num_ranks == num_ranks,
+            f"placement has slots of {value.num_ranks} ranks, want {num_ranks}, those of the group",
+        )
+        return PhysicalPlacement.of(value, device)
+    return Placement(owners(value, num_ranks).to(device), num_ranks)
+
+
+def owners(value: Any, num_ranks: int) -> Tensor:
+    """[E] int32: the rank of each expert."""
     value = tensor("placement", value, shape=["experts"], dtypes=(torch.int32, torch.int64))
     require(value.shape[0] > 0, "placement is empty, want the rank of at least one expert")
     outside = ((value < 0) | (value >= num_ranks)).nonzero()

@@ -19,6 +19,7 @@ from tokenyard.integrations.transformers.experts import NAME, Experts, Plan
 from tokenyard.integrations.transformers.saving import refuse_to_save_a_part
 from tokenyard.nn.clipping import watch_gradients
 from tokenyard.nn.parallel import hide_from_ddp
+from tokenyard.replicas import Replicas
 from tokenyard.topology import Placement
 
 Tokens = Literal["own", "same"]
@@ -152,8 +153,11 @@ class _Spread:
         self.everyone = Everyone(buffer) if tokens == "same" and buffer.group_size > 1 else None
         self.placement: Placement | None = None
         if placement is not None:
-            owners = validate.placement(placement, buffer.group_size)
-            self.placement = Placement(owners, buffer.group_size)
+            self.placement = validate.placement(placement, buffer.group_size)
+            validate.require(
+                not isinstance(placement, Replicas),
+                "placement is Replicas, want the rank of each expert, and `rebalance` afterwards",
+            )
 
     def plan(self, name: str, module: Experts) -> Plan:
         """Before anything of the module is changed."""

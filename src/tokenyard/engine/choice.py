@@ -1,0 +1,78 @@
+"""Which copy of an expert a token goes to: logical experts in topk_idx become physical ones.
+
+Done once, where a call begins; from there on a call knows physical experts only. `spec.choose` says
+what the choice is: copies on this rank's node first; of n copies, token t of rank r takes the one
+in place (r + t) mod n. It depends on nothing else, so that a call that is made again gives the same
+bits, and a combine finds the copies that its dispatch took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenyard import validate
+from tokenyard.replicas import Replicas
+
+
+class Choice:
+    """The choice of one rank."""
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        rank: int,
+        node_of_rank: Sequence[int],
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.num_experts, self._rank = replicas.num_experts, rank
+        home = node_of_rank[rank]
+        slots: list[int] = []
+        first, count = [], []
+        for copies in replicas.copies:
+            near = [one for one in copies if node_of_rank[replicas.rank_of_slot[one]] == home]
+            first.append(len(slots))
+            slots += near or copies
+            count.append(len(slots) - first[-1])
+        # The last entries are for -1, which finds them as Python does.
+        self._slots = torch.tensor([*slots, -1], device=device)
+        self._first = torch.tensor([*first, len(slots)], device=device)
+        self._count = torch.tensor([*count, 1], device=device)
+        self._turns_T1 = torch.empty(0, 1, dtype=torch.int64, device=device)
+
+    def __call__(self, topk_idx_TK: Tensor) -> Tensor:
+        """[T, K] int64. Raises ValueError if there is no such expert."""
+        if topk_idx_TK.numel() == 0:
+            return topk_idx_TK
+        low, high = torch.aminmax(topk_idx_TK)
+        if low < -1 or high >= self.num_experts:
+            outside = (topk_idx_TK < -1) | (topk_idx_TK >= self.num_experts)
+            first = int(outside.flatten().nonzero()[0])
+            raise validate.bad_expert(topk_idx_TK, first, self.num_experts)
+        turn_TK = self._turns(topk_idx_TK.shape[0]) % self._count[topk_idx_TK]
+        return self._slots[turn_TK.add_(self._first[topk_idx_TK])]
+
+    def before_checks(self, topk_idx: Any) -> Any:
+        """The same before a call has checked its input: what is no [T, K] int64 tensor of this
+        choice's device comes back as it is, for that check to refuse.
+        """
+        if not (
+            isinstance(topk_idx, Tensor)
+            and topk_idx.dtype is torch.int64
+            and topk_idx.ndim == 2
+            and topk_idx.layout is torch.strided
+            and topk_idx.device == self._slots.device
+        ):
+            return topk_idx
+        return self(topk_idx)
+
+    def _turns(self, num_tokens: int) -> Tensor:
+        """[T, 1]: r + t, made anew only if there were not as many tokens."""
+        if num_tokens != self._turns_T1.shape[0]:
+            begin, device = self._rank, self._slots.device
+            numbers = torch.arange(begin, begin + num_tokens, device=device)
+            self._turns_T1 = numbers[:, None]
+        return self._turns_T1
