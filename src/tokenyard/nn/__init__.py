@@ -5,6 +5,8 @@ MoE         a layer whose experts live on all ranks of a Buffer
 router      how tokens choose, and how the load of experts is kept even
 parallel    experts beside DistributedDataParallel and FSDP
 clipping    clip_grad_norm_ with the experts of all ranks
+moving      experts that follow a placement, with their optimiser's states
+replica_gradients  experts with copies: their gradients are summed
 checkpoint  what to save, by names that do not depend on the number of ranks
 """
 
@@ -12,6 +14,7 @@ from tokenyard.nn import functional
 from tokenyard.nn.checkpoint import checkpoint_state
 from tokenyard.nn.clipping import clip_grad_norm_, get_grad_norm
 from tokenyard.nn.moe import Experts, MoE, SharedExpert
+from tokenyard.nn.moving import rebalance
 from tokenyard.nn.parallel import (
     auxiliary_losses,
     average_expert_gradients,
@@ -19,6 +22,7 @@ from tokenyard.nn.parallel import (
     prepare_for_ddp,
     update_biases,
 )
+from tokenyard.nn.replica_gradients import sum_replica_gradients
 from tokenyard.nn.router import Router, RouterConfig
 from tokenyard.nn.share import Share, named_expert_parameters
 
@@ -38,5 +42,7 @@ __all__ = [
     "get_grad_norm",
     "named_expert_parameters",
     "prepare_for_ddp",
+    "rebalance",
+    "sum_replica_gradients",
     "update_biases",
 ]

@@ -49,8 +49,7 @@ def clip_grad_norm_(
     local = [SimpleNamespace(grad=_local(one)) for one in given.values()]
     clip_grads_with_norm_(cast("list[Tensor]", local), max_norm, total, foreach)
     for parameter in given:
-        if parameter in _versions:
-            _note_version(parameter)
+        note_change(parameter)
     return total
 
 
@@ -71,13 +70,14 @@ def get_grad_norm(
         some = [one for one in gradients if one.numel()]  # an empty one has no maximum
         return get_total_norm(some, order, foreach=foreach).double()
 
-    own: dict[Buffer, dict[nn.Parameter, None]] = {}
+    # By Buffer: the experts' parameters, and which places of their stacks count; None for all.
+    own: dict[Buffer, dict[nn.Parameter, list[int] | None]] = {}
     num_experts: dict[Buffer, int] = {}
     for _, _, share in shares(module):
         num_experts[share.buffer] = share.num_experts
         own[share.buffer] = {}
     for _, parameter, share in named_own_parameters(module):
-        own[share.buffer][parameter] = None
+        own[share.buffer][parameter] = share.first_copies()
     experts = {parameter for parameters in own.values() for parameter in parameters}
     dense: dict[Any, list[Tensor]] = defaultdict(list)  # by where the rest of each is
     for parameter in module.parameters():
@@ -90,7 +90,11 @@ def get_grad_norm(
         part_norm = norm(gradients)
         norms.append(part_norm if where is None else _over_mesh(part_norm, order, *where))
     for buffer, parameters in own.items():
-        mine = norm(one.grad for one in parameters if one.grad is not None)
+        mine = norm(
+            one.grad if places is None else one.grad[places]
+            for one, places in parameters.items()
+            if one.grad is not None
+        )
         mine = mine.to(next(iter(parameters)).device)
         gathered = gather_over_ranks(buffer, mine[None], num_experts[buffer])
         norms.append(torch.linalg.vector_norm(gathered, order))
@@ -102,6 +106,12 @@ def get_grad_norm(
         )
     is_double = any(one.dtype == torch.float64 for one in module.parameters())
     return total if is_double else total.float()
+
+
+def note_change(parameter: nn.Parameter) -> None:
+    """This library has changed the parameter's gradient: no warning then."""
+    if parameter in _versions:
+        _note_version(parameter)
 
 
 def watch_gradients(module: nn.Module) -> None:

@@ -133,9 +133,6 @@ class MoE(nn.Module):
             num_losses=buffer.group_size,
         )
         self.shared = SharedExpert(hidden, shared, device=device, dtype=dtype) if shared else None
-        # The most rows that permute can make of those that arrive: a token's experts are distinct.
-        most_copies = min(router.num_topk, len(local))
-        self._num_rows = num_worst_tokens * most_copies if num_worst_tokens else None
         # Of the last call, if that was in training, and the router has one.
         self.auxiliary_loss: Tensor | None = None
 
@@ -144,7 +141,7 @@ class MoE(nn.Module):
         tokens = x.reshape(-1, x.shape[-1])
         chosen = self.router(tokens)
         routed = functional.autocast(tokens), chosen.topk_idx, chosen.topk_weights
-        if self._num_rows is not None:
+        if self.num_worst_tokens:
             out = self._with_fixed_sizes(*routed)
         else:
             rows = functional.dispatch_by_expert(self.buffer, *routed, self.num_experts)
@@ -165,9 +162,10 @@ class MoE(nn.Module):
             self.num_experts,
             num_worst_tokens=self.num_worst_tokens,
         )
-        grouped = functional.permute(
-            rows.x, rows.topk_idx, len(self.experts.ids), num_rows=self._num_rows
-        )
+        # The most rows that permute can make of those that arrive: a token's experts are distinct.
+        num_local = len(self.experts.ids)
+        most = self.num_worst_tokens * min(self.router.config.num_topk, num_local)
+        grouped = functional.permute(rows.x, rows.topk_idx, num_local, num_rows=most)
         y = self.experts(grouped.x, grouped.offsets)
         y = functional.unpermute(y, grouped.row_of, rows.topk_weights)
         return functional.combine(self.buffer, y, rows.ticket, x.shape[0])

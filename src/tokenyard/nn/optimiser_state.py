@@ -76,6 +76,24 @@ def optimiser_entries(
     return entries
 
 
+def states_by_expert(optimizer: Optimizer, parameter: Tensor, name: str) -> list[str]:
+    """The states of a stack that have one part for each expert. Raises ValueError if another state
+    belongs to no single expert.
+    """
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    there = optimizer.state.get(parameter, {})
+    group = next(
+        (one for one in optimizer.param_groups if any(parameter is two for two in one["params"])),
+        None,
+    )
+    if group is None or not there:
+        return []
+    stack = _Stack(optimizer, group, parameter, name)
+    kept = _Kept(optimizer, group, parameter, name, list(range(len(parameter))), stack, {})
+    return kept.tensors_by_expert()
+
+
 def split(name: str, stack: Tensor, experts: list[int]) -> dict[str, Tensor]:
     """Each expert's part of a stack, by its global id."""
     return {f"{name}.{expert}": stack[local] for local, expert in enumerate(experts)}
@@ -137,6 +155,10 @@ class _Kept:
                 copies = zip(self._experts, self._common[key])
                 found |= {f"{self.name}.{key}.{expert}": one for expert, one in copies}
         return found
+
+    def tensors_by_expert(self) -> list[str]:
+        """The names of states with one part for each expert that are there now."""
+        return [key for key in self._there if self._is_by_expert(key)]
 
     def state_dict(self) -> dict[str, str]:
         return dict(self._records)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tokenyard.buffer import Buffer
+from tokenyard.replicas import Replicas
 
 try:  # torch's own record of what fully_shard has wrapped; without it nothing is checked
     from torch.distributed._composable_state import _module_state_mapping
@@ -49,6 +50,23 @@ class Share:
         if self.averages and self.num_losses > 1:
             return _Divided.apply(weights, self.num_losses)
         return weights
+
+    def check_move(self) -> None:
+        """Raise ValueError if these experts cannot move."""
+
+    def follow(self, module: nn.Module, replicas: Replicas) -> None:
+        """The module's experts have moved, and live there now."""
+        self.ids = list(replicas.experts_of_rank[self.buffer.rank])
+        if hasattr(module, "ids"):
+            module.ids = self.ids
+
+    def first_copies(self) -> list[int] | None:
+        """The places in the stack of experts whose first copy is here; None for all."""
+        replicas = self.buffer.replicas
+        if replicas is None or max(replicas.num_copies) == 1:
+            return None
+        firsts = {replicas.slots_of(expert)[0] for expert in set(self.ids)}
+        return sorted(slot.local for slot in firsts if slot.rank == self.buffer.rank)
 
     def _check_fsdp(self, module: nn.Module) -> None:
         """Raise if fully_shard has sharded the module's parameters. During a forward pass they look

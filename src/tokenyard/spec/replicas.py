@@ -82,8 +82,8 @@ def sum_replicas(counts: Sequence[int], world: ReplicaWorld) -> list[int]:
 
 def sum_replica_gradients(grads: Sequence[Tensor], world: ReplicaWorld) -> list[Tensor]:
     """`grads[r]` is [L, ...], the gradients of rank r's slots. Each copy gets the sum over all
-    copies of its expert: those of a rank are added by slot and rounded, then these sums are added
-    as `combine` adds rows, starting from nothing.
+    copies of its expert: those of a rank are added by slot and rounded; where several ranks have
+    some, these sums are added as `combine` adds rows.
 
     >>> world = ReplicaWorld(((0, 1), (0,)), (0, 0))
     >>> [g.tolist() for g in sum_replica_gradients(
@@ -100,14 +100,14 @@ def sum_replica_gradients(grads: Sequence[Tensor], world: ReplicaWorld) -> list[
             parts = [grads[rank][local].to(wide) for local, one in enumerate(held) if one == expert]
             if parts:
                 own[rank] = sum(parts[1:], parts[0]).to(dtype)
+        zero = torch.zeros(grads[0].shape[1:], dtype=wide)
         by_node = []
         for node in nodes:
             parts = [own[rank].to(wide) for rank in own if world.node_of_rank[rank] == node]
-            if parts:
-                by_node.append(sum(parts[1:], parts[0]))
+            by_node.append(sum(parts, zero))
         if len(nodes) > 1:
             by_node = [part.to(dtype).to(wide) for part in by_node]
-        total = sum(by_node[1:], by_node[0]).to(dtype)
+        total = sum(by_node, zero).to(dtype) if len(own) > 1 else next(iter(own.values()))
         for rank, held in enumerate(world.experts_of_rank):
             for local, one in enumerate(held):
                 if one == expert:

@@ -1,0 +1,116 @@
+"""Gradients of experts that have copies: each copy has seen some of its expert's tokens.
+
+The sum over copies is a combine, to the rank of the first copy, and the way back is a dispatch, so
+all copies get the same bits. `spec.sum_replica_gradients` says which.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from tokenyard.buffer import Buffer
+from tokenyard.nn.clipping import note_change
+from tokenyard.nn.moving import PIECE
+from tokenyard.nn.share import own_parameters, shares
+from tokenyard.replicas import Replicas
+from tokenyard.types import Handle
+
+_WIDTH = 4096  # elements of a row, at most
+
+
+@torch.no_grad()
+def sum_replica_gradients(module: nn.Module) -> None:
+    """Add the gradients of each expert's copies up, so that every copy has the expert's gradient.
+
+    All ranks call it after the backward pass, before clipping and the optimiser's step. Copies that
+    were equal stay so, if the optimiser treats each number by itself, as SGD and Adam do. Without
+    copies it does nothing.
+    """
+    for _, part, share in shares(module):
+        replicas = share.buffer.replicas
+        if replicas is None or max(replicas.num_copies) == 1:
+            continue
+        for parameter in own_parameters(part):
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            _sum(share.buffer, replicas, parameter.grad)
+            note_change(parameter)
+
+
+def _sum(buffer: Buffer, replicas: Replicas, grad: Tensor) -> None:
+    routes = _Routes(buffer, replicas)
+    flat_LN = grad.view(grad.shape[0], -1) if grad.is_contiguous() else grad.flatten(1).clone()
+    wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+    for locals_ in routes.locals_of.values():  # copies of one rank first
+        if len(locals_) > 1:
+            total = flat_LN[locals_[0]].to(wide)
+            for local in locals_[1:]:
+                total = total + flat_LN[local].to(wide)
+            flat_LN[locals_] = total.to(grad.dtype)
+    length = math.prod(grad.shape[1:])
+    if routes.most and length:
+        num_rows = -(-length // _WIDTH)
+        width = -(-length // num_rows)
+        step = max(1, PIECE // (routes.most * width * grad.element_size()))
+        for begin in range(0, num_rows, step):
+            count = min(step, num_rows - begin)
+            here = slice(begin * width, min((begin + count) * width, length))
+            used = here.stop - here.start
+            rows = flat_LN.new_zeros(len(routes.held), count * width)
+            if routes.held:
+                firsts = [routes.locals_of[expert][0] for expert in routes.held]
+                rows[:, :used] = flat_LN[firsts, here]
+            handle = routes.handle(count)
+            sums = buffer.combine(rows.view(-1, width), handle).x
+            back = buffer.dispatch(sums, handle=handle).recv_x
+            assert isinstance(back, Tensor)
+            for expert, row in zip(routes.held, back.reshape(-1, count * width)):
+                flat_LN[routes.locals_of[expert], here] = row[:used]
+    if not grad.is_contiguous():
+        grad.copy_(flat_LN.view(grad.shape))
+
+
+class _Routes:
+    """The ranks of each expert that has copies on several of them: the first is its home."""
+
+    def __init__(self, buffer: Buffer, replicas: Replicas) -> None:
+        self._buffer, self._replicas = buffer, replicas
+        rank, num_ranks = buffer.rank, replicas.num_ranks
+        self.locals_of: dict[int, list[int]] = {}  # this rank's slots, by expert
+        for local, expert in enumerate(replicas.experts_of_rank[rank]):
+            self.locals_of.setdefault(expert, []).append(local)
+        ranks_of = {
+            expert: sorted({slot.rank for slot in replicas.slots_of(expert)})
+            for expert, count in enumerate(replicas.num_copies)
+            if count > 1
+        }
+        shared = {expert: ranks for expert, ranks in ranks_of.items() if len(ranks) > 1}
+        # As rows arrive: by home, then by expert.
+        by_home = sorted(shared, key=lambda expert: (shared[expert][0], expert))
+        self.held = [expert for expert in by_home if rank in shared[expert]]
+        home = [expert for expert in by_home if shared[expert][0] == rank]
+        self._to_ranks = torch.zeros(len(home), num_ranks, dtype=torch.bool)
+        for row, expert in enumerate(home):
+            self._to_ranks[row, shared[expert]] = True
+        held = [expert for ranks in shared.values() for expert in ranks]
+        self.most = max((held.count(one) for one in range(num_ranks)), default=0)
+        self._handles: dict[int, Handle] = {}
+
+    def handle(self, count: int) -> Handle:
+        """Of a dispatch of so many rows an expert, from its home to its copies."""
+        if count not in self._handles:
+            to_ranks = self._to_ranks.repeat_interleave(count, 0)
+            got = self._buffer.dispatch(
+                torch.zeros(len(to_ranks), 1),
+                num_tokens_per_rank=to_ranks.sum(0, dtype=torch.int32),
+                is_token_in_rank=to_ranks,
+                num_tokens_per_expert=torch.zeros(self._replicas.num_slots, dtype=torch.int32),
+            )
+            assert got.handle is not None
+            self._handles[count] = got.handle
+        return self._handles[count]
