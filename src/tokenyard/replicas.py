@@ -86,6 +86,7 @@ class Replicas:
 
     @property
     def num_ranks(self) -> int:
+        """Also those that hold nothing."""
         return len(self.experts_of_rank)
 
     @property
@@ -100,6 +101,7 @@ class Replicas:
 
     @cached_property
     def rank_of_slot(self) -> tuple[int, ...]:
+        """The rank of each physical expert."""
         return tuple(rank for rank, held in enumerate(self.experts_of_rank) for _ in held)
 
     @cached_property
@@ -112,6 +114,7 @@ class Replicas:
 
     @property
     def num_copies(self) -> tuple[int, ...]:
+        """By logical expert."""
         return tuple(map(len, self.copies))
 
     def slots_of(self, expert: int) -> list[Slot]:
@@ -160,6 +163,7 @@ class Replicas:
         return choice[rank % len(choice)]
 
     def to_json(self) -> str:
+        """The text that `save` writes."""
         return json.dumps(
             {"kind": _KIND, "num_experts": self.num_experts, "experts": self.experts_of_rank}
         )
@@ -170,6 +174,7 @@ class Replicas:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Replicas:
+        """What `save` has written. Raises ValueError if the file holds something else."""
         try:
             read = json.loads(Path(path).read_text())
             if read["kind"] == _KIND:

@@ -58,7 +58,7 @@ class Share:
         """The module's experts have moved, and live there now."""
         self.ids = list(replicas.experts_of_rank[self.buffer.rank])
         if hasattr(module, "ids"):
-            module.ids = self.ids
+            setattr(module, "ids", self.ids)  # noqa: B010 - a Module promises no such list
 
     def first_copies(self) -> list[int] | None:
         """The places in the stack of experts whose first copy is here; None for all."""

@@ -1,0 +1,154 @@
+"""Train a layer whose router drifts, and let its experts follow the load.
+
+python examples/rebalance_moe.py --plot rebalance.png          # 4 ranks, and one to compare with
+python examples/rebalance_moe.py --steps 100 --every 25
+
+Which experts tokens choose changes all the time: a moving favourite gets a third of them. Every
+`--every` steps the ranks add up what was chosen, place 16 experts into 24 slots of 4 ranks anew, so
+that hot experts have copies, and move weights and Adam's states there. The losses are those of one
+rank, but for rounding. Ranks are threads of this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tokenyard
+from tokenyard import Replicas
+from tokenyard.nn import MoE, RouterConfig, functional, rebalance, sum_replica_gradients
+from tokenyard.testing import run_virtual
+
+EXPERTS, TOPK, HIDDEN, INNER, TOKENS = 16, 2, 32, 32, 256
+RANKS, SLOTS = 4, 6  # slots of a rank
+_seeding = threading.Lock()  # ranks are threads, and torch has one generator
+
+
+def place(loads: Tensor) -> Replicas:
+    """Copies for the experts with most tokens a copy, then the largest first to the rank that has
+    least. `tokenyard.planner` plans better; this is short.
+    """
+    copies = [1] * EXPERTS
+    for _ in range(RANKS * SLOTS - EXPERTS):
+        shares = [float(load) / n if n < RANKS else -1.0 for load, n in zip(loads, copies)]
+        copies[shares.index(max(shares))] += 1
+    ranks: list[list[int]] = [[] for _ in range(RANKS)]
+    weights = [0.0] * RANKS
+    each = {expert: float(loads[expert]) / n for expert, n in enumerate(copies)}
+    for expert in sorted(each, key=lambda one: (-each[one], one)):
+        for _ in range(copies[expert]):
+            free = [r for r in range(RANKS) if len(ranks[r]) < SLOTS and expert not in ranks[r]]
+            free = free or [r for r in range(RANKS) if len(ranks[r]) < SLOTS]
+            rank = min(free, key=lambda r: (weights[r], r))
+            ranks[rank].append(expert)
+            weights[rank] += each[expert]
+    return Replicas(ranks, EXPERTS)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Tokens of all ranks, and how much each expert is favoured."""
+    generator = torch.Generator().manual_seed(step)
+    favourite = step / 40 % EXPERTS  # it moves on by an expert every 40 steps
+    distance = (torch.arange(EXPERTS) - favourite + EXPERTS / 2) % EXPERTS - EXPERTS / 2
+    return torch.randn(TOKENS, HIDDEN, generator=generator), 3 * torch.exp(-distance.square() / 4)
+
+
+def train(group: Any, steps: int, every: int) -> dict[str, Any]:
+    """Losses of all ranks, how uneven each step was, and how many experts moved."""
+    rank, size = group.rank(), group.size()
+    losses, uneven, moved, loads = [], [], 0, torch.zeros(EXPERTS)
+    start = Replicas([range(r, EXPERTS, RANKS) for r in range(RANKS)]) if size > 1 else None
+    with tokenyard.Buffer(group, placement=start) as buffer:
+        with _seeding:
+            torch.manual_seed(0)
+            config = RouterConfig(num_experts=EXPERTS, num_topk=TOPK)
+            layer = MoE(buffer, HIDDEN, INNER, config)
+        optimizer = torch.optim.Adam(layer.parameters(), lr=3e-3)
+        for step in range(steps):
+            if every and size > 1 and step and step % every == 0:
+                total = functional.sum_over_ranks(buffer, loads, EXPERTS)
+                moved += len(rebalance(layer, place(total), optimizer))
+                loads.zero_()
+            tokens, favour = batch(step)
+            mine = tokens.chunk(size)[rank]
+            scores = torch.sigmoid(mine @ layer.router.weight.t()) + favour
+            weights, topk_idx = scores.topk(TOPK)
+            rows = functional.dispatch_by_expert(
+                buffer, mine, topk_idx, weights.float(), num_experts=EXPERTS
+            )
+            y = layer.experts(rows.x, rows.offsets)
+            out = functional.combine_by_expert(buffer, y, rows, len(mine))
+            loss = (out - mine.roll(1, 1)).square().sum() / TOKENS
+            optimizer.zero_grad()
+            loss.backward()
+            sum_replica_gradients(layer)
+            gradient = layer.router.weight.grad
+            assert gradient is not None
+            total = functional.sum_over_ranks(buffer, gradient.flatten(), EXPERTS)
+            gradient.copy_(total.view_as(gradient))
+            optimizer.step()
+
+            loads += topk_idx.flatten().bincount(minlength=EXPERTS)
+            rows_here = torch.zeros(size)
+            rows_here[rank] = len(rows.x)
+            told = torch.cat([loss.detach()[None], rows_here])
+            told = functional.sum_over_ranks(buffer, told, EXPERTS)
+            losses.append(float(told[0]))
+            uneven.append(float(told[1:].max() / told[1:].mean()))
+    return {"losses": losses, "uneven": uneven, "moved": moved}
+
+
+def plot(path: str, still: list[float], moving: list[float], every: int) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
+    steps = range(1, len(still) + 1)
+    axes.plot(steps, still, label=f"experts stay: {mean(still):.2f} on average", linewidth=0.8)
+    label = f"rebalanced every {every} steps: {mean(moving):.2f}"
+    axes.plot(steps, moving, label=label, linewidth=0.8)
+    axes.axhline(1, color="grey", linewidth=0.5)
+    title = f"{EXPERTS} experts in {RANKS * SLOTS} slots of {RANKS} ranks, a router that drifts"
+    axes.set(xlabel="step", ylabel="rows of the busiest rank / mean", title=title)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--every", type=int, default=50)
+    parser.add_argument("--plot", metavar="FILE", help="imbalance before and after; matplotlib")
+    args = parser.parse_args()
+    patience = 60.0 + args.steps
+    (one,) = run_virtual(train, 1, args.steps, 0, timeout=patience).results
+    still = run_virtual(train, RANKS, args.steps, 0, timeout=patience).results[0]
+    moving = run_virtual(train, RANKS, args.steps, args.every, timeout=patience).results[0]
+    far = max(
+        abs(a - b)
+        for run in (still, moving)
+        for a, b in zip(run["losses"], one["losses"], strict=True)
+    )
+    assert math.isfinite(far)
+    print(f"loss {one['losses'][0]:.4f} at step 1, {one['losses'][-1]:.4f} at step {args.steps}")
+    print(f"losses of {RANKS} ranks are those of one, but for {far:.1e}")
+    print(f"busiest rank / mean: {mean(still['uneven']):.2f} where experts stay")
+    print(
+        f"busiest rank / mean: {mean(moving['uneven']):.2f} rebalanced every {args.every} steps, "
+        f"{moving['moved']} experts moved"
+    )
+    if args.plot:
+        plot(args.plot, still["uneven"], moving["uneven"], args.every)
+
+
+if __name__ == "__main__":
+    main()
