@@ -3,10 +3,10 @@
 python examples/rebalance_moe.py --plot rebalance.png          # 4 ranks, and one to compare with
 python examples/rebalance_moe.py --steps 100 --every 25
 
-Which experts tokens choose changes all the time: a moving favourite gets a third of them. Every
-`--every` steps the ranks add up what was chosen, place 16 experts into 24 slots of 4 ranks anew, so
-that hot experts have copies, and move weights and Adam's states there. The losses are those of one
-rank, but for rounding. Ranks are threads of this process.
+Which experts tokens choose changes all the time: most go to a favourite and its neighbours, and the
+favourite moves on. Every `--every` steps the ranks add up what was chosen, place 16 experts into 24
+slots of 4 ranks anew, so that hot experts have copies, and move weights and Adam's states there.
+The losses are those of one rank, but for rounding. Ranks are threads of this process.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def place(loads: Tensor) -> Replicas:
 def batch(step: int) -> tuple[Tensor, Tensor]:
     """Tokens of all ranks, and how much each expert is favoured."""
     generator = torch.Generator().manual_seed(step)
-    favourite = step / 40 % EXPERTS  # it moves on by an expert every 40 steps
+    favourite = step / 200 % EXPERTS  # it moves on by an expert every 200 steps
     distance = (torch.arange(EXPERTS) - favourite + EXPERTS / 2) % EXPERTS - EXPERTS / 2
-    return torch.randn(TOKENS, HIDDEN, generator=generator), 3 * torch.exp(-distance.square() / 4)
+    return torch.randn(TOKENS, HIDDEN, generator=generator), 0.5 * torch.exp(-distance.square() / 4)
 
 
 def train(group: Any, steps: int, every: int) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def plot(path: str, still: list[float], moving: list[float], every: int) -> None
     axes.axhline(1, color="grey", linewidth=0.5)
     title = f"{EXPERTS} experts in {RANKS * SLOTS} slots of {RANKS} ranks, a router that drifts"
     axes.set(xlabel="step", ylabel="rows of the busiest rank / mean", title=title)
-    axes.legend()
+    figure.legend(loc="outside lower center", ncols=2)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
 
