@@ -41,6 +41,13 @@ class Plan(Share):
             num_losses=buffer.group_size if everyone is None else 1,
         )
 
+    def check_move(self) -> None:
+        """Raise: what the integration has cut does not follow a placement yet."""
+        raise ValueError(
+            "the module is of transformers, whose experts cannot move yet, want "
+            "expert_parallel(model, placement=...) of the whole model"
+        )
+
 
 def experts_forward(
     self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor

@@ -156,7 +156,7 @@ class _Spread:
             self.placement = validate.placement(placement, buffer.group_size)
             validate.require(
                 not isinstance(placement, Replicas),
-                "placement is Replicas, want the rank of each expert, and `rebalance` afterwards",
+                "placement is Replicas, want the rank of each expert: transformers has no copies",
             )
 
     def plan(self, name: str, module: Experts) -> Plan:
