@@ -27,7 +27,7 @@ def begin(zone: simgrid.NetZone, kind: str, flows: list, rate: float) -> dict:
         (one, up), (other, down) = hosts["up", source], hosts["down", goal]
         links = [simgrid.LinkInRoute(up), simgrid.LinkInRoute(down)]
         zone.add_route(one.netpoint, other.netpoint, None, None, links, False)
-    ended = {"seconds": 0.0}
+    ended: dict = {"seconds": 0.0}
 
     def run() -> None:
         comms = [

@@ -26,9 +26,9 @@ def example() -> Any:
 
 def check(steps: int, every: int, timeout: float) -> None:
     train = example().train
-    (one,) = run_virtual(train, 1, steps, 0, timeout=scaled(timeout)).results
-    still = run_virtual(train, 4, steps, 0, timeout=scaled(timeout)).results[0]
-    moving = run_virtual(train, 4, steps, every, timeout=scaled(timeout)).results[0]
+    (one,) = run_virtual(train, 1, steps, 0, timeout=timeout).results
+    still = run_virtual(train, 4, steps, 0, timeout=timeout).results[0]
+    moving = run_virtual(train, 4, steps, every, timeout=timeout).results[0]
     assert moving["losses"] == pytest.approx(one["losses"], abs=1e-4)
     assert still["losses"] == pytest.approx(one["losses"], abs=1e-4)
     assert moving["moved"] > 0
@@ -37,13 +37,13 @@ def check(steps: int, every: int, timeout: float) -> None:
 
 
 def test_losses_are_those_of_one_rank_and_load_is_even() -> None:
-    check(steps=12, every=4, timeout=60)
+    check(steps=12, every=4, timeout=scaled(60))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_400_steps() -> None:
-    check(steps=400, every=50, timeout=250)
+    check(steps=400, every=50, timeout=scaled(250))
 
 
 def test_the_example_places_hot_experts_more_than_once() -> None:
