@@ -23,6 +23,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHConfig, 
 from tests.cases.clock import scaled
 from tests.cases.processes import Pools
 from tests.cases.transformers import moe as jobs
+from tokenyard import Replicas
 from tokenyard.integrations.transformers import expert_parallel, experts_forward
 from tokenyard.testing import Processes, assert_same, run_processes, run_virtual
 
@@ -413,3 +414,26 @@ def test_refuses_functional_gradients(tokens: Any) -> None:
 
     with pytest.raises(NotImplementedError, match=r"does not work inside torch\.func\.grad"):
         run_virtual(job, 2)
+
+
+def test_experts_move_while_a_model_is_trained(two_ranks: Processes) -> None:
+    """Copies come, move and go; logits and weights are those of experts that stay."""
+    halves = torch.arange(8) // 4
+    moving = [
+        Replicas([[0, 1, 2, 3], [4, 5, 6, 7, 0]]),
+        Replicas([[7, 5, 0, 2, 6], [4, 1, 3, 6]]),
+        halves.flip(0),
+    ]
+    still = two_ranks.run(jobs.train_while_experts_move, [halves, None, None])
+    moved = two_ranks.run(jobs.train_while_experts_move, moving)
+    for (want, _), (got, _) in zip(still, moved):
+        for one, other in zip(want, got):
+            assert_near(other, one, "logits")
+    wanted, found = still[0][1], moved[0][1]
+    assert wanted.keys() == found.keys()
+    for name, one in wanted.items():
+        assert_near(found[name], one, name)
+
+
+def test_experts_of_the_same_tokens_stay(two_ranks: Processes) -> None:
+    two_ranks.run(jobs.refuse_to_move)

@@ -65,6 +65,9 @@ class _Stack:
     def __init__(self, parameter: nn.Parameter, optimizer: Optimizer | None, key: str) -> None:
         self._parameter, self._optimizer, self._key = parameter, optimizer, key
 
+    def is_of(self, parameter: nn.Parameter) -> bool:
+        return self._parameter is parameter
+
     def get(self) -> Tensor:
         if self._optimizer is None:
             return self._parameter.data
@@ -93,15 +96,19 @@ def _check(
 ) -> list[_Stack]:
     """What will move. Raises ValueError if something cannot."""
     refuse_adapters(module)
-    buffer, stacks = held[0][1].buffer, []
+    buffer = held[0][1].buffer
+    stacks: list[_Stack] = []
     require(
         all(share.buffer is buffer for _, share in held),
         "the module's layers have several Buffers, want those of one Buffer at a time",
     )
     names = {parameter: name for name, parameter in module.named_parameters()}
-    for part, share in held:
+    for _, share in held:
         share.check_move()
+    for part, _ in held:
         for parameter in own_parameters(part):
+            if any(stack.is_of(parameter) for stack in stacks):
+                continue  # layers may share one
             if isinstance(parameter, DTensor):
                 raise ValueError(was_sharded(names.get(parameter, type(part).__name__)))
             stacks.append(_Stack(parameter, None, names.get(parameter, "")))

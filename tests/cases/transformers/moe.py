@@ -7,6 +7,7 @@ import resource
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -26,13 +27,20 @@ with warnings.catch_warnings():
     from transformers.utils.logging import disable_progress_bar
 
 from tests.cases.clock import scaled
+from tokenyard import PeerInputError, Replicas
 from tokenyard.integrations.transformers import (
     expert_parallel,
     from_pretrained,
     replace_dispatch,
     save_pretrained,
 )
-from tokenyard.nn import named_expert_parameters, prepare_for_ddp
+from tokenyard.integrations.transformers.saving import gather_state
+from tokenyard.nn import (
+    named_expert_parameters,
+    prepare_for_ddp,
+    rebalance,
+    sum_replica_gradients,
+)
 
 disable_progress_bar()
 
@@ -112,6 +120,32 @@ def grads_of(model: nn.Module) -> dict[str, Tensor]:
 def train(group: Any, kind: str, tokens: Any) -> tuple[Tensor, dict[str, Tensor]]:
     model = expert_parallel(whole_model(kind), group, tokens=tokens)
     return gradients(model, tokens_of(group.rank() if tokens == "own" else 0))
+
+
+def train_while_experts_move(
+    group: Any, placements: list[Any]
+) -> tuple[list[Tensor], dict[str, Tensor] | None]:
+    """Steps of Adam, with a placement for each, or none: the logits, and on rank 0 the end."""
+    first, *others = placements
+    model = expert_parallel(whole_model("mixtral"), group, placement=first)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    seen = []
+    for placement in [None, *others]:
+        if placement is not None:
+            rebalance(model, placement, optimizer)
+        seen.append(gradients(model, tokens_of(group.rank()))[0])
+        sum_replica_gradients(model)
+        optimizer.step()
+    return seen, gather_state(model)
+
+
+def refuse_to_move(group: Any) -> None:
+    copies = Replicas([[0, 1, 2, 3, 4], [4, 5, 6, 7]])
+    with pytest.raises(ValueError, match='want the rank of each expert with tokens="same"'):
+        expert_parallel(whole_model("mixtral"), group, tokens="same", placement=copies)
+    model = expert_parallel(whole_model("mixtral"), group, tokens="same")
+    with pytest.raises((ValueError, PeerInputError), match='the model has tokens="same"'):
+        rebalance(model, copies)
 
 
 def penalised(model: Any, input_ids: Tensor) -> dict[str, Tensor]:

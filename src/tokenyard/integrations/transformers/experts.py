@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.func import functional_call
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -15,7 +17,8 @@ from tokenyard.integrations.transformers.everyone import Everyone, Replicated, S
 from tokenyard.nn import functional
 from tokenyard.nn.plain import require_plain
 from tokenyard.nn.share import Share
-from tokenyard.topology import Placement
+from tokenyard.replicas import Replicas
+from tokenyard.validate import require
 
 NAME = "tokenyard"  # in transformers' registry of expert functions
 Experts = Any  # a module of transformers that holds stacked experts
@@ -27,26 +30,38 @@ Through = Callable[[Experts, Tensor, Tensor], Tensor]
 class Plan(Share):
     """How one experts module takes part."""
 
-    placement: Placement
+    replicas: Replicas  # where the experts are
     everyone: Everyone | None = None  # where all ranks have the same tokens
 
     @classmethod
-    def make(cls, buffer: Buffer, placement: Placement, everyone: Everyone | None = None) -> Plan:
+    def make(cls, buffer: Buffer, replicas: Replicas, everyone: Everyone | None = None) -> Plan:
         return cls(
             buffer=buffer,
-            placement=placement,
+            replicas=replicas,
             everyone=everyone,
-            ids=placement.experts_of_rank[buffer.rank],
-            num_experts=placement.num_experts,
+            ids=list(replicas.experts_of_rank[buffer.rank]),
+            num_experts=replicas.num_experts,
             num_losses=buffer.group_size if everyone is None else 1,
         )
 
+    @cached_property
+    def local_of_expert(self) -> Tensor:
+        """[E]: an expert's place in this rank's stack, -1 where it lives elsewhere."""
+        table = torch.full((self.num_experts,), -1)
+        table[self.ids] = torch.arange(len(self.ids))
+        return table
+
     def check_move(self) -> None:
-        """Raise: what the integration has cut does not follow a placement yet."""
-        raise ValueError(
-            "the module is of transformers, whose experts cannot move yet, want "
-            "expert_parallel(model, placement=...) of the whole model"
+        require(
+            self.everyone is None,
+            'the model has tokens="same", whose experts stay where they are, want tokens="own"',
         )
+
+    def follow(self, module: Experts, replicas: Replicas) -> None:
+        """The module's experts have moved, and live there now."""
+        super().follow(module, replicas)
+        self.replicas = replicas
+        module.num_experts = len(self.ids)
 
 
 def experts_forward(
@@ -91,8 +106,7 @@ def run_spread(
         return functional.combine(plan.buffer, y, rows.ticket, len(x))
     require_plain("the experts' exchange", x=x, topk_idx=topk_idx, topk_weights=weights)
     x, weights = (Replicated.apply(plan.everyone, one) for one in (x, weights))
-    local_of = plan.placement.local_table(plan.buffer.rank)
-    local = local_of[topk_idx].masked_fill(topk_idx < 0, -1)
+    local = plan.local_of_expert[topk_idx].masked_fill(topk_idx < 0, -1)
     return Summed.apply(plan.everyone, run(module, x, local, weights))
 
 

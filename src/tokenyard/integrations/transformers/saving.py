@@ -90,10 +90,10 @@ def _gather(own: Tensor, plan: Any, group: dist.ProcessGroup) -> Tensor | None:
     if rank != 0:
         dist.send(own.contiguous(), root, group)
         return None
-    whole = torch.empty(plan.placement.num_experts, *own.shape[1:], dtype=own.dtype)
+    whole = torch.empty(plan.num_experts, *own.shape[1:], dtype=own.dtype)
     whole[plan.ids] = own
     for other in range(1, dist.get_world_size(group)):
-        ids = plan.placement.experts_of_rank[other]
+        ids = list(plan.replicas.experts_of_rank[other])
         part = whole.new_empty(len(ids), *own.shape[1:])
         dist.recv(part, dist.get_global_rank(group, other), group)
         whole[ids] = part

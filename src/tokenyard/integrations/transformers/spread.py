@@ -19,7 +19,7 @@ from tokenyard.integrations.transformers.experts import NAME, Experts, Plan
 from tokenyard.integrations.transformers.saving import refuse_to_save_a_part
 from tokenyard.nn.clipping import watch_gradients
 from tokenyard.nn.parallel import hide_from_ddp
-from tokenyard.replicas import Replicas
+from tokenyard.replicas import Replicas, as_replicas
 from tokenyard.topology import Placement
 
 Tokens = Literal["own", "same"]
@@ -148,15 +148,15 @@ def open_buffer(group: Any, tokens: Tokens, options: dict[str, Any]) -> Buffer:
 class _Spread:
     """Which rank owns which experts, for every module of a model."""
 
-    def __init__(self, buffer: Buffer, tokens: Tokens, placement: Tensor | None) -> None:
+    def __init__(self, buffer: Buffer, tokens: Tokens, placement: Tensor | Replicas | None) -> None:
         self.buffer = buffer
         self.everyone = Everyone(buffer) if tokens == "same" and buffer.group_size > 1 else None
-        self.placement: Placement | None = None
+        self.placement: Replicas | None = None
         if placement is not None:
-            self.placement = validate.placement(placement, buffer.group_size)
+            self.placement = as_replicas(validate.placement(placement, buffer.group_size))
             validate.require(
-                not isinstance(placement, Replicas),
-                "placement is Replicas, want the rank of each expert: transformers has no copies",
+                tokens == "own" or not isinstance(placement, Replicas),
+                'placement is Replicas, want the rank of each expert with tokens="same"',
             )
 
     def plan(self, name: str, module: Experts) -> Plan:
@@ -168,7 +168,8 @@ class _Spread:
             shape = list(parameter.shape)
             if shape[:1] != [num_experts]:
                 raise ValueError(f"{name}.{key} is {shape}, want {num_experts} experts first")
-        placement = self.placement or Placement.even(num_experts, num_ranks)
+        even = Placement.even(num_experts, num_ranks)
+        placement = self.placement or as_replicas(even)
         if placement.num_experts != num_experts:
             given = placement.num_experts
             raise ValueError(f"placement has {given} experts, want {num_experts}, {name}'s")

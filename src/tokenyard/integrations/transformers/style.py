@@ -21,6 +21,7 @@ from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
 from tokenyard.buffer import Buffer
 from tokenyard.integrations.transformers.experts import Experts, Plan, experts_forward
+from tokenyard.replicas import as_replicas
 from tokenyard.topology import Placement
 
 STYLE = "tokenyard_experts"
@@ -40,8 +41,8 @@ class TokenyardExperts(EpDispatchExpertsParallel):
             self._buffers[group] = Buffer(group, **self.buffer_options)
         num_ranks = ep_mesh.size()
         num_experts = module.num_experts * num_ranks  # it counts this rank's by now
-        placement = Placement.even(num_experts, num_ranks)
-        module.tokenyard = Plan.make(self._buffers[group], placement)
+        even = as_replicas(Placement.even(num_experts, num_ranks))
+        module.tokenyard = Plan.make(self._buffers[group], even)
 
         def forward(
             module: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
