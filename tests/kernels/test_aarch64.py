@@ -35,7 +35,7 @@ ORDERED = {"store atomic ": ("stlr", "stlur"), "load atomic ": ("ldar", "ldapr",
 # One rounding for a product and a sum: no result would equal `spec`.
 FUSED = re.compile(r"fn?m(add|sub|ad|sb)|fn?ml[as]\w*|fcmla|fmmla|bf(dot|mlal\w*|mmla)")
 # What a kernel may call: itself, Python, Numba and libc; nothing that converts halves.
-CALLED = re.compile(r"_ZN\w+|_?Py\w+|NRT_\w+|numba_\w+|mem(cpy|set|move)|sched_yield")
+CALLED = re.compile(r"_ZN\w+|_?Py\w+|NRT_\w+|numba_\w+|mem(cpy|set|move)|sched_yield|clock_gettime")
 
 
 def instructions(code: Code) -> list[str]:

@@ -34,7 +34,7 @@ from numba.core import event
 compiled = event.RecordingListener()
 event.register("numba:compile", compiled)
 from tokenyard.kernels.numba.signals import _post_kernel
-_post_kernel.compile((int64[:, ::1], *[int64] * 6))
+_post_kernel.compile((int64[:, ::1], *[int64] * 7))
 print(len(compiled.buffer) // 2)
 """
 

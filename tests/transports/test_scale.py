@@ -70,7 +70,7 @@ def test_counts_cost_what_the_design_says() -> None:
     for case, wide in ((few, False), (many, True)):
         sent = run_virtual(job, 4, case).bytes_sent["dispatch (notify)"]
         counts = 1 + case.num_experts // 4 + 4  # rows, experts, ranks
-        room = 128 - 3 - len(Call._fields) - 12  # beside the call, sizes and the transport's offer
+        room = 128 - 4 - len(Call._fields) - 12  # beside call, sizes, clock, and the offer
         assert (counts > room) is wide
         assert bool((sent == 2 * 8 * (128 + max(0, counts - room))).all())
 
