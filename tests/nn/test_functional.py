@@ -377,6 +377,7 @@ def test_compile(two_processes: Processes, dtype: torch.dtype, worst: int) -> No
     two_processes.run(jobs.compiled, "aot_eager", worst, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_compile_with_inductor(two_processes: Processes) -> None:
     two_processes.run(jobs.compiled, "inductor", 24, torch.float32)

@@ -20,11 +20,18 @@ from tokenyard.testing import run_virtual
 
 
 @pytest.mark.timeout(300)
-def test_256_ranks_on_32_nodes() -> None:
+@pytest.mark.parametrize("num_nodes", [16, pytest.param(32, marks=pytest.mark.slow)])
+def test_nodes_of_8_ranks(num_nodes: int) -> None:
+    num_ranks = 8 * num_nodes
     case = Case(
-        num_ranks=256, ranks_per_node=8, tokens=(5, 0, 9), num_experts=512, num_topk=8, hidden=24
+        num_ranks=num_ranks,
+        ranks_per_node=8,
+        tokens=(5, 0, 9),
+        num_experts=2 * num_ranks,
+        num_topk=8,
+        hidden=24,
     )
-    run = run_virtual(job, 256, case, timeout=scaled(250))
+    run = run_virtual(job, num_ranks, case, timeout=scaled(250))
     check(case, run.results)
 
     # x, expert ids, weights and the token's index go out; x and weights come back, then x alone.
