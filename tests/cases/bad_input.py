@@ -432,7 +432,6 @@ OPEN: Table = {
         "inf": (float("inf"), " is inf, want seconds above 0, at most 1e6"),
         "nan": (float("nan"), " is nan, want seconds above 0, at most 1e6"),
         "text": ("5", " is '5', want seconds above 0, at most 1e6"),
-        "none": (None, " is None, want seconds above 0, at most 1e6"),
         "bool": (True, " is True, want seconds above 0, at most 1e6"),
     },
     **{
