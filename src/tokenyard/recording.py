@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import logging
 import os
 import threading
@@ -31,6 +30,7 @@ import torch
 from tokenyard.routing import file
 from tokenyard.routing.layer_names import Caller, find_caller, name_of
 from tokenyard.routing.notes import Notes
+from tokenyard.runtime.locks import alone_with
 
 _log = logging.getLogger("tokenyard")
 _SECONDS = 10.0  # between two writings of a recording that the environment asked for
@@ -112,7 +112,7 @@ class Recording:
         if not layers:
             _log.warning("no dispatch was noted, so there is no %s", self.path)
             return
-        with _locked(self.path.parent):
+        with alone_with(self.path.parent):
             parts = [self._part(layers)]
             if not all(layer.is_complete for layer in layers):
                 file.save(parts[0], layers, self._notes.every)
@@ -258,14 +258,3 @@ def _make(path: Path, options: dict[str, Any]) -> Recording:
 def _group(layers: list[file.LayerRouting]) -> str:
     """What ranks of one run have in common, in the names of their parts."""
     return f"{layers[0].buffer:x}"
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time joins parts."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

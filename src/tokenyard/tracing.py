@@ -11,7 +11,6 @@ there; `merge_traces` makes one file of them. It also takes what a run left whos
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import json
 import os
@@ -23,6 +22,7 @@ from typing import Any
 
 from tokenyard.runtime import recorder
 from tokenyard.runtime.chrome import chrome_trace, rows_between
+from tokenyard.runtime.locks import alone_with
 from tokenyard.runtime.recorder import Recorder, Track
 from tokenyard.wire.counters import HEAD
 
@@ -142,8 +142,7 @@ def _is_whole(parts: Any) -> bool:
 def _alone(path: Path) -> Iterator[Path]:
     """One process at a time writes beside this file."""
     lock = Path(f"{path}.lock")
-    with open(lock, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with alone_with(lock):
         yield lock
 
 
