@@ -22,7 +22,7 @@ FLOORS = {
     "planner": 1,
     "wire": 1,
     "routing": 1,
-    "recording": 2,
+    "recording": 3,
     "tracing": 3,
     "replicas": 1,
     "runtime": 2,
