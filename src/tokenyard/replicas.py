@@ -105,6 +105,15 @@ class Replicas:
         return tuple(rank for rank, held in enumerate(self.experts_of_rank) for _ in held)
 
     @cached_property
+    def _slots(self) -> tuple[Slot, ...]:
+        """By number."""
+        return tuple(
+            Slot(rank, local)
+            for rank, held in enumerate(self.experts_of_rank)
+            for local in range(len(held))
+        )
+
+    @cached_property
     def copies(self) -> tuple[tuple[int, ...], ...]:
         """By logical expert: its physical experts, ascending."""
         found: list[list[int]] = [[] for _ in range(self.num_experts)]
@@ -119,12 +128,7 @@ class Replicas:
 
     def slots_of(self, expert: int) -> list[Slot]:
         """Where the copies of a logical expert are, by rank."""
-        return [
-            Slot(rank, local)
-            for rank, held in enumerate(self.experts_of_rank)
-            for local, one in enumerate(held)
-            if one == expert
-        ]
+        return [self._slots[slot] for slot in self.copies[expert]]
 
     def sum(self, counts: Tensor | Sequence[int]) -> Tensor:
         """[E]: numbers by physical expert, [num_slots], added up by logical expert.

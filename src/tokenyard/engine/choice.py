@@ -55,6 +55,13 @@ class Choice:
         turn_TK = self._turns(topk_idx_TK.shape[0]) % self._count[topk_idx_TK]
         return self._slots[turn_TK.add_(self._first[topk_idx_TK])]
 
+    def or_none(self, topk_idx_TK: Tensor) -> Tensor | None:
+        """The same; None if there is no such expert."""
+        try:
+            return self(topk_idx_TK)
+        except ValueError:
+            return None
+
     def before_checks(self, topk_idx: Any) -> Any:
         """The same before a call has checked its input: what is no [T, K] int64 tensor of this
         choice's device comes back as it is, for that check to refuse.

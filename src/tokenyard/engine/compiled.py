@@ -95,11 +95,8 @@ class CompiledCalls:
             return None
         num_topk, dtype = shape[1], x.dtype
         given_idx, choice = topk_idx, self._engine.local.choice
-        if choice is not None:
-            try:
-                topk_idx = choice(topk_idx)
-            except ValueError:
-                return None
+        if choice is not None and (topk_idx := choice.or_none(topk_idx)) is None:
+            return None
         key = dtype, hidden, num_topk, num_experts, expert_alignment, tag, stage
         plan = self._plans.get(key)
         if plan is None or plan.config is not config:

@@ -110,11 +110,8 @@ class CompiledNodeCalls:
                 return None
             self._plans[key] = plan
         given_idx, choice = topk_idx, self._engine.local.choice
-        if choice is not None:
-            try:
-                topk_idx = choice(topk_idx)
-            except ValueError:
-                return None
+        if choice is not None and (topk_idx := choice.or_none(topk_idx)) is None:
+            return None
         steps, table = plan.steps, plan.table
         num_bytes = self._enclosures.num_bytes(num_tokens, plan.record_bytes)
         if self.leave_at == POSTED or not self._enclosures.has_room(num_bytes, num_bytes):

@@ -108,7 +108,7 @@ class Plans:
             combine_dtype=dtype if dtype in SUMMABLE else torch.bfloat16,
             per_expert=per_expert,
             like=[],
-            kept=(scratch, *kept),
+            kept=(scratch, *kept, load),
         )
 
     def add_combine(self, key: tuple[Any, ...], config: Config) -> Plan | None:

@@ -88,6 +88,7 @@ class LowLatencyCalls:
                 async_finish, False, return_recv_hook, dispatch_wait_recv_cost_stats
             )
         self._use.stage = STAGE_OF[DISPATCH]
+        chosen = topk_idx  # by the router, who knows no copies
         with self._use as opened:
             engine = self._low_latency or self._open_low_latency(is_open=True)
             if wrong is not None:
@@ -101,7 +102,7 @@ class LowLatencyCalls:
                 )
                 if quick is not None:
                     if (notes := recording.active) is not None:
-                        notes.note(opened, x, topk_idx, None, num_experts)
+                        notes.note(opened, x, chosen, None, num_experts)
                     return LowLatencyDispatched(*quick, EventOverlap(), None)
             got, handle, event, later = engine.dispatch(
                 x,
@@ -113,7 +114,7 @@ class LowLatencyCalls:
                 completion or Completion(),
             )
         if (notes := recording.active) is not None:
-            notes.note(opened, x, topk_idx, None, num_experts)
+            notes.note(opened, x, chosen, None, num_experts)
         recv_x = got.x if got.scales is None else (got.x, got.scales)
         hook = partial(self._receive, later) if return_recv_hook and later else None
         return LowLatencyDispatched(recv_x, got.counts, handle, event, hook)

@@ -75,6 +75,7 @@ class Halves(NamedTuple):
     send_table: array[int]
     receive: Call
     receive_table: array[int]
+    load: np.ndarray  # whose address is in that table
 
 
 class SharedSlots:
@@ -398,7 +399,7 @@ class SharedSlots:
             send, receive = self._kernels.dispatch_calls(shape, *tables)
         else:
             send, receive = self._kernels.combine_calls(dtype, *tables)
-        return Halves(send, send_table, receive, receive_table)
+        return Halves(send, send_table, receive, receive_table, load)
 
 
 def combine_signature(shape: SlotShape, dtype: torch.dtype) -> int:
