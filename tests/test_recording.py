@@ -301,3 +301,29 @@ def test_mistakes(tmp_path: Path) -> None:
     ):
         pass
     assert not list(tmp_path.iterdir()), "nothing was dispatched"
+
+
+@pytest.mark.parametrize("low_latency", [False, True])
+def test_experts_with_copies_are_recorded_as_routers_chose_them(
+    tmp_path: Path, low_latency: bool
+) -> None:
+    copies = tokenyard.Replicas([[0, 1, 0], [2, 3, 0]])
+    topk_idx = torch.tensor([[3, 0], [2, 1], [0, 2]])
+
+    def job(group: Any) -> None:
+        x = torch.ones(3, 128, dtype=torch.bfloat16)
+        options: Any = {"placement": copies, "low_latency_mode": low_latency}
+        with (
+            tokenyard.Buffer(group, **options) as buffer,
+            tokenyard.record(tmp_path / "routing.pt"),
+        ):
+            if low_latency:
+                buffer.low_latency_dispatch(x, topk_idx, 8, 4, use_fp8=False)
+            else:
+                weights = torch.ones(3, 2)
+                buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights, num_experts=4)
+
+    run_virtual(job, 2)
+    (layer,) = routing.load(tmp_path / "routing.pt")
+    assert_same(layer.topk_idx, topk_idx.repeat(2, 1).to(torch.int16))
+    assert layer.rank_of_expert.tolist() == [0, 0, 1, 1]  # of first copies

@@ -15,7 +15,7 @@ from torch import Tensor
 from tokenyard import validate
 from tokenyard.engine.choice import Choice
 from tokenyard.kernels import Kernels
-from tokenyard.replicas import num_logical, replicas_of
+from tokenyard.replicas import as_replicas, num_logical, replicas_of
 from tokenyard.runtime import memory
 from tokenyard.runtime.events import EventHandle
 from tokenyard.topology import Placement
@@ -149,6 +149,11 @@ class Preparation:
             made = Placement.even(num_experts, self._num_ranks, self._device)
             self._even_placements[num_experts] = made
         return self._even_placements[num_experts]
+
+    def owners(self, num_experts: int) -> list[int]:
+        """The rank of each logical expert; of its first copy, where it has several."""
+        replicas = as_replicas(self.placement(num_experts))
+        return [replicas.rank_of_slot[copies[0]] for copies in replicas.copies]
 
     @property
     def any_num_experts(self) -> int:

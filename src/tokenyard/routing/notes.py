@@ -36,7 +36,7 @@ class Track:
             "hidden": rows.shape[1],
             "dtype": str(rows.dtype).removeprefix("torch."),
             "node_of_rank": torch.tensor(engine.topology.node_of_rank, dtype=torch.int32),
-            "rank_of_expert": engine.local.placement(num_experts).rank_of_expert.int().cpu(),
+            "rank_of_expert": torch.tensor(engine.local.owners(num_experts), dtype=torch.int32),
         }
 
     def routing(self, order: int, name: str) -> file.LayerRouting:
