@@ -20,10 +20,10 @@ def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
     assert Replicas.load(tmp_path / "replicas.json") == saved
 
 
-@pytest.mark.parametrize("text", ["{}", "[1]", "no json", '{"kind": "else"}'])
-def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("content", [b"{}", b"[1]", b"no json", b'{"kind": "else"}', b"\xff"])
+def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "other.json"
-    path.write_text(text)
+    path.write_bytes(content)
     with pytest.raises(ValueError, match=r"want a file of Replicas\.save"):
         Replicas.load(path)
 

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
-from tokenyard.planner.balance import SlotPlacement
 from tokenyard.planner.cost import Cluster, Model, Stage, Work, route_of, stages_of
 from tokenyard.planner.presets import CLUSTERS, MODELS
 from tokenyard.planner.simulate import CopyChooser, count_rows, drifting
 from tokenyard.planner.traffic import relays
+from tokenyard.replicas import Replicas
 from tokenyard.topology import Topology
 
 PYTHON = "/usr/bin/python3"  # whose package SimGrid is
@@ -86,7 +86,7 @@ def compare(
 ) -> tuple[Stage, float]:
     """Dispatch, by the closed form and by SimGrid."""
     chosen = drifting(1, num_ranks * work.num_tokens, model, exponent)[0].astype(np.int64)
-    ranks = CopyChooser(SlotPlacement.even(model.num_experts, num_ranks)).ranks(chosen)
+    ranks = CopyChooser(Replicas.even(model.num_experts, num_ranks)).ranks(chosen)
     topology = Topology.even(num_ranks, cluster.ranks_per_node)
     route = route_of(cluster, num_ranks, work.mode)
     by_pair = work.mode == "low_latency" and cluster.by_pair

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenyard.topology import Placement
+from tokenyard.topology import Placement, even_split
 
 _KIND = "tokenyard.Replicas"
 
@@ -83,6 +83,20 @@ class Replicas:
             [[e for e, owner in enumerate(owners) if owner == rank] for rank in range(num_ranks)],
             len(owners),
         )
+
+    @classmethod
+    def even(cls, num_experts: int, num_ranks: int, num_slots: int | None = None) -> Replicas:
+        """Experts in order, as a Buffer places them by itself. Slots that are left over hold copies
+        of the first ones.
+
+        >>> Replicas.even(4, 2).experts_of_rank, Replicas.even(4, 2, 6).experts_of_rank
+        (((0, 1), (2, 3)), ((0, 1, 2), (3, 0, 1)))
+        """
+        ranks: list[list[int]] = [[] for _ in range(num_ranks)]
+        owners = even_split(num_experts if num_slots is None else num_slots, num_ranks)
+        for slot, rank in enumerate(owners):
+            ranks[rank].append(slot % num_experts)
+        return cls(ranks, num_experts)
 
     @property
     def num_ranks(self) -> int:
@@ -183,7 +197,7 @@ class Replicas:
             read = json.loads(Path(path).read_text())
             if read["kind"] == _KIND:
                 return cls(read["experts"], int(read["num_experts"]))
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} holds no Replicas, want a file of Replicas.save") from error
         raise ValueError(f"{path} holds {read['kind']!r}, want a file of Replicas.save")
 

@@ -12,14 +12,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import tokenyard
 from tests.cases.pages import ROOT, consoles_of
+from tokenyard import Replicas
 from tokenyard.cli.app import COMMANDS
 from tokenyard.cli.group import make_app
 from tokenyard.planner.choices import Routing
-from tokenyard.planner.cost import Model
+from tokenyard.planner.cost import Model, imbalance
 from tokenyard.planner.presets import MODELS
 from tokenyard.planner.simulate import drifting
 from tokenyard.routing import file
+from tokenyard.testing import run_virtual
 
 RUNNER = CliRunner()
 MODEL = Model(name="m", hidden=64, num_experts=16, num_topk=2, intermediate=8, num_layers=1)
@@ -102,22 +105,51 @@ def test_simulate(tmp_path: Path) -> None:
 
 
 def test_balance_saves_and_changes_a_placement(tmp_path: Path) -> None:
-    loads, saved = tmp_path / "loads.pt", tmp_path / "placement.pt"
+    loads, saved = tmp_path / "loads.pt", tmp_path / "placement.json"
     torch.save(torch.arange(1.0, 33.0).reshape(2, 16), loads)
     html = tmp_path / "balance.html"
     said = run("balance", loads, "--ranks", 4, "--spare", 4, "--save", saved, "--html", html)
     assert said.exit_code == 0, said.stderr
-    assert torch.load(saved).shape == (2, 20)
+    files = [tmp_path / "placement.0.json", tmp_path / "placement.1.json"]
+    assert [Replicas.load(path).num_slots for path in files] == [20, 20]
     assert html.exists()
     torch.save(torch.arange(1.0, 33.0).flip(0).reshape(2, 16), loads)
-    told = json.loads(
-        run("balance", loads, "--ranks", 4, "--current", saved, "--want", 1.05, "--json").stdout
-    )
+    told = json.loads(run("balance", loads, "--current", saved, "--want", 1.05, "--json").stdout)
     assert all(one["after"] <= 1.05 for one in told)
     assert len(told[0]["moves"]) < 20
     grouped = run("balance", loads, "--ranks", 4, "--nodes", 2, "--groups", 4, "--json")
-    slots = np.array(json.loads(grouped.stdout)[0]["physical_to_logical"]).reshape(2, -1)
+    slots = np.array(json.loads(grouped.stdout)[0]["experts"]).reshape(2, -1)
     assert not set(slots[0] // 4) & set(slots[1] // 4)
+
+
+def test_a_buffer_takes_what_balance_saves(tmp_path: Path) -> None:
+    """A placement for each of two layers: rows are as even as `balance` says."""
+    loads, saved = tmp_path / "loads.pt", tmp_path / "placement.json"
+    drawn = [drifting(1, 4 * 1024, MODEL, exponent)[0] for exponent in (1.0, 1.5)]
+    topk_idx = [torch.from_numpy(one).long() for one in drawn]
+    torch.save(torch.stack([one.flatten().bincount(minlength=16) for one in topk_idx]), loads)
+    said = run("balance", loads, "--ranks", 4, "--spare", 8, "--save", saved, "--json")
+    assert said.exit_code == 0, said.stderr
+    placements = [Replicas.load(tmp_path / f"placement.{layer}.json") for layer in range(2)]
+
+    def job(group: Any) -> list[int]:
+        rows = []
+        with tokenyard.Buffer(group, placement=placements[0]) as buffer:
+            for layer, placement in enumerate(placements):
+                moves = buffer.rebalance(placement)
+                assert len(moves) == (0 if layer == 0 else len(placements[0].moves(placement)))
+                mine = topk_idx[layer].chunk(4)[group.rank()].contiguous()
+                x, weights = torch.ones(len(mine), 64), torch.ones(mine.shape)
+                got = buffer.dispatch(x, topk_idx=mine, topk_weights=weights, num_experts=16)
+                rows.append(sum(got.num_recv_tokens_per_expert_list))
+        return rows
+
+    for layer, rows_R in enumerate(zip(*run_virtual(job, 4).results)):
+        told = json.loads(said.stdout)[layer]
+        assert sum(rows_R) == topk_idx[layer].numel()
+        # Copies take turns, and so do not share to the row.
+        assert imbalance(np.array(rows_R)) == pytest.approx(told["after"], abs=0.03)
+        assert told["after"] < 1.05 < 1.1 < told["before"]
 
 
 def test_balance_takes_a_recording(tmp_path: Path) -> None:
@@ -157,6 +189,12 @@ def test_files_of_another_kind(tmp_path: Path) -> None:
         assert "is not a recording of tokenyard.record" in said.stderr
     said = run("simulate", recording(path, 2))
     assert "layer is None, want one of layer 0, layer 1 (--layer)" in said.stderr
+    torch.save(torch.ones(16), tmp_path / "loads.pt")
+    said = run("balance", tmp_path / "loads.pt", "--current", path)
+    assert (said.exit_code, said.stderr.count("\n")) == (2, 1)
+    assert "want a file of Replicas.save" in said.stderr
+    said = run("balance", tmp_path / "loads.pt", "--current", path, "--ranks", 4)
+    assert "leave out --ranks" in said.stderr
     torch.save(torch.ones(2, 2, 2), path)
     assert "has shape [2, 2, 2], want [experts]" in run("balance", path).stderr
 

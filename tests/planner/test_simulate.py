@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from tests.cases.clock import scaled
-from tokenyard.planner.balance import Policy, SlotPlacement, place
+from tokenyard.planner.balance import Policy, place
 from tokenyard.planner.choices import Routing
 from tokenyard.planner.cost import Work, plan
 from tokenyard.planner.presets import CLUSTERS, MODELS
 from tokenyard.planner.simulate import CopyChooser, count_rows, drifting, replay
 from tokenyard.planner.traffic import counted_rows, crossings_between, rows_between
+from tokenyard.replicas import Replicas
 from tokenyard.topology import Topology, even_split
 
 DEEPSEEK, H800 = MODELS["deepseek-v3"], CLUSTERS["h800"]
@@ -26,7 +27,7 @@ def test_counts_are_those_of_the_layout(route: str) -> None:
     numbers, topology = np.random.default_rng(0), Topology.even(8, 4)
     chosen = numbers.integers(-1, 16, (64, 3))
     owners = np.array(even_split(16, 8))
-    got = count_rows(CopyChooser(SlotPlacement.even(16, 8)).ranks(chosen), topology, route)
+    got = count_rows(CopyChooser(Replicas.even(16, 8)).ranks(chosen), topology, route)
     given = list(chosen.reshape(8, 8, 3))
     crossings = crossings_between(given, owners, topology) if route == "two_level" else None
     want = counted_rows(rows_between(given, owners, 8), topology, crossings)
@@ -35,7 +36,7 @@ def test_counts_are_those_of_the_layout(route: str) -> None:
 
 
 def test_copies_take_turns() -> None:
-    chooser = CopyChooser(SlotPlacement(torch.tensor([0, 1, 0, 2]), 3, 2))
+    chooser = CopyChooser(Replicas([[0, 1], [0, 2]]))
     assert chooser.ranks(np.array([[0], [0], [1], [2], [-1]])).tolist() == [[0], [1], [0], [1], [2]]
 
 
@@ -44,7 +45,7 @@ def test_uniform_steps_take_what_the_plan_says() -> None:
     chosen = np.argsort(numbers.random((64 * 512, 256), np.float32), 1)[:, :8]
     for mode in ("normal", "low_latency"):
         work = Work(num_tokens=512, mode=mode)
-        found = replay([chosen], H800, DEEPSEEK, SlotPlacement.even(256, 64), work)
+        found = replay([chosen], H800, DEEPSEEK, Replicas.even(256, 64), work)
         routing = Routing(num_experts=256, num_topk=8)
         expected = plan(H800, DEEPSEEK, 64, work, routing)
         # The busiest of 64 ranks gets some percent more than the average.
@@ -53,7 +54,7 @@ def test_uniform_steps_take_what_the_plan_says() -> None:
 
 def test_rebalancing_makes_steps_shorter() -> None:
     steps = drifting(60, 1024, DEEPSEEK)
-    even = SlotPlacement.even(256, 32, 288)
+    even = Replicas.even(256, 32, 288)
     policy = Policy(every=10, if_over=1.1, want=1.05)
     before = replay(torch.from_numpy(steps), H800, DEEPSEEK, even)
     after = replay(torch.from_numpy(steps), H800, DEEPSEEK, even, policy=policy)
@@ -74,7 +75,7 @@ def test_the_traffic_shows_the_gain_of_copies() -> None:
     topology = Topology.even(32, 8)
     pairs = [
         count_rows(CopyChooser(one).ranks(steps), topology, "direct", by_pair=True).results
-        for one in (SlotPlacement.even(256, 32), place(load, 288, 32))
+        for one in (Replicas.even(256, 32), place(load, 288, 32))
     ]
     even, placed = (one.max() / one.mean() for one in pairs)
     assert even > 2
@@ -84,7 +85,7 @@ def test_the_traffic_shows_the_gain_of_copies() -> None:
 def test_many_steps_at_256_ranks_are_fast() -> None:
     """A thousand steps are asked for within 60 s; twenty must take their share of it."""
     steps = drifting(4, 4096, DEEPSEEK)
-    placement = SlotPlacement.even(256, 256, 512)
+    placement = Replicas.even(256, 256, 512)
     begin = time.process_time()
     found = replay(
         [steps[number % 4] for number in range(20)], H800, DEEPSEEK, placement, policy=Policy()

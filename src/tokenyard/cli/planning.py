@@ -133,7 +133,8 @@ def simulate(
     """
     from tokenyard.planner import cost, pictures, presets, reports
     from tokenyard.planner import simulate as simulation
-    from tokenyard.planner.balance import Policy, SlotPlacement
+    from tokenyard.planner.balance import Policy
+    from tokenyard.replicas import Replicas
 
     with output.mistakes((ValueError, OSError)):
         machines = presets.cluster_of(cluster)
@@ -151,7 +152,7 @@ def simulate(
         )
         work = cost.Work(mode="low_latency" if low_latency else "normal")
         slots = cost.slots_for(one.num_experts + spare, ranks)
-        placement = SlotPlacement.even(one.num_experts, ranks, slots)
+        placement = Replicas.even(one.num_experts, ranks, slots)
         policy = Policy(every=every, if_over=max(1.1, want), want=want)
         with output.progress("replaying", 2) as step:
             before = simulation.replay(steps, machines, shape, placement, work)
@@ -166,76 +167,74 @@ def simulate(
 
 def balance(
     loads: Annotated[Path, typer.Argument(help="A tensor [E] or [layers, E], or a recording.")],
-    ranks: Ranks = 8,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of the group; 8.")] = None,
     spare: Spare = 0,
     nodes: Annotated[int, typer.Option(min=1, help="With --groups: nodes of the ranks.")] = 1,
     groups: Annotated[int, typer.Option(min=1, help="Keep each group on a node.")] = 1,
     current: Annotated[Path | None, typer.Option(help="A saved placement to change.")] = None,
     want: Want = 1.0,
-    save: Annotated[Path | None, typer.Option(help="Write the placement here.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the placement here, as JSON.")] = None,
     png: Png = None,
     html: Html = None,
     as_json: Json = False,
 ) -> None:
     """Place experts, with copies of busy ones, for the load that was measured.
 
-    With --current, a placement that was saved changes as little as the imbalance that you want
-    needs. A saved placement is a tensor: the expert in each slot, by rank.
+    Buffer(placement=Replicas.load("placement.json")) takes what --save writes; several layers have
+    a file each: placement.0.json, placement.1.json and so on. With --current, a placement that was
+    saved changes as little as the imbalance that you want needs.
 
     Examples:
 
-        tokenyard balance loads.pt --ranks 32 --spare 32 --save placement.pt
-        tokenyard balance loads.pt --ranks 32 --current placement.pt --want 1.05
+        tokenyard balance loads.pt --ranks 32 --spare 32 --save placement.json
+        tokenyard balance loads.pt --current placement.json --want 1.05
         tokenyard balance loads.pt --ranks 8 --spare 4 --nodes 2 --groups 4
     """
-    import torch
-
     from tokenyard.planner import pictures, reports
-    from tokenyard.planner import rebalance as changing
-    from tokenyard.planner.balance import Rebalancing, SlotPlacement, place, place_by_nodes
+    from tokenyard.planner.balance import Rebalancing, place, place_by_nodes, rank_loads
     from tokenyard.planner.cost import slots_for
+    from tokenyard.planner.rebalance import rebalance
+    from tokenyard.replicas import Replicas
 
-    changes, carried = [], []
     with output.mistakes((ValueError, OSError)):
         load_LE = _loads_of(loads)
-        num_experts = load_LE.shape[1]
-        held = None if current is None else _tensor_of(current).long().reshape(len(load_LE), -1)
-        slots = slots_for(num_experts + spare, ranks) if held is None else held.shape[1]
-        for number, load in enumerate(load_LE):
-            if held is not None:
-                old = SlotPlacement(held[number], num_experts, ranks)
-                change = changing.rebalance(old, load, want)
-            else:
-                old = SlotPlacement.even(num_experts, ranks, slots)
+        num_layers, num_experts = load_LE.shape
+        if current is not None:
+            if (ranks, spare, nodes, groups) != (None, 0, 1, 1):
+                raise Mistake("--current says what ranks hold: leave out --ranks, --spare, --nodes")
+            held = [Replicas.load(path) for path in _files_of_layers(current, num_layers)]
+            changes = [rebalance(old, load, want) for old, load in zip(held, load_LE)]
+        else:
+            num_ranks = 8 if ranks is None else ranks
+            slots = slots_for(num_experts + spare, num_ranks)
+            even = Replicas.even(num_experts, num_ranks, slots)
+            changes = []
+            for load in load_LE:
                 if groups > 1:
-                    made = place_by_nodes(load, slots, ranks, nodes, groups)
+                    made = place_by_nodes(load, slots, num_ranks, nodes, groups)
                 else:
-                    made = place(load, slots, ranks)
-                change = Rebalancing(
-                    placement=made,
-                    moves=changing.moves(old, made),
-                    before=old.imbalance(load),
-                    after=made.imbalance(load),
-                )
-            changes.append(change)
-            carried.append((old.rank_loads(load), change.placement.rank_loads(load)))
+                    made = place(load, slots, num_ranks)
+                changes.append(Rebalancing.between(even, made, load))
         if save is not None:
-            torch.save(torch.stack([one.placement.physical_to_logical for one in changes]), save)
-    report = reports.of_changes(
-        changes, f"{num_experts} experts in {slots} slots of {ranks} ranks, by {loads.name}"
-    )
-    value = [
-        {
-            "before": one.before,
-            "after": one.after,
-            "physical_to_logical": one.placement.physical_to_logical.tolist(),
-            "moves": [move._asdict() for move in one.moves],
-        }
-        for one in changes
-    ]
-    worst = max(range(len(changes)), key=lambda number: changes[number].before)
-    to = _Shown(png, html, as_json)
-    _show(report, value, lambda: pictures.draw_loads(*carried[worst]), to)
+            for path, change in zip(_files_of_layers(save, num_layers), changes):
+                change.placement.save(path)
+    first = changes[0].placement
+    what = f"{num_experts} experts in {first.num_slots} slots of {first.num_ranks} ranks"
+    report = reports.of_changes(changes, f"{what}, by {loads.name}")
+    worst = max(range(num_layers), key=lambda layer: changes[layer].before)
+
+    def draw() -> Any:
+        moves, load = changes[worst].moves, load_LE[worst]
+        return pictures.draw_loads(rank_loads(moves.before, load), rank_loads(moves.after, load))
+
+    _show(report, [change.as_dict() for change in changes], draw, _Shown(png, html, as_json))
+
+
+def _files_of_layers(path: Path, num_layers: int) -> list[Path]:
+    """placement.json of one layer; placement.0.json and so on of several."""
+    if num_layers == 1:
+        return [path]
+    return [path.with_name(f"{path.stem}.{layer}{path.suffix}") for layer in range(num_layers)]
 
 
 def _layer_of(recording: Path, name: str | None) -> Any:

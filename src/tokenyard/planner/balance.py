@@ -1,85 +1,39 @@
 """Where experts live, and how many copies each has, for the load that was measured.
 
-A placement gives each rank as many *slots*; a slot holds one copy of an expert, and copies of an
-expert share its load evenly. `place` uses all ranks alike; `place_by_nodes` keeps groups of experts
+A placement is `Replicas`; here it gives each rank as many slots, and copies of an expert share its
+load evenly. `place` uses all ranks alike; `place_by_nodes` keeps groups of experts
 on one node each, for routers that choose groups first. `rebalance` changes a placement with few
-moves, and a `Balancer` calls it by a `Policy` as loads come in. Letters besides those of `types`:
-P slots of all ranks.
+moves, and a `Balancer` calls it by a `Policy` as loads come in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from tokenyard.planner.cost import imbalance
 from tokenyard.planner.shelves import pack
+from tokenyard.replicas import Moves, Replicas
 
 
-@dataclass(frozen=True, eq=False)
-class SlotPlacement:
-    """The expert in each slot. Slots are numbered by rank: rank r has r * P/R and the next."""
+def rank_loads(placement: Replicas, load_E: Tensor | np.ndarray) -> np.ndarray:
+    """[R]: what ranks carry if copies share an expert's load evenly.
 
-    physical_to_logical: Tensor  # [P] int64
-    num_experts: int
-    num_ranks: int
+    >>> rank_loads(Replicas([[0, 1], [0, 2]]), np.array([4.0, 1.0, 3.0]))
+    array([3., 5.])
+    """
+    each = as_loads(load_E, placement.num_experts) / np.array(placement.num_copies)
+    carried = each[np.array(placement.expert_of_slot)]
+    return np.bincount(np.array(placement.rank_of_slot), carried, placement.num_ranks)
 
-    def __post_init__(self) -> None:
-        experts = self.physical_to_logical
-        if experts.dtype != torch.int64 or experts.dim() != 1:
-            raise ValueError("physical_to_logical: want int64 [slots]")
-        if len(experts) == 0 or len(experts) % self.num_ranks:
-            raise ValueError(f"{len(experts)} slots: want a multiple of {self.num_ranks} ranks")
-        found = np.bincount(experts.numpy(), minlength=self.num_experts)
-        if len(found) > self.num_experts or not found.all():
-            raise ValueError(f"want each of {self.num_experts} experts in a slot at least")
 
-    @staticmethod
-    def even(num_experts: int, num_ranks: int, num_slots: int | None = None) -> SlotPlacement:
-        """Experts in order; slots that are left over hold copies of the first ones.
-
-        >>> SlotPlacement.even(4, 2, 6).physical_to_logical.tolist()
-        [0, 1, 2, 3, 0, 1]
-        """
-        num_slots = num_experts if num_slots is None else num_slots
-        return SlotPlacement(torch.arange(num_slots) % num_experts, num_experts, num_ranks)
-
-    @property
-    def num_slots(self) -> int:
-        return len(self.physical_to_logical)
-
-    @property
-    def slots_per_rank(self) -> int:
-        return self.num_slots // self.num_ranks
-
-    @property
-    def rank_of_slot(self) -> Tensor:
-        """[P] int64."""
-        return torch.arange(self.num_slots) // self.slots_per_rank
-
-    @property
-    def num_copies(self) -> Tensor:
-        """[E] int64."""
-        return torch.bincount(self.physical_to_logical, minlength=self.num_experts)
-
-    def rank_loads(self, load_E: Tensor | np.ndarray) -> np.ndarray:
-        """[R]: what ranks carry if copies share an expert's load evenly.
-
-        >>> SlotPlacement(torch.tensor([0, 1, 0, 2]), 3, 2).rank_loads(np.array([4.0, 1.0, 3.0]))
-        array([3., 5.])
-        """
-        experts = self.physical_to_logical.numpy()
-        each = as_loads(load_E, self.num_experts)[experts] / self.num_copies.numpy()[experts]
-        return each.reshape(self.num_ranks, -1).sum(1)
-
-    def imbalance(self, load_E: Tensor | np.ndarray) -> float:
-        """The load of the busiest rank to the average."""
-        return imbalance(self.rank_loads(load_E))
+def imbalance_of(placement: Replicas, load_E: Tensor | np.ndarray) -> float:
+    """The load of the busiest rank to the average."""
+    return imbalance(rank_loads(placement, load_E))
 
 
 def as_loads(load_E: Tensor | np.ndarray, num_experts: int) -> np.ndarray:
@@ -107,18 +61,17 @@ def spread_copies(load_E: np.ndarray, num_slots: int, most: int) -> np.ndarray:
     return copies
 
 
-def place(load_E: Tensor | np.ndarray, num_slots: int, num_ranks: int) -> SlotPlacement:
+def place(load_E: Tensor | np.ndarray, num_slots: int, num_ranks: int) -> Replicas:
     """For these loads, on ranks that are all alike."""
     load = as_loads(load_E, len(load_E))
     _check_slots(len(load), num_slots, num_ranks)
     experts = np.arange(len(load))
-    filled = _fill(experts, load, num_slots, num_ranks)
-    return SlotPlacement(torch.from_numpy(filled), len(load), num_ranks)
+    return Replicas(_fill(experts, load, num_slots, num_ranks), len(load))
 
 
 def place_by_nodes(
     load_E: Tensor | np.ndarray, num_slots: int, num_ranks: int, num_nodes: int, num_groups: int
-) -> SlotPlacement:
+) -> Replicas:
     """For these loads, groups of consecutive experts first: groups to nodes, as many to each, then
     copies of a node's experts among its slots, then slots to its ranks.
     """
@@ -131,24 +84,23 @@ def place_by_nodes(
         )
     members = np.arange(len(load)).reshape(num_groups, -1)
     node_of_group = pack(load[members].sum(1), np.arange(num_groups), num_nodes)
-    filled = [
-        _fill(
-            members[node_of_group == node].reshape(-1),
-            load,
-            num_slots // num_nodes,
-            num_ranks // num_nodes,
-        )
-        for node in range(num_nodes)
-    ]
-    return SlotPlacement(torch.from_numpy(np.concatenate(filled)), len(load), num_ranks)
+    slots_here, ranks_here = num_slots // num_nodes, num_ranks // num_nodes
+    ranks: list[list[int]] = []
+    for node in range(num_nodes):
+        ranks += _fill(members[node_of_group == node].reshape(-1), load, slots_here, ranks_here)
+    return Replicas(ranks, len(load))
 
 
-def _fill(experts: np.ndarray, load_E: np.ndarray, num_slots: int, num_ranks: int) -> np.ndarray:
-    """[slots]: these experts and their copies, by rank."""
+def _fill(
+    experts: np.ndarray, load_E: np.ndarray, num_slots: int, num_ranks: int
+) -> list[list[int]]:
+    """These experts and their copies, by rank."""
     copies = spread_copies(load_E[experts], num_slots, num_ranks)
     items = np.repeat(experts, copies)
     each = np.repeat(load_E[experts] / copies, copies)
-    return items[np.lexsort((items, pack(each, items, num_ranks)))]
+    by_rank = items[np.lexsort((items, pack(each, items, num_ranks)))]
+    ranks: list[list[int]] = by_rank.reshape(num_ranks, -1).tolist()
+    return ranks
 
 
 def _check_slots(num_experts: int, num_slots: int, num_ranks: int) -> None:
@@ -161,21 +113,35 @@ def _check_slots(num_experts: int, num_slots: int, num_ranks: int) -> None:
         raise ValueError(f"{num_slots} slots: want at most {num_experts * num_ranks}")
 
 
-class Move(NamedTuple):
-    """A slot that gets another expert, whose weights a rank has that held it before."""
-
-    expert: int
-    source: int
-    rank: int
-    slot: int
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class Rebalancing:
-    placement: SlotPlacement
-    moves: list[Move]
+    """A change of placement, and how uneven the load is before and after it."""
+
+    moves: Moves
     before: float  # imbalance
     after: float
+
+    @classmethod
+    def between(cls, old: Replicas, new: Replicas, load_E: Tensor | np.ndarray) -> Rebalancing:
+        before, after = imbalance_of(old, load_E), imbalance_of(new, load_E)
+        return cls(moves=old.moves(new), before=before, after=after)
+
+    @property
+    def placement(self) -> Replicas:
+        """For `Buffer.rebalance` and `nn.rebalance`."""
+        return self.moves.after
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "before": self.before,
+            "after": self.after,
+            "experts": self.placement.experts_of_rank,
+            "moves": [
+                {"expert": expert, "source": source._asdict(), "target": target._asdict()}
+                for expert, source, target in self.moves.between_ranks
+            ],
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,13 +162,13 @@ class Policy:
 @dataclass
 class Balancer:
     """Closes the loop from measured load to placement. All ranks give it the same loads, and so
-    come to the same placement.
+    come to the same placement, which keeps the number of slots that it began with.
     """
 
-    placement: SlotPlacement
+    placement: Replicas
     policy: Policy = field(default_factory=Policy)
-    _load: np.ndarray | None = None
-    _steps: int = 0
+    _load: np.ndarray | None = field(default=None, init=False)
+    _steps: int = field(default=0, init=False)
 
     def observe(self, load_E: Tensor | np.ndarray | Sequence[float]) -> Rebalancing | None:
         """One step's load of every expert. Returns what to change, if it is time to."""
@@ -214,7 +180,7 @@ class Balancer:
         if self._steps < self.policy.every:
             return None
         measured, self._load, self._steps = self._load, None, 0
-        if self.placement.imbalance(measured) <= self.policy.if_over:
+        if imbalance_of(self.placement, measured) <= self.policy.if_over:
             return None
         change = rebalance(self.placement, measured, self.policy.want)
         self.placement = change.placement

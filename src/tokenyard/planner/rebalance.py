@@ -8,83 +8,65 @@ all experts anew, and gives each rank the shelf that has most of its experts alr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
-import torch
 from torch import Tensor
 
-from tokenyard.planner.balance import Move, Rebalancing, SlotPlacement, as_loads, place
+from tokenyard.planner.balance import Rebalancing, as_loads, imbalance_of, place
+from tokenyard.replicas import Replicas
 
 _NEAR = 1e-9
 
 
-def rebalance(
-    current: SlotPlacement, load_E: Tensor | np.ndarray, want: float = 1.0
-) -> Rebalancing:
+def rebalance(current: Replicas, load_E: Tensor | np.ndarray, want: float = 1.0) -> Rebalancing:
     """Towards an imbalance of at most `want`; if neither way gets there, the more even one."""
     load = as_loads(load_E, current.num_experts)
-    before = current.imbalance(load)
-    if before <= want + _NEAR:
-        return Rebalancing(placement=current, moves=[], before=before, after=before)
-    ways = [_step_by_step(current, load, want), _anew(current, load)]
-    found = []
-    for one in ways:
-        after = one.imbalance(load)
-        found.append(
-            Rebalancing(placement=one, moves=moves(current, one), before=before, after=after)
-        )
+    if imbalance_of(current, load) <= want + _NEAR:
+        return Rebalancing.between(current, current, load)
+    ways = [_step_by_step(current, load, want)]
+    if len(set(map(len, current.experts_of_rank))) == 1:  # `place` gives ranks as many slots each
+        ways.append(_anew(current, load))
+    found = [Rebalancing.between(current, one, load) for one in ways]
     return min(found, key=lambda one: (max(one.after, want + _NEAR), len(one.moves)))
 
 
-def moves(old: SlotPlacement, new: SlotPlacement) -> list[Move]:
-    """Slots whose rank had no copy of their expert before. Sources take turns."""
-    before = old.physical_to_logical.reshape(old.num_ranks, -1).tolist()
-    after = new.physical_to_logical.reshape(new.num_ranks, -1).tolist()
-    holders: dict[int, list[int]] = {}
-    for rank, experts in enumerate(before):
-        for expert in experts:
-            holders.setdefault(expert, []).append(rank)
-    found = []
-    for rank, experts in enumerate(after):
-        for place_, expert in enumerate(experts):
-            if expert not in before[rank]:
-                sources = holders[expert]
-                sources.append(sources.pop(0))
-                found.append(Move(expert, sources[-1], rank, rank * len(experts) + place_))
-    return found
-
-
-def _anew(current: SlotPlacement, load_E: np.ndarray) -> SlotPlacement:
+def _anew(current: Replicas, load_E: np.ndarray) -> Replicas:
     fresh = place(load_E, current.num_slots, current.num_ranks)
     shape = (current.num_ranks, current.num_experts)
     has, wants = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     for marks, one in ((has, current), (wants, fresh)):
-        marks[one.rank_of_slot.numpy(), one.physical_to_logical.numpy()] = 1
+        marks[one.rank_of_slot, one.expert_of_slot] = 1
     common = has @ wants.T  # [rank, shelf]
-    shelves = fresh.physical_to_logical.numpy().reshape(current.num_ranks, -1)
-    given = np.empty_like(shelves)
+    given: dict[int, tuple[int, ...]] = {}
     for _ in range(current.num_ranks):
         rank, shelf = divmod(int(common.argmax()), current.num_ranks)
-        given[rank] = shelves[shelf]
+        given[rank] = fresh.experts_of_rank[shelf]
         common[rank], common[:, shelf] = -1, -1
-    return _keep_places(current, given)
+    return Replicas(
+        [_keep_slots(held, given[rank]) for rank, held in enumerate(current.experts_of_rank)],
+        current.num_experts,
+    )
 
 
-def _keep_places(current: SlotPlacement, given_RS: np.ndarray) -> SlotPlacement:
-    """Experts that stay on a rank stay in their slots."""
-    old = current.physical_to_logical.numpy().reshape(current.num_ranks, -1)
-    kept = np.full_like(old, -1)
-    for rank, experts in enumerate(given_RS.tolist()):
-        for place_, expert in enumerate(old[rank].tolist()):
-            if expert in experts:
-                kept[rank, place_] = expert
-                experts.remove(expert)
-        kept[rank, kept[rank] == -1] = experts
-    return SlotPlacement(torch.from_numpy(kept.reshape(-1)), current.num_experts, current.num_ranks)
+def _keep_slots(held: Sequence[int], given: Sequence[int]) -> list[int]:
+    """The experts that a rank is given: those that it held stay in their slots.
+
+    >>> _keep_slots(held=[4, 7, 2], given=[2, 5, 4])
+    [4, 5, 2]
+    """
+    new = list(given)
+    kept: list[int | None] = []
+    for expert in held:
+        stays = expert in new
+        kept.append(expert if stays else None)
+        if stays:
+            new.remove(expert)
+    return [new.pop(0) if expert is None else expert for expert in kept]
 
 
-def _step_by_step(current: SlotPlacement, load_E: np.ndarray, want: float) -> SlotPlacement:
-    slots = current.physical_to_logical.numpy().copy()
-    rank_of = current.rank_of_slot.numpy()
+def _step_by_step(current: Replicas, load_E: np.ndarray, want: float) -> Replicas:
+    slots, rank_of = np.array(current.expert_of_slot), np.array(current.rank_of_slot)
     num_ranks = current.num_ranks
     limit = max(want, 1.0) * load_E.sum() / num_ranks
     for _ in range(4 * current.num_slots):
@@ -102,7 +84,8 @@ def _step_by_step(current: SlotPlacement, load_E: np.ndarray, want: float) -> Sl
             break
         for slot, expert in changed:
             slots[slot] = expert
-    return SlotPlacement(torch.from_numpy(slots), current.num_experts, num_ranks)
+    ends = np.cumsum([len(held) for held in current.experts_of_rank])[:-1]
+    return Replicas([held.tolist() for held in np.split(slots, ends)], current.num_experts)
 
 
 _Step = tuple[float, list[tuple[int, int]]]  # what a move gains, and the slots that change

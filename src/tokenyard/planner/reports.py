@@ -108,7 +108,7 @@ def of_changes(changes: Sequence[Rebalancing], what: str) -> Report:
             number,
             round(change.before, 3),
             round(change.after, 3),
-            int(change.placement.num_copies.max()),
+            max(change.placement.num_copies),
             len(change.moves),
         ]
         for number, change in enumerate(changes)

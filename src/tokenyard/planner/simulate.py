@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from tokenyard.planner.balance import Balancer, Policy, Rebalancing, SlotPlacement
+from tokenyard.planner.balance import Balancer, Policy, Rebalancing
 from tokenyard.planner.cost import Cluster, Model, Stage, Work, imbalance, route_of, stages_of
 from tokenyard.planner.traffic import Rows, counted_rows, crossings
+from tokenyard.replicas import Replicas
 from tokenyard.topology import Topology
 
 
@@ -45,7 +46,7 @@ class Replay:
         rate = cluster.node_rate if one_node else cluster.network_rate
         most = 0
         for change in self.changes.values():
-            ranks = [move.rank for move in change.moves]
+            ranks = [move.target.rank for move in change.moves.between_ranks]
             most += int(np.bincount(ranks).max()) if ranks else 0
         return most * model.expert_elements * weight_bytes / rate
 
@@ -69,13 +70,12 @@ class Replay:
 class CopyChooser:
     """Which rank's copy a token's choice goes to, by a placement."""
 
-    def __init__(self, placement: SlotPlacement) -> None:
-        experts = placement.physical_to_logical.numpy()
-        order = np.argsort(experts, kind="stable")
+    def __init__(self, placement: Replicas) -> None:
+        order = np.argsort(placement.expert_of_slot, kind="stable")
         # The last expert is -1, which has one copy, nowhere.
-        self._copies = np.append(placement.num_copies.numpy(), 1)
-        self._first = np.append(np.cumsum(self._copies[:-1]) - self._copies[:-1], len(experts))
-        self._ranks = np.append(placement.rank_of_slot.numpy()[order], placement.num_ranks)
+        self._copies = np.array([*placement.num_copies, 1])
+        self._first = np.cumsum(self._copies) - self._copies
+        self._ranks = np.append(np.array(placement.rank_of_slot)[order], placement.num_ranks)
 
     def ranks(self, topk_idx_TK: np.ndarray) -> np.ndarray:
         """[T, K]: the rank of each choice, num_ranks where there is none."""
@@ -112,7 +112,7 @@ def replay(
     steps: Iterable[np.ndarray | Tensor],
     cluster: Cluster,
     model: Model,
-    placement: SlotPlacement,
+    placement: Replicas,
     work: Work | None = None,
     policy: Policy | None = None,
     on_step: Callable[[int], object] = lambda step: None,
