@@ -4,8 +4,9 @@
     python -m tools.second_opinion
 
 Random tokens choose experts; both sides get the same rows between the same ranks. The closed form
-takes the busiest rank's bytes; SimGrid lets all flows begin at once, and gives each its fair share
-of the two links that it uses.
+takes the busiest rank's bytes; SimGrid lets flows begin together, and gives each its fair share of
+the links that it uses. Networks whose ranks share links, or pass rows on, show what the closed form
+misses.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +22,9 @@ import numpy as np
 from tokenyard.planner.cost import Cluster, Model, Stage, Work, route_of, stages_of
 from tokenyard.planner.presets import CLUSTERS, MODELS
 from tokenyard.planner.simulate import CopyChooser, count_rows, drifting
-from tokenyard.planner.traffic import relays
 from tokenyard.replicas import Replicas
 from tokenyard.topology import Topology
+from tools.flow_networks import Fabric, Group, Network, count_traffic
 
 PYTHON = "/usr/bin/python3"  # whose package SimGrid is
 FLOWS = Path(__file__).parent / "simgrid_flows.py"
@@ -37,54 +38,38 @@ def is_there() -> bool:
     return subprocess.run(asked, capture_output=True, check=False).returncode == 0
 
 
-def flows_of(
-    ranks_TK: np.ndarray, topology: Topology, route: str, by_pair: bool, row_bytes: int
-) -> dict[str, list[tuple[int, int, int]]]:
-    """(from, to, bytes) of every pair of ranks, in nodes and between them."""
-    num_ranks = topology.num_ranks
-    node = np.array(topology.node_of_rank)
-    through = relays(topology)
-    inside = np.zeros((num_ranks, num_ranks), np.int64)
-    outside = np.zeros_like(inside)
-    for token, goals in enumerate(ranks_TK):
-        source = token * num_ranks // len(ranks_TK)
-        for goal in goals if by_pair else np.unique(goals):
-            if route == "two_level":
-                inside[through[source, node[goal]], goal] += 1
-            elif node[source] == node[goal]:
-                inside[source, goal] += 1
-            else:
-                outside[source, goal] += 1
-        if route == "two_level":
-            for home in np.unique(node[goals]):
-                if home != node[source]:
-                    outside[source, through[source, home]] += 1
-    return {
-        name: [(int(i), int(j), int(rows[i, j]) * row_bytes) for i, j in np.argwhere(rows)]
-        for name, rows in (("inside", inside), ("outside", outside))
-    }
-
-
-def simulated(cluster: Cluster, flows: dict[str, list[tuple[int, int, int]]]) -> float:
+def simulated(network: Network, groups: list[Group]) -> float:
     """Seconds of a stage, by SimGrid."""
-    rates = {"node_rate": cluster.node_rate, "network_rate": cluster.network_rate}
     done = subprocess.run(
         [PYTHON, str(FLOWS)],
-        input=json.dumps({**rates, **flows}),
+        input=json.dumps(network.as_dict(groups)),
         capture_output=True,
         text=True,
         check=False,
     )
     if done.returncode:
         raise RuntimeError(done.stderr)
-    both = json.loads(done.stdout.splitlines()[-1])
-    return cluster.overhead + max(both["inside"], both["outside"])
+    return network.cluster.overhead + json.loads(done.stdout.splitlines()[-1])["seconds"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opinions:
+    """Seconds of one dispatch."""
+
+    closed: Stage
+    busiest: float  # as the closed form, of all links, shared ones among them
+    simulated: float
 
 
 def compare(
-    cluster: Cluster, model: Model, num_ranks: int, work: Work, exponent: float
-) -> tuple[Stage, float]:
-    """Dispatch, by the closed form and by SimGrid."""
+    cluster: Cluster,
+    model: Model,
+    num_ranks: int,
+    work: Work,
+    exponent: float,
+    fabric: Fabric | None = None,
+) -> Opinions:
+    """Dispatch, by the closed form, by its busiest link and by SimGrid."""
     chosen = drifting(1, num_ranks * work.num_tokens, model, exponent)[0].astype(np.int64)
     ranks = CopyChooser(Replicas.even(model.num_experts, num_ranks)).ranks(chosen)
     topology = Topology.even(num_ranks, cluster.ranks_per_node)
@@ -92,27 +77,64 @@ def compare(
     by_pair = work.mode == "low_latency" and cluster.by_pair
     rows = count_rows(ranks, topology, route, by_pair)
     stages = stages_of(cluster, model, work, rows, num_ranks)
-    stage = next(one for one in stages if one.name == "dispatch")
-    flows = flows_of(ranks, topology, route, by_pair, work.row_bytes(model)[0])
-    return stage, simulated(cluster, flows)
+    network = Network(cluster, topology, fabric or Fabric())
+    traffic = count_traffic(ranks, topology, route, by_pair)
+    groups = network.groups(traffic, work.row_bytes(model)[0])
+    return Opinions(
+        closed=next(one for one in stages if one.name == "dispatch"),
+        busiest=cluster.overhead + network.busiest(groups),
+        simulated=simulated(network, groups),
+    )
+
+
+# A cluster, modes and ranks, and what lies between the ranks.
+CASES = [
+    ("h800", 64, ("low_latency", "normal"), Fabric()),
+    ("h800", 128, ("low_latency", "normal"), Fabric()),
+    (
+        "cpu-100gbe",
+        64,
+        ("low_latency", "normal"),
+        Fabric(name="one adapter a node", shared_adapter=True),
+    ),
+    (
+        "h800",
+        64,
+        ("low_latency", "normal"),
+        Fabric(name="leaves of 2 nodes, 2:1", nodes_per_leaf=2, oversubscribed=2.0),
+    ),
+    (
+        "h800",
+        64,
+        ("low_latency", "normal"),
+        Fabric(name="leaves of 2 nodes, 4:1", nodes_per_leaf=2, oversubscribed=4.0),
+    ),
+    ("h800", 64, ("normal",), Fabric(name="passed on in 8 parts", parts=8)),
+    ("h800", 64, ("normal",), Fabric(name="passed on at the end", parts=1)),
+]
+HEAD = (
+    f"{'network':22}  {'cluster':10} ranks  {'mode':11}  {'load':6}  "
+    f"closed form  busiest link  SimGrid  closed form is"
+)
 
 
 def main() -> None:
     if not is_there():
         sys.exit("SimGrid is not installed: apt-get install python3-simgrid")
-    cluster, model = CLUSTERS["h800"], MODELS["deepseek-v3"]
-    print("dispatch of deepseek-v3 on h800, 128 tokens a rank; us")
-    for num_ranks in (64, 128):
-        # 16,384 flows of different sizes, as low latency has them at 128 ranks, take too long.
-        for mode in ("low_latency", "normal") if num_ranks <= 64 else ("normal",):
+    print(f"dispatch of deepseek-v3, 128 tokens a rank; us\n\n{HEAD}")
+    for name, num_ranks, modes, fabric in CASES:
+        for mode in modes:
             for exponent, load in ((0.0, "even"), (0.8, "skewed")):
-                begin = time.perf_counter()
                 work = Work(num_tokens=128, mode=mode)
-                stage, second = compare(cluster, model, num_ranks, work, exponent)
+                found = compare(
+                    CLUSTERS[name], MODELS["deepseek-v3"], num_ranks, work, exponent, fabric
+                )
+                closed = found.closed.seconds
                 print(
-                    f"{num_ranks:4} ranks, {mode:11} {load:6}: closed form "
-                    f"{stage.seconds * 1e6:7.1f} ({stage.bound_by}), SimGrid {second * 1e6:7.1f}, "
-                    f"{stage.seconds / second - 1:+6.1%}   [{time.perf_counter() - begin:.1f} s]"
+                    f"{fabric.name:22}  {name:10} {num_ranks:5}  {mode:11}  {load:6}  "
+                    f"{closed * 1e6:11.1f}  {found.busiest * 1e6:12.1f}  "
+                    f"{found.simulated * 1e6:7.1f}  {closed / found.simulated - 1:+14.1%}",
+                    flush=True,
                 )
 
 
