@@ -24,6 +24,7 @@ from tokenyard.runtime import recorder
 from tokenyard.runtime.chrome import chrome_trace, rows_between
 from tokenyard.runtime.locks import alone_with
 from tokenyard.runtime.recorder import Recorder, Track
+from tokenyard.runtime.whole_file import whole_file
 from tokenyard.wire.counters import HEAD
 
 _started: dict[str, Recorder] = {}  # by TOKENYARD_TRACE
@@ -156,10 +157,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write_json(path: Path, what: Any) -> None:
-    """All of it or nothing: a reader finds no half file."""
-    half = Path(f"{path}.{os.getpid()}.half")
-    half.write_text(json.dumps(what, separators=(",", ":")))
-    half.replace(path)
+    with whole_file(path) as half:
+        half.write_text(json.dumps(what, separators=(",", ":")))
 
 
 def _boot() -> str:

@@ -8,7 +8,6 @@ of the same format with the tokens of its own ranks. `join` makes one of several
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from tokenyard.runtime.whole_file import whole_file
 
 FORMAT, VERSION = "tokenyard routing", 1
 
@@ -59,16 +60,10 @@ def compact(num_experts: int) -> torch.dtype:
 
 
 def save(path: Path, layers: Sequence[LayerRouting], every: int) -> None:
-    """Write it beside, then put it in its place: whoever reads the path finds a whole file."""
     # A tensor is saved with all of its memory, also where it is a view of a larger one.
     plain = [{key: _own(value) for key, value in vars(layer).items()} for layer in layers]
-    beside = path.with_name(f"{path.name}.writing-{os.getpid()}")
-    try:
-        torch.save({"format": FORMAT, "version": VERSION, "every": every, "layers": plain}, beside)
-        os.replace(beside, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            beside.unlink()
+    with whole_file(path) as half:
+        torch.save({"format": FORMAT, "version": VERSION, "every": every, "layers": plain}, half)
 
 
 def load(*paths: str | os.PathLike[str]) -> list[LayerRouting]:
