@@ -16,6 +16,7 @@ from tokenyard.cli.app import COMMANDS
 from tokenyard.cli.group import make_app
 from tokenyard.routing import LayerRouting, file
 from tokenyard.routing.figures import figures_of
+from tokenyard.routing.report import report_of
 
 
 def run(*words: object) -> Result:
@@ -52,6 +53,16 @@ def test_layers_together_name_the_worst(path: Path) -> None:
     assert "2 layers: 3 steps" in said.output
     assert "The worst layer is moe: rank 0" in said.output
     assert "second" in said.output
+
+
+def test_the_page_has_the_table_of_layers_that_is_printed(path: Path, tmp_path: Path) -> None:
+    said = run(path, "--html", tmp_path / "routing.html").output
+    page = (tmp_path / "routing.html").read_text()
+    columns, rows = report_of(file.load(path)).table_of_layers()
+    assert [row[0] for row in rows] == ["moe", "second"]
+    for row in (columns, *rows):
+        assert re.search(r"\s+".join(map(re.escape, row)), said)
+        assert re.search("</t[hd]><t[hd]>".join(map(re.escape, row)), page)
 
 
 def test_a_balanced_routing_is_said_to_be_so(tmp_path: Path) -> None:

@@ -75,7 +75,9 @@ def _draw(console: Console, report: Report) -> None:
         busiest = (-total.load).argsort(kind="stable")[:_MOST_ROWS].tolist()
         console.print(_bars("expert", total.load, total.places.rank_of_expert, busiest))
     else:
-        console.print(_layers(report))
+        columns, rows = report.table_of_layers()
+        title = "layers: the busiest by the mean"
+        console.print(output.table(columns, rows, title=title, right=(2, 4)))
     console.print()
     _heat_map(console, report)
     if len(total.step) > 1:
@@ -99,24 +101,6 @@ def _bars(what: str, loads: np.ndarray, homes: np.ndarray | None, shown: Any) ->
     of = f", {len(rows)} of {len(loads)}" if left else ""
     title = f"load of {what}s" if homes is None and not left else f"busiest {what}s{of}"
     return output.table(columns, rows, title=title)
-
-
-def _layers(report: Report) -> Any:
-    from tokenyard.routing.figures import imbalance
-
-    rows = [
-        [
-            one.names[0],
-            f"{imbalance(one.rank_load[None])[0]:.2f} x",
-            int(one.rank_load.argmax()),
-            f"{imbalance(one.load[None])[0]:.2f} x",
-            int(one.load.argmax()),
-            f"{one.evenness:.3f}",
-        ]
-        for one in report.each
-    ]
-    columns = ["layer", "ranks", "busiest rank", "experts", "busiest expert", "evenness"]
-    return output.table(columns, rows, title="layers: the busiest by the mean")
 
 
 def _heat_map(console: Console, report: Report) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from tokenyard.routing import charts
-from tokenyard.routing.figures import Figures, imbalance
+from tokenyard.routing.figures import Figures
 from tokenyard.routing.report import Report
 
 _MOST_EXPERTS = 10  # that the table names
@@ -95,7 +95,8 @@ def html(report: Report) -> str:
         _card("Busiest experts", "", _busiest(report)),
     ]
     if len(report.each) > 1:
-        cards.append(_card("Layers", "The busiest by the mean, over all steps.", _layers(report)))
+        layers = _table(*report.table_of_layers())
+        cards.append(_card("Layers", "The busiest by the mean, over all steps.", layers))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -148,20 +149,6 @@ def _busiest(report: Report) -> str:
         for ratio, expert, one in found[:_MOST_EXPERTS]
     ]
     return _table(["expert", "rank", "rows", "by the mean"], rows)
-
-
-def _layers(report: Report) -> str:
-    rows = [
-        [
-            one.names[0],
-            f"{imbalance(one.rank_load[None])[0]:.2f} x",
-            str(one.rank_load.argmax()),
-            f"{imbalance(one.load[None])[0]:.2f} x",
-            str(one.load.argmax()),
-        ]
-        for one in report.each
-    ]
-    return _table(["layer", "ranks", "busiest rank", "experts", "busiest expert"], rows)
 
 
 def _table(columns: list[str], rows: list[list[str]]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tokenyard.routing.figures import Figures, figures_of, together
+from tokenyard.routing.figures import Figures, figures_of, imbalance, together
 from tokenyard.routing.file import LayerRouting
 from tokenyard.routing.words import Finding, findings
 
@@ -37,6 +37,22 @@ class Report:
             f"{len(self.total.load)} experts on {_many(places.num_ranks, 'rank')}, "
             f"{_many(places.num_nodes, 'node')}"
         )
+
+    def table_of_layers(self) -> tuple[list[str], list[list[str]]]:
+        """Its columns, and a row for each layer: the busiest by the mean, over all steps."""
+        columns = ["layer", "ranks", "busiest rank", "experts", "busiest expert", "evenness"]
+        rows = [
+            [
+                one.names[0],
+                f"{imbalance(one.rank_load[None])[0]:.2f} x",
+                str(one.rank_load.argmax()),
+                f"{imbalance(one.load[None])[0]:.2f} x",
+                str(one.load.argmax()),
+                f"{one.evenness:.3f}",
+            ]
+            for one in self.each
+        ]
+        return columns, rows
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
