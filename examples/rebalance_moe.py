@@ -4,9 +4,10 @@ python examples/rebalance_moe.py --plot rebalance.png          # 4 ranks, and on
 python examples/rebalance_moe.py --steps 100 --every 25
 
 Which experts tokens choose changes all the time: most go to a favourite and its neighbours, and the
-favourite moves on. Every `--every` steps the ranks add up what was chosen, place 16 experts into 24
-slots of 4 ranks anew, so that hot experts have copies, and move weights and Adam's states there.
-The losses are those of one rank, but for rounding. Ranks are threads of this process.
+favourite moves on. 16 experts lie in 24 slots of 4 ranks. A Balancer sees what all ranks chose in
+each step; every `--every` steps it says which slots should hold copies of which experts, with as
+few moves as it takes, and weights and Adam's states move there. The losses are those of one rank,
+but for rounding. Ranks are threads of this process.
 """
 
 from __future__ import annotations
@@ -22,32 +23,12 @@ from torch import Tensor
 import tokenyard
 from tokenyard import Replicas
 from tokenyard.nn import MoE, RouterConfig, functional, rebalance, sum_replica_gradients
+from tokenyard.planner.balance import Balancer, Policy
 from tokenyard.testing import run_virtual
 
 EXPERTS, TOPK, HIDDEN, INNER, TOKENS = 16, 2, 32, 32, 256
-RANKS, SLOTS = 4, 6  # slots of a rank
+RANKS, SLOTS = 4, 24
 _seeding = threading.Lock()  # ranks are threads, and torch has one generator
-
-
-def place(loads: Tensor) -> Replicas:
-    """Copies for the experts with most tokens a copy, then the largest first to the rank that has
-    least. `tokenyard.planner` plans better; this is short.
-    """
-    copies = [1] * EXPERTS
-    for _ in range(RANKS * SLOTS - EXPERTS):
-        shares = [float(load) / n if n < RANKS else -1.0 for load, n in zip(loads, copies)]
-        copies[shares.index(max(shares))] += 1
-    ranks: list[list[int]] = [[] for _ in range(RANKS)]
-    weights = [0.0] * RANKS
-    each = {expert: float(loads[expert]) / n for expert, n in enumerate(copies)}
-    for expert in sorted(each, key=lambda one: (-each[one], one)):
-        for _ in range(copies[expert]):
-            free = [r for r in range(RANKS) if len(ranks[r]) < SLOTS and expert not in ranks[r]]
-            free = free or [r for r in range(RANKS) if len(ranks[r]) < SLOTS]
-            rank = min(free, key=lambda r: (weights[r], r))
-            ranks[rank].append(expert)
-            weights[rank] += each[expert]
-    return Replicas(ranks, EXPERTS)
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -61,8 +42,10 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 def train(group: Any, steps: int, every: int) -> dict[str, Any]:
     """Losses of all ranks, how uneven each step was, and how many experts moved."""
     rank, size = group.rank(), group.size()
-    losses, uneven, moved, loads = [], [], 0, torch.zeros(EXPERTS)
-    start = Replicas([range(r, EXPERTS, RANKS) for r in range(RANKS)]) if size > 1 else None
+    losses, uneven, moved = [], [], 0
+    start = Replicas.even(EXPERTS, size, SLOTS) if size > 1 else Replicas.even(EXPERTS, 1)
+    policy = Policy(every=every, if_over=1.05, want=1.02) if every else None
+    balancer = Balancer(start, policy) if policy else None
     with tokenyard.Buffer(group, placement=start) as buffer:
         with _seeding:
             torch.manual_seed(0)
@@ -70,10 +53,6 @@ def train(group: Any, steps: int, every: int) -> dict[str, Any]:
             layer = MoE(buffer, HIDDEN, INNER, config)
         optimizer = torch.optim.Adam(layer.parameters(), lr=3e-3)
         for step in range(steps):
-            if every and size > 1 and step and step % every == 0:
-                total = functional.sum_over_ranks(buffer, loads, EXPERTS)
-                moved += len(rebalance(layer, place(total), optimizer))
-                loads.zero_()
             tokens, favour = batch(step)
             mine = tokens.chunk(size)[rank]
             scores = torch.sigmoid(mine @ layer.router.weight.t()) + favour
@@ -93,13 +72,17 @@ def train(group: Any, steps: int, every: int) -> dict[str, Any]:
             gradient.copy_(total.view_as(gradient))
             optimizer.step()
 
-            loads += topk_idx.flatten().bincount(minlength=EXPERTS)
+            chosen = topk_idx.flatten().bincount(minlength=EXPERTS)
             rows_here = torch.zeros(size)
             rows_here[rank] = len(rows.x)
-            told = torch.cat([loss.detach()[None], rows_here])
+            told = torch.cat([loss.detach()[None], rows_here, chosen])
             told = functional.sum_over_ranks(buffer, told, EXPERTS)
-            losses.append(float(told[0]))
-            uneven.append(float(told[1:].max() / told[1:].mean()))
+            all_loss, rows_R, load_E = told.split([1, size, EXPERTS])
+            losses.append(float(all_loss))
+            uneven.append(float(rows_R.max() / rows_R.mean()))
+            change = balancer.observe(load_E) if balancer else None
+            if change:
+                moved += len(rebalance(layer, change.placement, optimizer))
     return {"losses": losses, "uneven": uneven, "moved": moved}
 
 
@@ -108,11 +91,12 @@ def plot(path: str, still: list[float], moving: list[float], every: int) -> None
 
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
     steps = range(1, len(still) + 1)
-    axes.plot(steps, still, label=f"experts stay: {mean(still):.2f} on average", linewidth=0.8)
-    label = f"rebalanced every {every} steps: {mean(moving):.2f}"
+    averages = [f"{mean(one[every:]):.2f} after step {every}" for one in (still, moving)]
+    axes.plot(steps, still, label=f"experts stay: {averages[0]}", linewidth=0.8)
+    label = f"rebalanced every {every} steps: {averages[1]}"
     axes.plot(steps, moving, label=label, linewidth=0.8)
     axes.axhline(1, color="grey", linewidth=0.5)
-    title = f"{EXPERTS} experts in {RANKS * SLOTS} slots of {RANKS} ranks, a router that drifts"
+    title = f"{EXPERTS} experts in {SLOTS} slots of {RANKS} ranks, a router that drifts"
     axes.set(xlabel="step", ylabel="rows of the busiest rank / mean", title=title)
     figure.legend(loc="outside lower center", ncols=2)
     axes.grid(alpha=0.3)
@@ -141,9 +125,10 @@ def main() -> None:
     assert math.isfinite(far)
     print(f"loss {one['losses'][0]:.4f} at step 1, {one['losses'][-1]:.4f} at step {args.steps}")
     print(f"losses of {RANKS} ranks are those of one, but for {far:.1e}")
-    print(f"busiest rank / mean: {mean(still['uneven']):.2f} where experts stay")
+    print(f"busiest rank / mean after step {args.every}, on average:")
+    print(f"  {mean(still['uneven'][args.every :]):.2f} where experts stay")
     print(
-        f"busiest rank / mean: {mean(moving['uneven']):.2f} rebalanced every {args.every} steps, "
+        f"  {mean(moving['uneven'][args.every :]):.2f} rebalanced every {args.every} steps, "
         f"{moving['moved']} experts moved"
     )
     if args.plot:
