@@ -19,9 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
+from tokenyard.planner.copies import CopyChooser
 from tokenyard.planner.cost import Cluster, Model, Stage, Work, route_of, stages_of
 from tokenyard.planner.presets import CLUSTERS, MODELS
-from tokenyard.planner.simulate import CopyChooser, count_rows, drifting
+from tokenyard.planner.simulate import count_rows, drifting
 from tokenyard.replicas import Replicas
 from tokenyard.topology import Topology
 from tools.flow_networks import Fabric, Group, Network, count_traffic

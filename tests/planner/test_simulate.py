@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from tests.cases.clock import scaled
+from tokenyard.planner import pictures
 from tokenyard.planner.balance import Policy, place
 from tokenyard.planner.choices import Routing
+from tokenyard.planner.copies import CopyChooser, traffic
 from tokenyard.planner.cost import Work, plan
 from tokenyard.planner.presets import CLUSTERS, MODELS
-from tokenyard.planner.simulate import CopyChooser, count_rows, drifting, replay
+from tokenyard.planner.simulate import count_rows, drifting, replay
 from tokenyard.planner.traffic import counted_rows, crossings_between, rows_between
 from tokenyard.replicas import Replicas
 from tokenyard.topology import Topology, even_split
@@ -33,11 +35,6 @@ def test_counts_are_those_of_the_layout(route: str) -> None:
     want = counted_rows(rows_between(given, owners, 8), topology, crossings)
     for link in vars(want):
         assert getattr(got, link).tolist() == getattr(want, link).tolist(), link
-
-
-def test_copies_take_turns() -> None:
-    chooser = CopyChooser(Replicas([[0, 1], [0, 2]]))
-    assert chooser.ranks(np.array([[0], [0], [1], [2], [-1]])).tolist() == [[0], [1], [0], [1], [2]]
 
 
 def test_uniform_steps_take_what_the_plan_says() -> None:
@@ -80,6 +77,21 @@ def test_the_traffic_shows_the_gain_of_copies() -> None:
     even, placed = (one.max() / one.mean() for one in pairs)
     assert even > 2
     assert placed < 1.05
+
+
+def test_the_picture_shows_the_traffic_before_and_after() -> None:
+    """The columns of what is drawn: the busiest rank gets 4.7 times the mean, then 1.0."""
+    load = Routing.zipf(256, 8).load
+    drawn = [traffic(one, load) for one in (Replicas.even(256, 32, 288), place(load, 288, 32))]
+    before, after = (sent_RR.sum(0) / sent_RR.sum(0).mean() for sent_RR in drawn)
+    assert before.max() == pytest.approx(4.70, abs=0.01)
+    assert after.max() <= 1.05
+    axes = pictures.draw_balance(*drawn).axes
+    titles = [axis.get_title() for axis in axes]
+    assert f"before: rank {before.argmax()} gets 4.70 of the mean" in titles
+    assert f"after: rank {after.argmax()} gets 1.00 of the mean" in titles
+    maps = [axis.images[0] for axis in axes if axis.images]
+    assert [image.get_clim() for image in maps] == [(0.0, pytest.approx(before.max()))] * 2
 
 
 def test_many_steps_at_256_ranks_are_fast() -> None:

@@ -191,7 +191,8 @@ def balance(
         tokenyard balance loads.pt --ranks 8 --spare 4 --nodes 2 --groups 4
     """
     from tokenyard.planner import pictures, reports
-    from tokenyard.planner.balance import Rebalancing, place, place_by_nodes, rank_loads
+    from tokenyard.planner.balance import Rebalancing, place, place_by_nodes
+    from tokenyard.planner.copies import traffic
     from tokenyard.planner.cost import slots_for
     from tokenyard.planner.rebalance import rebalance
     from tokenyard.replicas import Replicas
@@ -224,8 +225,8 @@ def balance(
     worst = max(range(num_layers), key=lambda layer: changes[layer].before)
 
     def draw() -> Any:
-        moves, load = changes[worst].moves, load_LE[worst]
-        return pictures.draw_loads(rank_loads(moves.before, load), rank_loads(moves.after, load))
+        moves, load = changes[worst].moves, load_LE[worst].numpy()
+        return pictures.draw_balance(traffic(moves.before, load), traffic(moves.after, load))
 
     _show(report, [change.as_dict() for change in changes], draw, _Shown(png, html, as_json))
 

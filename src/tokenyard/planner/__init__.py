@@ -4,6 +4,7 @@
     traffic     rows and bytes on every kind of link, expected or counted from a routing
     cost        the time of every stage, the link that binds it, and memory by part
     presets     clusters and models; `published` and `fitted` say where the numbers come from
+    copies      which copies of experts tokens go to
     balance     placements with copies for measured loads, and when to change them
     shelves     the packing behind them
     rebalance   a change of placement with few moves

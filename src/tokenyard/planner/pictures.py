@@ -23,10 +23,14 @@ def _figure(height: float = 4.2, rows: int = 1) -> tuple[Any, list[Any]]:
     figure = Figure(figsize=(8.5, height), layout="constrained")
     axes = list(figure.subplots(rows, 1, squeeze=False, sharex=rows > 1)[:, 0])
     for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(axis="y", color="#e6e6e6")
-        axis.set_axisbelow(True)
+        _plain(axis)
     return figure, axes
+
+
+def _plain(axis: Any) -> None:
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(axis="y", color="#e6e6e6")
+    axis.set_axisbelow(True)
 
 
 def draw_sweep(plans: Sequence[Plan]) -> Any:
@@ -98,19 +102,48 @@ def draw_replay(before: Replay, after: Replay) -> Any:
     return figure
 
 
-def draw_loads(before_R: np.ndarray, after_R: np.ndarray) -> Any:
-    """The load of each rank before and after, the busiest first."""
-    figure, (axis,) = _figure()
-    mean = float(after_R.mean()) or 1.0
+def draw_balance(before_RR: np.ndarray, after_RR: np.ndarray) -> Any:
+    """What ranks send to ranks before and after, and what each rank gets, the busiest first."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.5, 7.4), layout="constrained")
+    panels = [["loads", "loads"], ["before", "after"]]
+    axes: dict[str, Any] = figure.subplot_mosaic(panels, height_ratios=(3, 4))
+    axis = axes.pop("loads")
+    _plain(axis)
+    before_R, after_R = (_by_mean(one.sum(0)) for one in (before_RR, after_RR))
     place = np.arange(len(after_R))
-    axis.bar(place, np.sort(before_R)[::-1] / mean, width=0.9, color=BEFORE, label="before")
-    axis.step(place, np.sort(after_R)[::-1] / mean, where="mid", color=AFTER, label="after")
+    axis.bar(place, np.sort(before_R)[::-1], width=0.9, color=BEFORE, label="before")
+    axis.step(place, np.sort(after_R)[::-1], where="mid", color=AFTER, label="after")
     axis.set_xlabel("ranks, the busiest first")
     axis.set_ylabel("load / mean")
     axis.legend(frameon=False, fontsize=9)
-    worst = f"busiest {before_R.max() / mean:.2f} -> {after_R.max() / mean:.2f} of the mean"
+    worst = f"busiest {before_R.max():.2f} -> {after_R.max():.2f} of the mean"
     axis.set_title(f"Load of {len(after_R)} ranks: {worst}", fontsize=11)
+    image = _draw_traffic(axes, {"before": _by_mean(before_RR), "after": _by_mean(after_RR)})
+    figure.colorbar(image, ax=list(axes.values()), label="traffic / mean")
     return figure
+
+
+def _by_mean(values: np.ndarray) -> np.ndarray:
+    return values / (float(values.mean()) or 1.0)
+
+
+def _draw_traffic(axes: dict[str, Any], traffic: dict[str, np.ndarray]) -> Any:
+    """Heat maps on one scale, which is returned. A triangle marks the busiest receiver."""
+    most = max(float(sent_RR.max()) for sent_RR in traffic.values())
+    for name, sent_RR in traffic.items():
+        axis, got_R = axes[name], _by_mean(sent_RR.sum(0))
+        image = axis.imshow(sent_RR, cmap="Blues", vmin=0, vmax=most, interpolation="nearest")
+        busiest = int(got_R.argmax())
+        above = axis.get_xaxis_transform()
+        axis.plot(busiest, 1.02, "v", color="#d1495b", clip_on=False, transform=above)
+        title = f"{name}: rank {busiest} gets {got_R[busiest]:.2f} of the mean"
+        axis.set_title(title, fontsize=10, pad=14)
+        axis.set(xlabel="to rank", ylabel="from rank")
+        for side in (axis.xaxis, axis.yaxis):
+            side.get_major_locator().set_params(integer=True)
+    return image
 
 
 def save(figure: Any, path: Path) -> None:

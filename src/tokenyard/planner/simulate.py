@@ -1,8 +1,8 @@
 """Replay a recorded routing at any number of ranks: what each step would take, on which link.
 
 A step's tokens are dealt out to the ranks in order, as many to each. Their choices are counted, not
-expected, so that hot experts and steps that differ show. Tokens that chose an expert with several
-copies take them in turn. Nothing is started, and no memory of rows is needed.
+expected, so that hot experts and steps that differ show. Of copies they take those that a Buffer
+would. Nothing is started, and no memory of rows is needed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from tokenyard.planner.balance import Balancer, Policy, Rebalancing
+from tokenyard.planner.copies import CopyChooser, dealt
 from tokenyard.planner.cost import Cluster, Model, Stage, Work, imbalance, route_of, stages_of
 from tokenyard.planner.traffic import Rows, counted_rows, crossings
 from tokenyard.replicas import Replicas
@@ -67,26 +68,10 @@ class Replay:
         }
 
 
-class CopyChooser:
-    """Which rank's copy a token's choice goes to, by a placement."""
-
-    def __init__(self, placement: Replicas) -> None:
-        order = np.argsort(placement.expert_of_slot, kind="stable")
-        # The last expert is -1, which has one copy, nowhere.
-        self._copies = np.array([*placement.num_copies, 1])
-        self._first = np.cumsum(self._copies) - self._copies
-        self._ranks = np.append(np.array(placement.rank_of_slot)[order], placement.num_ranks)
-
-    def ranks(self, topk_idx_TK: np.ndarray) -> np.ndarray:
-        """[T, K]: the rank of each choice, num_ranks where there is none."""
-        turn = np.arange(len(topk_idx_TK))[:, None] % self._copies[topk_idx_TK]
-        return self._ranks[self._first[topk_idx_TK] + turn]
-
-
 def count_rows(ranks_TK: np.ndarray, topology: Topology, route: str, by_pair: bool = False) -> Rows:
     """Rows of one step whose tokens are dealt out to the ranks in order."""
-    num_ranks, num_tokens = topology.num_ranks, len(ranks_TK)
-    source_T = np.arange(num_tokens) * num_ranks // max(num_tokens, 1)
+    num_ranks = topology.num_ranks
+    source_T = dealt(len(ranks_TK), num_ranks)
     sent = _count(source_T, ranks_TK, num_ranks, num_ranks, by_pair)
     if route == "direct" or topology.num_nodes == 1:
         return counted_rows(sent, topology)
@@ -127,7 +112,7 @@ def replay(
     route = route_of(cluster, num_ranks, work.mode)
     by_pair = work.mode == "low_latency" and cluster.by_pair
     balancer = Balancer(placement, policy) if policy is not None else None
-    chooser, found = CopyChooser(placement), Replay(num_ranks=num_ranks)
+    chooser, found = CopyChooser(placement, topology), Replay(num_ranks=num_ranks)
     for step, given in enumerate(steps):
         chosen = np.asarray(given).astype(np.int64, copy=False)
         rows = count_rows(chooser.ranks(chosen), topology, route, by_pair)
@@ -137,7 +122,7 @@ def replay(
             change = balancer.observe(load)
             if change is not None:
                 found.changes[step] = change
-                chooser = CopyChooser(change.placement)
+                chooser = CopyChooser(change.placement, topology)
         on_step(step)
     return found
 

@@ -1,0 +1,105 @@
+"""Which copies of experts tokens go to, for the tokens of all ranks at once.
+
+The rule is the Buffer's, `engine/choice.py`: a rank's tokens share the copies on its node if there
+are any, else all copies; of n copies, token t of rank r takes number (r + t) mod n. Letters besides
+those of `types`: P slots of all ranks, M nodes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tokenyard.replicas import Replicas
+from tokenyard.topology import Topology
+
+
+def dealt(num_tokens: int, num_ranks: int) -> np.ndarray:
+    """[T]: the rank of each token, if tokens are dealt out in order, as many to each rank.
+
+    >>> dealt(5, 2).tolist()
+    [0, 0, 0, 1, 1]
+    """
+    return np.arange(num_tokens) * num_ranks // max(num_tokens, 1)
+
+
+class CopyChooser:
+    """Which rank's copy a token's choice goes to. Without a topology all ranks are on one node."""
+
+    def __init__(self, placement: Replicas, topology: Topology | None = None) -> None:
+        self._num_ranks = placement.num_ranks
+        self._node_R = _nodes(placement, topology)
+        experts, rank_P = np.array(placement.expert_of_slot), np.array(placement.rank_of_slot)
+        node_P = self._node_R[rank_P]
+        num_all = np.array(placement.num_copies)
+        num_near_ME = _copies_by_node(experts, node_P, self._node_R.max() + 1, len(num_all))
+        # Ranks of all copies by expert, then of those on a node by expert and node, then nobody's.
+        by_expert = np.argsort(experts, kind="stable")
+        by_node = np.lexsort((node_P, experts))
+        self._ranks = np.concatenate([rank_P[by_expert], rank_P[by_node], [placement.num_ranks]])
+        first_E = np.cumsum(num_all) - num_all
+        ends_ME = np.cumsum(num_near_ME.T.ravel()).reshape(len(num_all), -1).T
+        first_near_ME = len(experts) + ends_ME - num_near_ME
+        near_ME = num_near_ME > 0
+        # The last expert is -1, which has one copy, nowhere.
+        one_more, nowhere = ((0, 0), (0, 1)), len(self._ranks) - 1
+        first_ME = np.where(near_ME, first_near_ME, first_E)
+        count_ME = np.where(near_ME, num_near_ME, num_all)
+        self._first_ME = np.pad(first_ME, one_more, constant_values=nowhere)
+        self._count_ME = np.pad(count_ME, one_more, constant_values=1)
+
+    def ranks(self, topk_idx_TK: np.ndarray) -> np.ndarray:
+        """[T, K]: the rank of each choice of tokens that are dealt out, num_ranks for none."""
+        source_T = dealt(len(topk_idx_TK), self._num_ranks)
+        before_R = np.searchsorted(source_T, np.arange(self._num_ranks))
+        turn_T = source_T + np.arange(len(source_T)) - before_R[source_T]
+        where = self._node_R[source_T][:, None], topk_idx_TK
+        return self._ranks[self._first_ME[where] + turn_T[:, None] % self._count_ME[where]]
+
+
+def shares(placement: Replicas, topology: Topology | None = None) -> np.ndarray:
+    """[M, P]: the part of a node's choices of an expert that each of its copies gets.
+
+    >>> shares(Replicas([[0, 1], [0, 2]])).tolist()
+    [[0.5, 1.0, 0.5, 1.0]]
+    >>> shares(Replicas([[0, 1], [0, 2]]), Topology.of_sizes([1, 1])).tolist()
+    [[1.0, 1.0, 0.0, 1.0], [0.0, 1.0, 1.0, 1.0]]
+    """
+    experts, node_R = np.array(placement.expert_of_slot), _nodes(placement, topology)
+    node_P, num_all = node_R[np.array(placement.rank_of_slot)], np.array(placement.num_copies)
+    near_MP = _copies_by_node(experts, node_P, node_R.max() + 1, len(num_all))[:, experts]
+    here_MP = node_P == np.arange(len(near_MP))[:, None]
+    return np.where(near_MP > 0, here_MP / np.maximum(near_MP, 1), 1.0 / num_all[experts])
+
+
+def traffic(
+    placement: Replicas, load_E: np.ndarray, topology: Topology | None = None
+) -> np.ndarray:
+    """[R, R]: the choices that rank i sends to rank j, if the tokens of all ranks choose alike.
+
+    >>> traffic(Replicas([[0, 1], [0, 2]]), np.array([4.0, 1.0, 3.0])).tolist()
+    [[1.5, 2.5], [1.5, 2.5]]
+    """
+    node_R, rank_P = _nodes(placement, topology), np.array(placement.rank_of_slot)
+    each_P = np.asarray(load_E)[np.array(placement.expert_of_slot)] / placement.num_ranks
+    sent_MR = [
+        np.bincount(rank_P, share_P * each_P, placement.num_ranks)
+        for share_P in shares(placement, topology)
+    ]
+    return np.array(sent_MR)[node_R]
+
+
+def _nodes(placement: Replicas, topology: Topology | None) -> np.ndarray:
+    """[R]: the node of each rank."""
+    if topology is None:
+        return np.zeros(placement.num_ranks, np.int64)
+    if topology.num_ranks != placement.num_ranks:
+        raise ValueError(f"{placement.num_ranks} ranks hold experts, want {topology.num_ranks}")
+    return np.array(topology.node_of_rank)
+
+
+def _copies_by_node(
+    experts_P: np.ndarray, node_P: np.ndarray, num_nodes: int, num_experts: int
+) -> np.ndarray:
+    """[M, E]: how many copies of an expert a node has."""
+    keys = node_P * num_experts + experts_P
+    return np.bincount(keys, minlength=num_nodes * num_experts).reshape(num_nodes, num_experts)
