@@ -11,6 +11,7 @@ import torch
 
 from tests.cases.clock import scaled
 from tests.cases.processes import Pools
+from tokenyard.bench import memory
 from tokenyard.bench.case import Case, Way
 from tokenyard.bench.catalogue import BENCHMARKS
 from tokenyard.bench.picture import draw
@@ -43,6 +44,18 @@ def test_a_local_benchmark_runs_here(name: str) -> None:
         assert {one.ours for one in case.figures} == {True, False}
         assert all(0 < one.timed.low <= one.timed.median for one in case.figures)
     assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_a_benchmark_of_ranks_knows_its_memory(name: str) -> None:
+    shape = BENCHMARKS[name].shape
+    alone = memory.needed(name, TINY)
+    assert TINY.ranks * memory.PROCESS < alone < 1 << 30
+    assert alone < memory.needed(name, shape) < 4 << 30  # the defaults run on a laptop
+    assert memory.needed(name, replace(shape, ranks=4)) > 2 * memory.needed(name, shape)
+    assert memory.needed(name, replace(shape, tokens=(*shape.tokens, 1))) == memory.needed(
+        name, shape
+    )
 
 
 @pytest.mark.processes

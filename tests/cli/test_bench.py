@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from tokenyard.bench import running
 from tokenyard.bench.report import Figure, Measured, Report, save
 from tokenyard.bench.timing import Timed
 from tokenyard.cli.app import COMMANDS
 from tokenyard.cli.group import make_app
+from tokenyard.runtime import limits
 
 ALIGN = ["bench", "align", "--tokens", "4,8", "--experts", "8", "--topk", "2", "--rounds", "2"]
 
@@ -62,6 +65,18 @@ def test_mistakes_are_told_in_one_line(words: list[str], text: str) -> None:
     assert said.exit_code == 2
     assert text in said.stderr
     assert len(said.stderr.splitlines()) == 1
+
+
+def test_too_little_memory_is_said_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "available", lambda: 24 << 30)
+    monkeypatch.setattr(running, "Processes", None)  # nobody is started
+    said = tokenyard("bench", "dispatch", "--ranks", "8", "--tokens", "64,4096")
+    assert said.exit_code == 2
+    assert re.fullmatch(
+        r".*dispatch of 4096 tokens on each of 8 ranks takes about 3\d\.\d GiB, 24\.0 GiB are "
+        r"free: lower ranks, tokens or hidden\n",
+        said.stderr,
+    )
 
 
 def test_compare_can_fail(tmp_path: Path) -> None:

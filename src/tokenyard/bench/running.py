@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tokenyard.bench import memory
 from tokenyard.bench.case import Case, Way
 from tokenyard.bench.catalogue import BENCHMARKS, Benchmark
 from tokenyard.bench.report import Figure, Measured, Report, machine
@@ -34,10 +35,15 @@ def _nothing(text: str) -> None:
 def run(
     name: str, shape: Shape | None = None, *, say: Say = _nothing, timeout: float = 300.0
 ) -> Report:
-    """Measure one benchmark of `BENCHMARKS`. `say` is told of every part that has ended."""
+    """Measure one benchmark of `BENCHMARKS`. `say` is told of every part that has ended.
+
+    Raises NoMemory before ranks are started that the machine could not hold.
+    """
     bench = BENCHMARKS[name]
     shape = bench.shape if shape is None else shape
     shape.check()
+    if not bench.is_local:
+        memory.check(name, shape)
     where = machine()  # before: the load is what others make
     found = _here(bench, shape, say) if bench.is_local else _on_ranks(bench, shape, say, timeout)
     return Report(

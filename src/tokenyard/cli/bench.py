@@ -117,6 +117,7 @@ def _measure(
             raise Mistake(f"cannot write {path}: there is no folder {path.parent}")
     from tokenyard.bench.report import save as save_reports
     from tokenyard.bench.running import WrongResult, run
+    from tokenyard.runtime.limits import NoMemory
     from tokenyard.testing import RankFailed
 
     total = shape.cases if "cases" in one.takes else len(shape.tokens)
@@ -126,7 +127,7 @@ def _measure(
     except WrongResult as wrong:
         print(f"wrong result, so nothing was timed: {wrong}")
         raise typer.Exit(1) from None
-    except ValueError as error:
+    except (ValueError, NoMemory) as error:
         raise Mistake(" ".join(str(error).split())) from None
     except RankFailed as failed:
         said = str(failed).strip().splitlines()[-1]
