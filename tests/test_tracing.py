@@ -17,6 +17,7 @@ import tokenyard
 from tests.cases.clock import scaled
 from tests.cases.processes import Pools
 from tests.cases.slow_rank import NAP, SLOW, WAYS, call
+from tests.cases.traces import part
 from tokenyard.comm.clocks import clocks_ahead
 from tokenyard.runtime import recorder
 from tokenyard.runtime.chrome import chrome_trace
@@ -195,28 +196,6 @@ def test_processes_make_one_file(
     assert check_flows(events) >= 2 * ROUNDS * 2
 
 
-def part(rank: int, ahead: int, pid: int) -> dict[str, Any]:
-    """Of a rank whose clock is `ahead` behind that of rank 0, in a call at 1000 ns of that one."""
-    rows = [[0, 3], [0, 3], [0, 99]] if rank == 0 else [[3, 0], [3, 0], [99, 0]]
-    begin = 1000 - ahead
-    return {
-        "machine": pid,
-        "pid": pid,
-        "host": f"host{pid}",
-        "tracks": [
-            {
-                "buffer": 5,
-                "rank": rank,
-                "num_ranks": 2,
-                "ahead": ahead,
-                "calls": [["dispatch", begin, begin + 500, 1, *rows]],
-                "moves": [],
-                "waits": [[1 - rank, begin + 100, begin + 200]],
-            }
-        ],
-    }
-
-
 def test_clocks_of_machines_are_aligned() -> None:
     events = check_format(chrome_trace([part(1, -(10**12), 8), part(0, 0, 7)]))
     assert [one["ts"] for one in events if one["name"] == "dispatch"] == [0, 0]
@@ -232,6 +211,11 @@ def test_parts_of_machines_are_merged(tmp_path: Path) -> None:
     assert check_flows(check_format(json.loads((tmp_path / "one.json").read_text()))) == 0
     with pytest.raises(ValueError, match="is no part of a trace"):
         tokenyard.merge_traces(tmp_path / "all.json", [tmp_path / "missing.part"])
+    with pytest.raises(ValueError, match=r"all.json is no part .* made of parts, which are gone"):
+        tokenyard.merge_traces(tmp_path / "again.json", [tmp_path / "all.json"])
+    (tmp_path / "list.part").write_text("[]")
+    with pytest.raises(ValueError, match=r"list.part is no part of a trace.* no tracks"):
+        tokenyard.merge_traces(tmp_path / "again.json", [tmp_path / "list.part"])
     with pytest.raises(ValueError, match="a folder that exists"), tokenyard.trace("/no/where.json"):
         pass
 

@@ -15,7 +15,7 @@ import glob
 import json
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,10 +56,31 @@ def _finish(made: Recorder, path: Path) -> None:
 
 
 def merge_traces(path: str | os.PathLike[str], parts: Sequence[str | os.PathLike[str]]) -> None:
-    """Make one trace of the parts (`run.json.*.part`) that processes have left."""
+    """Make one trace of the parts (`run.json.*.part`) that processes have left.
+
+    A trace's own name (`run.json`) stands for all parts that lie beside it.
+    """
     if not parts:
         raise ValueError("parts is empty, want files that a trace has left: <file>.*.part")
-    _write_json(Path(path), chrome_trace([_read(Path(one)) for one in parts]))
+    merge_parts(Path(path), read_parts(parts))
+
+
+def read_parts(paths: Sequence[str | os.PathLike[str]]) -> list[dict[str, Any]]:
+    """Parts by their names, or those beside a trace by its name. Each is read once."""
+    found = {one.resolve(): one for path in paths for one in _beside(Path(path)) or [Path(path)]}
+    return [_read(one) for one in found.values()]
+
+
+def merge_parts(path: Path, parts: Sequence[dict[str, Any]]) -> None:
+    _write_json(path, chrome_trace(parts))
+
+
+def missing_ranks(parts: Iterable[dict[str, Any]]) -> set[int]:
+    """Ranks of any Buffer that have left none of these parts."""
+    tracks = [track for part in parts for track in part["tracks"]]
+    seen = {(track["buffer"], track["rank"]) for track in tracks}
+    everyone = {(track["buffer"], rank) for track in tracks for rank in range(track["num_ranks"])}
+    return {rank for _, rank in everyone - seen}
 
 
 def begin_from_environment() -> None:
@@ -82,12 +103,9 @@ def write(made: Recorder, path: Path) -> None:
     own = Path(f"{path}.{part['host']}-{part['pid']}.part")
     with _alone(path) as lock:
         _write_json(own, part)
-        found = {
-            Path(one): _read(Path(one)) for one in glob.glob(f"{glob.escape(str(path))}.*.part")
-        }
-        found = _of_run(found, own)
-        _write_json(path, chrome_trace([found[one] for one in sorted(found)]))
-        if _is_whole(found.values()):
+        found = _of_run({one: _read(one) for one in _beside(path)}, own)
+        merge_parts(path, [found[one] for one in sorted(found)])
+        if not missing_ranks(found.values()):
             for one in (*found, lock):
                 one.unlink(missing_ok=True)
 
@@ -130,13 +148,9 @@ def _of_run(found: dict[Path, dict[str, Any]], own: Path) -> dict[Path, dict[str
         buffers |= {track["buffer"] for path in more for track in found[path]["tracks"]}
 
 
-def _is_whole(parts: Any) -> bool:
-    """Whether every rank of every Buffer is there."""
-    tracks = [track for part in parts for track in part["tracks"]]
-    seen = {(track["buffer"], track["rank"]) for track in tracks}
-    return all(
-        (track["buffer"], rank) in seen for track in tracks for rank in range(track["num_ranks"])
-    )
+def _beside(path: Path) -> list[Path]:
+    """The parts of a trace."""
+    return [Path(one) for one in sorted(glob.glob(f"{glob.escape(str(path))}.*.part"))]
 
 
 @contextmanager
@@ -150,9 +164,12 @@ def _alone(path: Path) -> Iterator[Path]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         part = json.loads(path.read_text())
-        assert "tracks" in part
-    except (OSError, ValueError, AssertionError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} is no part of a trace, want <file>.*.part: {error}") from error
+    if not isinstance(part, dict) or "tracks" not in part:
+        made = isinstance(part, dict) and "traceEvents" in part
+        why = "it was made of parts, which are gone" if made else "it has no tracks"
+        raise ValueError(f"{path} is no part of a trace, want <file>.*.part: {why}")
     return part
 
 

@@ -20,6 +20,7 @@ COMMANDS = {
     "plan": "planning:plan",
     "simulate": "planning:simulate",
     "balance": "planning:balance",
+    "merge-traces": "merge_traces:merge_traces",
     "warm-up": "warm_up:warm_up",
 }
 
