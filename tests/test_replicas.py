@@ -9,6 +9,7 @@ import torch
 
 from tests.cases.replicas import SLOTS
 from tokenyard import Replicas, spec
+from tokenyard.engine import choice
 from tokenyard.engine.choice import Choice
 from tokenyard.replicas import Move, Slot
 from tokenyard.testing import assert_same
@@ -69,22 +70,26 @@ def test_other_experts_cannot_be_moved_to() -> None:
 
 @pytest.mark.parametrize("num_ranks", SLOTS)
 @pytest.mark.parametrize("per_node", [1, 2, 8])
-def test_the_choice_of_copies_equals_spec(num_ranks: int, per_node: int) -> None:
+@pytest.mark.parametrize("most", [choice._MOST_CHOICES, 0], ids=["table", "computed"])
+def test_the_choice_of_copies_equals_spec(
+    num_ranks: int, per_node: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "_MOST_CHOICES", most)
     nodes = tuple(rank // per_node for rank in range(num_ranks))
     world = spec.ReplicaWorld(SLOTS[num_ranks], nodes)
     generator = torch.Generator().manual_seed(num_ranks)
     for rank in range(num_ranks):
-        choice = Choice(Replicas(SLOTS[num_ranks]), rank, nodes)
+        chosen = Choice(Replicas(SLOTS[num_ranks]), rank, nodes)
         for num_tokens in (0, 5, 21):
             topk_idx = torch.randint(-1, 6, (num_tokens, 4), generator=generator)
-            assert_same(choice(topk_idx), spec.choose(topk_idx, rank, world), f"rank {rank}")
+            assert_same(chosen(topk_idx), spec.choose(topk_idx, rank, world), f"rank {rank}")
 
 
 @pytest.mark.parametrize("bad", [-2, 6, 1 << 40])
 def test_experts_that_do_not_exist_are_named(bad: int) -> None:
-    choice = Choice(Replicas(SLOTS[2]), 0, [0, 0])
+    chosen = Choice(Replicas(SLOTS[2]), 0, [0, 0])
     with pytest.raises(ValueError, match=rf"topk_idx\[1, 0\] is {bad}, want -1\.\.5"):
-        choice(torch.tensor([[0, 1], [bad, 2]]))
+        chosen(torch.tensor([[0, 1], [bad, 2]]))
 
 
 def test_tokens_are_spread_over_the_copies_of_a_node() -> None:

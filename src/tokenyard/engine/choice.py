@@ -8,6 +8,7 @@ bits, and a combine finds the copies that its dispatch took.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from tokenyard import validate
 from tokenyard.replicas import Replicas
+
+_MOST_CHOICES = 1 << 15  # that a rank keeps in a table: 256 KiB
 
 
 class Choice:
@@ -42,17 +45,35 @@ class Choice:
         self._first = torch.tensor([*first, len(slots)], device=device)
         self._count = torch.tensor([*count, 1], device=device)
         self._turns_T1 = torch.empty(0, 1, dtype=torch.int64, device=device)
+        self._table, self._period = self._tabulate(math.lcm(*count))
+
+    def _tabulate(self, period: int) -> tuple[Tensor | None, int]:
+        """The choices of `period` turns, after which they repeat, in lines of -1 and all experts.
+        None if that is too much: then every call computes them.
+        """
+        width = self.num_experts + 1
+        if period * width > _MOST_CHOICES:
+            return None, 0
+        turns = torch.arange(period, device=self._slots.device)[:, None]
+        experts = torch.arange(-1, self.num_experts, device=self._slots.device)
+        return self._compute(turns, experts.expand(period, width)).flatten(), period
 
     def __call__(self, topk_idx_TK: Tensor) -> Tensor:
         """[T, K] int64. Raises ValueError if there is no such expert."""
         if topk_idx_TK.numel() == 0:
             return topk_idx_TK
         low, high = torch.aminmax(topk_idx_TK)
-        if low < -1 or high >= self.num_experts:
+        if low.item() < -1 or high.item() >= self.num_experts:
             outside = (topk_idx_TK < -1) | (topk_idx_TK >= self.num_experts)
             first = int(outside.flatten().nonzero()[0])
             raise validate.bad_expert(topk_idx_TK, first, self.num_experts)
-        turn_TK = self._turns(topk_idx_TK.shape[0]) % self._count[topk_idx_TK]
+        turns_T1 = self._turns(topk_idx_TK.shape[0])
+        if self._table is not None:
+            return self._table.take(topk_idx_TK + turns_T1)
+        return self._compute(turns_T1, topk_idx_TK)
+
+    def _compute(self, turns_T1: Tensor, topk_idx_TK: Tensor) -> Tensor:
+        turn_TK = turns_T1 % self._count[topk_idx_TK]
         return self._slots[turn_TK.add_(self._first[topk_idx_TK])]
 
     def or_none(self, topk_idx_TK: Tensor) -> Tensor | None:
@@ -77,9 +98,13 @@ class Choice:
         return self(topk_idx)
 
     def _turns(self, num_tokens: int) -> Tensor:
-        """[T, 1]: r + t, made anew only if there were not as many tokens."""
+        """[T, 1]: r + t, or where expert 0 of that turn is in the table; made anew only if there
+        were not as many tokens.
+        """
         if num_tokens != self._turns_T1.shape[0]:
             begin, device = self._rank, self._slots.device
-            numbers = torch.arange(begin, begin + num_tokens, device=device)
-            self._turns_T1 = numbers[:, None]
+            turns = torch.arange(begin, begin + num_tokens, device=device)
+            if self._table is not None:
+                turns = turns % self._period * (self.num_experts + 1) + 1
+            self._turns_T1 = turns[:, None]
         return self._turns_T1
