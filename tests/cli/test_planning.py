@@ -120,6 +120,10 @@ def test_balance_saves_and_changes_a_placement(tmp_path: Path) -> None:
     grouped = run("balance", loads, "--ranks", 4, "--nodes", 2, "--groups", 4, "--json")
     slots = np.array(json.loads(grouped.stdout)[0]["experts"]).reshape(2, -1)
     assert not set(slots[0] // 4) & set(slots[1] // 4)
+    said = run("balance", loads, "--ranks", 4, "--spare", 4, "--nodes", 2, "--html", html)
+    assert said.stdout.startswith("16 experts in 20 slots of 4 ranks on 2 nodes, by loads.pt")
+    said = run("balance", loads, "--ranks", 4, "--nodes", 3)
+    assert "4 ranks on 3 nodes: want as many ranks on each" in said.stderr
 
 
 def test_a_buffer_takes_what_balance_saves(tmp_path: Path) -> None:
@@ -208,7 +212,7 @@ def test_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     torch.save(torch.from_numpy(Routing.zipf(256, 8).load), "loads.pt")
     page = ROOT / "docs" / "guide" / "planning.md"
     commands = [one for console in consoles_of(page) for one in console.commands]
-    assert len(commands) == 5
+    assert len(commands) == 7
     for command in commands:
         said = run(*shlex.split(command.line)[1:])
         assert said.exit_code == 0, said.stderr

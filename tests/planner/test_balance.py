@@ -17,6 +17,7 @@ from tokenyard.planner.balance import (
 from tokenyard.planner.rebalance import rebalance
 from tokenyard.planner.shelves import largest_first, pack
 from tokenyard.replicas import Moves, Replicas
+from tokenyard.topology import Topology
 
 
 def zipf(num_experts: int, seed: int = 0, exponent: float = 1.0) -> np.ndarray:
@@ -77,6 +78,34 @@ def test_never_worse_than_largest_first(seed: int) -> None:
     greedy = np.bincount(largest_first(each, items, num_ranks), each)
     assert rank_loads(made, load).max() <= greedy.max() + 1e-9
     assert rank_loads(made, load).sum() == pytest.approx(load.sum())
+
+
+@pytest.mark.parametrize("num_ranks, per_node", [(32, 8), (64, 8), (16, 2)], ids=str)
+def test_loads_are_even_over_nodes_that_prefer_their_own_copies(
+    num_ranks: int, per_node: int
+) -> None:
+    load, topology = zipf(256), Topology.even(num_ranks, per_node)
+    num_slots = 256 + num_ranks
+    regardless = place(load, num_slots, num_ranks)
+    made = place(load, num_slots, num_ranks, topology)
+    assert imbalance_of(regardless, load) <= 1.01 < 1.03 < imbalance_of(regardless, load, topology)
+    assert imbalance_of(made, load, topology) <= 1.01
+    _check_slots(made)
+    drifted = load * np.random.default_rng(1).uniform(0.6, 1.6, 256)
+    change = rebalance(made, drifted, 1.05, topology)
+    assert change.before == pytest.approx(imbalance_of(made, drifted, topology))
+    assert change.before > 1.1
+    assert change.after <= 1.05 + 1e-9
+    _check_slots(change.placement)
+    _check_slots_stay(change.moves)
+
+
+def test_nodes_of_different_sizes_are_placed_as_well() -> None:
+    load, topology = zipf(32), Topology.of_sizes([4, 2, 2])
+    made = place(load, 40, 8, topology)
+    _check_slots(made)
+    change = rebalance(made, np.roll(load, 5), 1.05, topology)
+    assert change.after < change.before
 
 
 def test_swaps_help_where_largest_first_fails() -> None:

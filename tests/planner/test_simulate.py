@@ -65,14 +65,17 @@ def test_rebalancing_makes_steps_shorter() -> None:
     assert json.loads(json.dumps(after.as_dict()))["steps"] == 60
 
 
-def test_the_traffic_shows_the_gain_of_copies() -> None:
+@pytest.mark.parametrize("per_node", [32, 8])
+def test_the_traffic_shows_the_gain_of_copies(per_node: int) -> None:
     """The issue's case: Zipf, 256 experts, 32 ranks, 32 spare slots, counted row by row."""
     steps = drifting(1, 32 * 256, DEEPSEEK, exponent=1.0)[0].astype(np.int64)
     load = np.bincount(steps.ravel(), minlength=256)
-    topology = Topology.even(32, 8)
+    topology = Topology.even(32, per_node)
     pairs = [
-        count_rows(CopyChooser(one).ranks(steps), topology, "direct", by_pair=True).results
-        for one in (Replicas.even(256, 32), place(load, 288, 32))
+        count_rows(
+            CopyChooser(one, topology).ranks(steps), topology, "direct", by_pair=True
+        ).results
+        for one in (Replicas.even(256, 32), place(load, 288, 32, topology))
     ]
     even, placed = (one.max() / one.mean() for one in pairs)
     assert even > 2

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tokenyard.planner.page import Report
+    from tokenyard.topology import Topology
 
 Cluster = Annotated[str, typer.Option(help="h800, h100, gb200, mi300x, cpu-100gbe or cpu-10gbe.")]
 Ranks = Annotated[int, typer.Option(min=1, help="Ranks of the group.")]
@@ -169,7 +170,7 @@ def balance(
     loads: Annotated[Path, typer.Argument(help="A tensor [E] or [layers, E], or a recording.")],
     ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of the group; 8.")] = None,
     spare: Spare = 0,
-    nodes: Annotated[int, typer.Option(min=1, help="With --groups: nodes of the ranks.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="Tokens prefer copies on their node.")] = 1,
     groups: Annotated[int, typer.Option(min=1, help="Keep each group on a node.")] = 1,
     current: Annotated[Path | None, typer.Option(help="A saved placement to change.")] = None,
     want: Want = 1.0,
@@ -182,7 +183,8 @@ def balance(
 
     Buffer(placement=Replicas.load("placement.json")) takes what --save writes; several layers have
     a file each: placement.0.json, placement.1.json and so on. With --current, a placement that was
-    saved changes as little as the imbalance that you want needs.
+    saved changes as little as the imbalance that you want needs. With --nodes, the ranks of each
+    node use its copies first, as a Buffer does, and loads are even by that.
 
     Examples:
 
@@ -201,12 +203,14 @@ def balance(
         load_LE = _loads_of(loads)
         num_layers, num_experts = load_LE.shape
         if current is not None:
-            if (ranks, spare, nodes, groups) != (None, 0, 1, 1):
-                raise Mistake("--current says what ranks hold: leave out --ranks, --spare, --nodes")
+            if (ranks, spare, groups) != (None, 0, 1):
+                raise Mistake("--current has ranks and slots: leave out --ranks, --spare, --groups")
             held = [Replicas.load(path) for path in _files_of_layers(current, num_layers)]
-            changes = [rebalance(old, load, want) for old, load in zip(held, load_LE)]
+            topology = _nodes_of(held[0].num_ranks, nodes)
+            changes = [rebalance(old, load, want, topology) for old, load in zip(held, load_LE)]
         else:
             num_ranks = 8 if ranks is None else ranks
+            topology = _nodes_of(num_ranks, nodes)
             slots = slots_for(num_experts + spare, num_ranks)
             even = Replicas.even(num_experts, num_ranks, slots)
             changes = []
@@ -214,21 +218,31 @@ def balance(
                 if groups > 1:
                     made = place_by_nodes(load, slots, num_ranks, nodes, groups)
                 else:
-                    made = place(load, slots, num_ranks)
-                changes.append(Rebalancing.between(even, made, load))
+                    made = place(load, slots, num_ranks, topology)
+                changes.append(Rebalancing.between(even, made, load, topology))
         if save is not None:
             for path, change in zip(_files_of_layers(save, num_layers), changes):
                 change.placement.save(path)
     first = changes[0].placement
     what = f"{num_experts} experts in {first.num_slots} slots of {first.num_ranks} ranks"
+    what += f" on {nodes} nodes" * (nodes > 1)
     report = reports.of_changes(changes, f"{what}, by {loads.name}")
     worst = max(range(num_layers), key=lambda layer: changes[layer].before)
 
     def draw() -> Any:
         moves, load = changes[worst].moves, load_LE[worst].numpy()
-        return pictures.draw_balance(traffic(moves.before, load), traffic(moves.after, load))
+        both = [traffic(one, load, topology) for one in (moves.before, moves.after)]
+        return pictures.draw_balance(*both)
 
     _show(report, [change.as_dict() for change in changes], draw, _Shown(png, html, as_json))
+
+
+def _nodes_of(num_ranks: int, num_nodes: int) -> Topology:
+    from tokenyard.topology import Topology
+
+    if num_ranks % num_nodes:
+        raise Mistake(f"{num_ranks} ranks on {num_nodes} nodes: want as many ranks on each")
+    return Topology.even(num_ranks, num_ranks // num_nodes)
 
 
 def _files_of_layers(path: Path, num_layers: int) -> list[Path]:

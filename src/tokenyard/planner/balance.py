@@ -1,9 +1,13 @@
 """Where experts live, and how many copies each has, for the load that was measured.
 
-A placement is `Replicas`; here it gives each rank as many slots, and copies of an expert share its
-load evenly. `place` uses all ranks alike; `place_by_nodes` keeps groups of experts
-on one node each, for routers that choose groups first. `rebalance` changes a placement with few
-moves, and a `Balancer` calls it by a `Policy` as loads come in.
+A placement is `Replicas`; here it gives each rank as many slots. `place` makes ranks even;
+`place_by_nodes` keeps groups of experts on one node each, for routers that choose groups first.
+`rebalance` changes a placement with few moves, and a `Balancer` calls it by a `Policy` as loads
+come in.
+
+Copies of an expert share its load evenly on one node. Over several nodes tokens prefer the copies
+on their own node (see `copies`), so that copies share evenly only if all are on one node, or as
+many on each. Whoever gives a `topology` gets placements that are even by that rule.
 """
 
 from __future__ import annotations
@@ -15,25 +19,32 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from tokenyard.planner.copies import nodes_of, slot_loads
 from tokenyard.planner.cost import imbalance
 from tokenyard.planner.shelves import pack
 from tokenyard.replicas import Moves, Replicas
+from tokenyard.topology import Topology
 
 
-def rank_loads(placement: Replicas, load_E: Tensor | np.ndarray) -> np.ndarray:
-    """[R]: what ranks carry if copies share an expert's load evenly.
+def rank_loads(
+    placement: Replicas, load_E: Tensor | np.ndarray, topology: Topology | None = None
+) -> np.ndarray:
+    """[R]: what ranks carry, if the tokens of all ranks choose alike.
 
     >>> rank_loads(Replicas([[0, 1], [0, 2]]), np.array([4.0, 1.0, 3.0]))
     array([3., 5.])
     """
-    each = as_loads(load_E, placement.num_experts) / np.array(placement.num_copies)
-    carried = each[np.array(placement.expert_of_slot)]
-    return np.bincount(np.array(placement.rank_of_slot), carried, placement.num_ranks)
+    load, rank_P = as_loads(load_E, placement.num_experts), np.array(placement.rank_of_slot)
+    node_R = nodes_of(placement, topology)
+    each_P = slot_loads(np.array(placement.expert_of_slot), rank_P, node_R, load)
+    return np.bincount(rank_P, each_P, placement.num_ranks)
 
 
-def imbalance_of(placement: Replicas, load_E: Tensor | np.ndarray) -> float:
+def imbalance_of(
+    placement: Replicas, load_E: Tensor | np.ndarray, topology: Topology | None = None
+) -> float:
     """The load of the busiest rank to the average."""
-    return imbalance(rank_loads(placement, load_E))
+    return imbalance(rank_loads(placement, load_E, topology))
 
 
 def as_loads(load_E: Tensor | np.ndarray, num_experts: int) -> np.ndarray:
@@ -61,12 +72,27 @@ def spread_copies(load_E: np.ndarray, num_slots: int, most: int) -> np.ndarray:
     return copies
 
 
-def place(load_E: Tensor | np.ndarray, num_slots: int, num_ranks: int) -> Replicas:
-    """For these loads, on ranks that are all alike."""
+def place(
+    load_E: Tensor | np.ndarray, num_slots: int, num_ranks: int, topology: Topology | None = None
+) -> Replicas:
+    """For these loads. Over several nodes that are alike, the most even of some placements: copies
+    anywhere, or some of the hottest experts on every node and each of the others on one.
+    """
     load = as_loads(load_E, len(load_E))
-    _check_slots(len(load), num_slots, num_ranks)
-    experts = np.arange(len(load))
-    return Replicas(_fill(experts, load, num_slots, num_ranks), len(load))
+    num_experts = len(load)
+    _check_slots(num_experts, num_slots, num_ranks)
+    ways = [Replicas(_fill(np.arange(num_experts), load, num_slots, num_ranks), num_experts)]
+    num_nodes = 1 if topology is None else topology.num_nodes
+    if num_nodes > 1 and topology == Topology.even(num_ranks, num_ranks // num_nodes):
+        slots, ranks = num_slots // num_nodes, num_ranks // num_nodes
+        hottest = np.argsort(-load, kind="stable")
+        for num_hot in (0, 1, 2, 4, 8, 16):
+            hot, others = hottest[:num_hot], np.sort(hottest[num_hot:])
+            most = num_hot + -(-len(others) // num_nodes)  # experts of a node
+            least = most - (-len(others)) % num_nodes
+            if most <= slots <= least * ranks:
+                ways.append(_fill_nodes(load, hot, others[:, None], slots, ranks, num_nodes))
+    return min(ways, key=lambda one: imbalance_of(one, load, topology))
 
 
 def place_by_nodes(
@@ -82,13 +108,32 @@ def place_by_nodes(
             f"{len(load)} experts in {num_groups} groups, {num_ranks} ranks on {num_nodes} nodes: "
             "want groups that divide experts, and nodes that divide groups and ranks"
         )
-    members = np.arange(len(load)).reshape(num_groups, -1)
-    node_of_group = pack(load[members].sum(1), np.arange(num_groups), num_nodes)
-    slots_here, ranks_here = num_slots // num_nodes, num_ranks // num_nodes
+    groups = np.arange(len(load)).reshape(num_groups, -1)
+    slots, ranks = num_slots // num_nodes, num_ranks // num_nodes
+    return _fill_nodes(load, groups[:0, 0], groups, slots, ranks, num_nodes)
+
+
+def _fill_nodes(
+    load_E: np.ndarray,
+    hot: np.ndarray,
+    groups: np.ndarray,
+    num_slots: int,
+    num_ranks: int,
+    num_nodes: int,
+) -> Replicas:
+    """Hot experts on every node, for its own tokens; each group of the others on one node. A node
+    has num_slots and num_ranks.
+    """
+    weights, no_group = load_E[groups].sum(1), -len(groups) % num_nodes
+    weights = np.append(weights, np.zeros(no_group))  # nodes get as many
+    node_of_group = pack(weights, np.arange(len(weights)), num_nodes)[: len(groups)]
+    load_here = load_E.copy()
+    load_here[hot] /= num_nodes
     ranks: list[list[int]] = []
     for node in range(num_nodes):
-        ranks += _fill(members[node_of_group == node].reshape(-1), load, slots_here, ranks_here)
-    return Replicas(ranks, len(load))
+        experts = np.append(hot, groups[node_of_group == node])
+        ranks += _fill(experts, load_here, num_slots, num_ranks)
+    return Replicas(ranks, len(load_E))
 
 
 def _fill(
@@ -122,9 +167,16 @@ class Rebalancing:
     after: float
 
     @classmethod
-    def between(cls, old: Replicas, new: Replicas, load_E: Tensor | np.ndarray) -> Rebalancing:
-        before, after = imbalance_of(old, load_E), imbalance_of(new, load_E)
-        return cls(moves=old.moves(new), before=before, after=after)
+    def between(
+        cls,
+        old: Replicas,
+        new: Replicas,
+        load_E: Tensor | np.ndarray,
+        topology: Topology | None = None,
+    ) -> Rebalancing:
+        before, after = (imbalance_of(one, load_E, topology) for one in (old, new))
+        moves = old.moves(new, None if topology is None else topology.node_of_rank)
+        return cls(moves=moves, before=before, after=after)
 
     @property
     def placement(self) -> Replicas:
@@ -167,6 +219,7 @@ class Balancer:
 
     placement: Replicas
     policy: Policy = field(default_factory=Policy)
+    topology: Topology | None = None  # one node
     _load: np.ndarray | None = field(default=None, init=False)
     _steps: int = field(default=0, init=False)
 
@@ -180,8 +233,8 @@ class Balancer:
         if self._steps < self.policy.every:
             return None
         measured, self._load, self._steps = self._load, None, 0
-        if imbalance_of(self.placement, measured) <= self.policy.if_over:
+        if imbalance_of(self.placement, measured, self.topology) <= self.policy.if_over:
             return None
-        change = rebalance(self.placement, measured, self.policy.want)
+        change = rebalance(self.placement, measured, self.policy.want, self.topology)
         self.placement = change.placement
         return change

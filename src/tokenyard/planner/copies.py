@@ -27,11 +27,11 @@ class CopyChooser:
 
     def __init__(self, placement: Replicas, topology: Topology | None = None) -> None:
         self._num_ranks = placement.num_ranks
-        self._node_R = _nodes(placement, topology)
+        self._node_R = nodes_of(placement, topology)
         experts, rank_P = np.array(placement.expert_of_slot), np.array(placement.rank_of_slot)
         node_P = self._node_R[rank_P]
         num_all = np.array(placement.num_copies)
-        num_near_ME = _copies_by_node(experts, node_P, self._node_R.max() + 1, len(num_all))
+        num_near_ME = _copies_by_node(experts, node_P, self._node_R.max() + 1)
         # Ranks of all copies by expert, then of those on a node by expert and node, then nobody's.
         by_expert = np.argsort(experts, kind="stable")
         by_node = np.lexsort((node_P, experts))
@@ -56,19 +56,28 @@ class CopyChooser:
         return self._ranks[self._first_ME[where] + turn_T[:, None] % self._count_ME[where]]
 
 
-def shares(placement: Replicas, topology: Topology | None = None) -> np.ndarray:
-    """[M, P]: the part of a node's choices of an expert that each of its copies gets.
+def shares(experts_P: np.ndarray, node_P: np.ndarray, num_nodes: int) -> np.ndarray:
+    """[M, P]: the part of a node's choices of an expert that each of its copies gets. The slots
+    hold these experts, on these nodes.
 
-    >>> shares(Replicas([[0, 1], [0, 2]])).tolist()
+    >>> shares(np.array([0, 1, 0, 2]), np.array([0, 0, 0, 0]), 1).tolist()
     [[0.5, 1.0, 0.5, 1.0]]
-    >>> shares(Replicas([[0, 1], [0, 2]]), Topology.of_sizes([1, 1])).tolist()
+    >>> shares(np.array([0, 1, 0, 2]), np.array([0, 0, 1, 1]), 2).tolist()
     [[1.0, 1.0, 0.0, 1.0], [0.0, 1.0, 1.0, 1.0]]
     """
-    experts, node_R = np.array(placement.expert_of_slot), _nodes(placement, topology)
-    node_P, num_all = node_R[np.array(placement.rank_of_slot)], np.array(placement.num_copies)
-    near_MP = _copies_by_node(experts, node_P, node_R.max() + 1, len(num_all))[:, experts]
-    here_MP = node_P == np.arange(len(near_MP))[:, None]
-    return np.where(near_MP > 0, here_MP / np.maximum(near_MP, 1), 1.0 / num_all[experts])
+    near_ME = _copies_by_node(experts_P, node_P, num_nodes)
+    here_MP, near_MP = node_P == np.arange(num_nodes)[:, None], near_ME[:, experts_P]
+    all_P = near_ME.sum(0)[experts_P]
+    return np.where(near_MP > 0, here_MP / np.maximum(near_MP, 1), 1.0 / all_P)
+
+
+def slot_loads(
+    experts_P: np.ndarray, rank_P: np.ndarray, node_R: np.ndarray, load_E: np.ndarray
+) -> np.ndarray:
+    """[P]: what each slot carries, if the tokens of all ranks choose alike."""
+    ranks_M = np.bincount(node_R)
+    part_P = ranks_M / len(node_R) @ shares(experts_P, node_R[rank_P], len(ranks_M))
+    return part_P * load_E[experts_P]
 
 
 def traffic(
@@ -79,17 +88,18 @@ def traffic(
     >>> traffic(Replicas([[0, 1], [0, 2]]), np.array([4.0, 1.0, 3.0])).tolist()
     [[1.5, 2.5], [1.5, 2.5]]
     """
-    node_R, rank_P = _nodes(placement, topology), np.array(placement.rank_of_slot)
-    each_P = np.asarray(load_E)[np.array(placement.expert_of_slot)] / placement.num_ranks
+    experts, rank_P = np.array(placement.expert_of_slot), np.array(placement.rank_of_slot)
+    node_R = nodes_of(placement, topology)
+    each_P = np.asarray(load_E)[experts] / placement.num_ranks
     sent_MR = [
         np.bincount(rank_P, share_P * each_P, placement.num_ranks)
-        for share_P in shares(placement, topology)
+        for share_P in shares(experts, node_R[rank_P], node_R.max() + 1)
     ]
     return np.array(sent_MR)[node_R]
 
 
-def _nodes(placement: Replicas, topology: Topology | None) -> np.ndarray:
-    """[R]: the node of each rank."""
+def nodes_of(placement: Replicas, topology: Topology | None) -> np.ndarray:
+    """[R]: the node of each rank; without a topology all are on one."""
     if topology is None:
         return np.zeros(placement.num_ranks, np.int64)
     if topology.num_ranks != placement.num_ranks:
@@ -97,9 +107,8 @@ def _nodes(placement: Replicas, topology: Topology | None) -> np.ndarray:
     return np.array(topology.node_of_rank)
 
 
-def _copies_by_node(
-    experts_P: np.ndarray, node_P: np.ndarray, num_nodes: int, num_experts: int
-) -> np.ndarray:
+def _copies_by_node(experts_P: np.ndarray, node_P: np.ndarray, num_nodes: int) -> np.ndarray:
     """[M, E]: how many copies of an expert a node has."""
+    num_experts = int(experts_P.max()) + 1
     keys = node_P * num_experts + experts_P
     return np.bincount(keys, minlength=num_nodes * num_experts).reshape(num_nodes, num_experts)

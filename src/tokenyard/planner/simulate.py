@@ -111,7 +111,7 @@ def replay(
     topology = Topology.even(num_ranks, cluster.ranks_per_node)
     route = route_of(cluster, num_ranks, work.mode)
     by_pair = work.mode == "low_latency" and cluster.by_pair
-    balancer = Balancer(placement, policy) if policy is not None else None
+    balancer = Balancer(placement, policy, topology) if policy is not None else None
     chooser, found = CopyChooser(placement, topology), Replay(num_ranks=num_ranks)
     for step, given in enumerate(steps):
         chosen = np.asarray(given).astype(np.int64, copy=False)
