@@ -8,7 +8,7 @@ import torch
 
 from tests.cases.replicas import SLOTS
 from tokenyard.engine.choice import Choice
-from tokenyard.planner.copies import CopyChooser, dealt, shares, traffic
+from tokenyard.planner.copies import CopyChooser, dealt, expected_traffic, shares
 from tokenyard.replicas import Replicas
 from tokenyard.topology import Topology
 
@@ -46,7 +46,7 @@ def test_traffic_is_what_many_tokens_send(per_node: int) -> None:
     np.add.at(
         sent, (dealt(len(topk_idx), 4), CopyChooser(placement, topology).ranks(topk_idx)[:, 0]), 1
     )
-    expected = traffic(placement, odds, topology)
+    expected = expected_traffic(placement, odds, topology)
     assert sent / len(topk_idx) == pytest.approx(expected, abs=0.005)
     assert expected.sum() == pytest.approx(1.0)
 

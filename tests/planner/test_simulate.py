@@ -13,7 +13,7 @@ from tests.cases.clock import scaled
 from tokenyard.planner import pictures
 from tokenyard.planner.balance import Policy, place
 from tokenyard.planner.choices import Routing
-from tokenyard.planner.copies import CopyChooser, traffic
+from tokenyard.planner.copies import CopyChooser, expected_traffic
 from tokenyard.planner.cost import Work, plan
 from tokenyard.planner.presets import CLUSTERS, MODELS
 from tokenyard.planner.simulate import count_rows, drifting, replay
@@ -85,7 +85,9 @@ def test_the_traffic_shows_the_gain_of_copies(per_node: int) -> None:
 def test_the_picture_shows_the_traffic_before_and_after() -> None:
     """The columns of what is drawn: the busiest rank gets 4.7 times the mean, then 1.0."""
     load = Routing.zipf(256, 8).load
-    drawn = [traffic(one, load) for one in (Replicas.even(256, 32, 288), place(load, 288, 32))]
+    drawn = [
+        expected_traffic(one, load) for one in (Replicas.even(256, 32, 288), place(load, 288, 32))
+    ]
     before, after = (sent_RR.sum(0) / sent_RR.sum(0).mean() for sent_RR in drawn)
     assert before.max() == pytest.approx(4.70, abs=0.01)
     assert after.max() <= 1.05

@@ -194,7 +194,7 @@ def balance(
     """
     from tokenyard.planner import pictures, reports
     from tokenyard.planner.balance import Rebalancing, place, place_by_nodes
-    from tokenyard.planner.copies import traffic
+    from tokenyard.planner.copies import expected_traffic
     from tokenyard.planner.cost import slots_for
     from tokenyard.planner.rebalance import rebalance
     from tokenyard.replicas import Replicas
@@ -231,7 +231,7 @@ def balance(
 
     def draw() -> Any:
         moves, load = changes[worst].moves, load_LE[worst].numpy()
-        both = [traffic(one, load, topology) for one in (moves.before, moves.after)]
+        both = [expected_traffic(one, load, topology) for one in (moves.before, moves.after)]
         return pictures.draw_balance(*both)
 
     _show(report, [change.as_dict() for change in changes], draw, _Shown(png, html, as_json))

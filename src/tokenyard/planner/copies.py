@@ -80,12 +80,12 @@ def slot_loads(
     return part_P * load_E[experts_P]
 
 
-def traffic(
+def expected_traffic(
     placement: Replicas, load_E: np.ndarray, topology: Topology | None = None
 ) -> np.ndarray:
     """[R, R]: the choices that rank i sends to rank j, if the tokens of all ranks choose alike.
 
-    >>> traffic(Replicas([[0, 1], [0, 2]]), np.array([4.0, 1.0, 3.0])).tolist()
+    >>> expected_traffic(Replicas([[0, 1], [0, 2]]), np.array([4.0, 1.0, 3.0])).tolist()
     [[1.5, 2.5], [1.5, 2.5]]
     """
     experts, rank_P = np.array(placement.expert_of_slot), np.array(placement.rank_of_slot)

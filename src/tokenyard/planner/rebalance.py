@@ -124,21 +124,23 @@ def _excess(carried: np.ndarray, limit: float) -> np.ndarray:
 
 
 class _Held:
-    """The expert in each slot, and what slots and ranks carry. A node that has copies of an expert
-    keeps one, and gets none of an expert that it has not, but by a swap of experts without copies:
-    so what other slots carry does not change.
+    """The expert in each slot, what slots and ranks carry, and the best step from there.
+
+    Only experts without copies change their node, and a node that has an expert keeps a copy of it:
+    so a step changes what the slots of its two experts carry on their nodes, and nothing else.
     """
 
     def __init__(
         self, slots_P: np.ndarray, rank_P: np.ndarray, node_R: np.ndarray, load_E: np.ndarray
     ) -> None:
-        self.slots_P, self._rank_P, self._node_P = slots_P, rank_P, node_R[rank_P]
+        self.slots_P, self._rank_P = slots_P, rank_P
         self._each_P = slot_loads(slots_P, rank_P, node_R, load_E)
         self.carried_R = np.bincount(rank_P, self._each_P, len(node_R))
         self._copies_RE = np.zeros((len(node_R), len(load_E)))
         np.add.at(self._copies_RE, (rank_P, slots_P), 1.0)
         self._busy = int(self.carried_R.argmax())
-        self._near_P = self._node_P == node_R[self._busy]
+        self._near_R = node_R == node_R[self._busy]
+        self._near_P = self._near_R[rank_P]
 
     def best_swap(self, limit: float) -> _Step:
         """Swap a slot of the busiest rank with one of another rank."""
@@ -163,16 +165,15 @@ class _Held:
         others there.
         """
         near = np.flatnonzero(self._near_P)
-        experts, ranks, num_experts = self.slots_P[near], self._rank_P[near], len(self._copies_RE.T)
-        load_E = np.bincount(experts, self._each_P[near], num_experts)  # the node's
-        copies = np.bincount(experts, minlength=num_experts)
-        number_RE, carried = self._copies_RE, self.carried_R
+        experts, carried = self.slots_P[near], self.carried_R
+        number_RE = self._copies_RE * self._near_R[:, None]  # the node's, as load and copies
+        load_E = np.bincount(experts, self._each_P[near], len(number_RE.T))
+        copies = number_RE.sum(0)
         spare = near[copies[experts] > 1]
         old, rank_of = self.slots_P[spare], self._rank_P[spare]
         # Copies of what such a slot held carry more if it is gone.
         now, then = load_E[old] / copies[old], load_E[old] / (copies[old] - 1)
-        here_R = np.isin(np.arange(len(carried)), ranks)
-        without = carried + (then - now)[:, None] * number_RE[:, old].T * here_R
+        without = carried + (then - now)[:, None] * number_RE[:, old].T
         without[np.arange(len(spare)), rank_of] -= then
         best: _Step = (-np.inf, [])
         for expert in np.unique(self.slots_P[self._rank_P == self._busy]):
@@ -181,7 +182,7 @@ class _Held:
                 continue
             slots = spare[free]
             share, less = load_E[expert] / copies[expert], load_E[expert] / (copies[expert] + 1)
-            after = without[free] - (share - less) * number_RE[:, expert] * here_R
+            after = without[free] - (share - less) * number_RE[:, expert]
             after[np.arange(len(slots)), rank_of[free]] += less
             gain = _excess(carried, limit).sum() - _excess(after, limit).sum(1)
             if gain.max() > best[0]:
