@@ -14,6 +14,7 @@ from tokenyard.planner.balance import (
     rank_loads,
     spread_copies,
 )
+from tokenyard.planner.copies import expected_traffic
 from tokenyard.planner.rebalance import rebalance
 from tokenyard.planner.shelves import largest_first, pack
 from tokenyard.replicas import Moves, Replicas
@@ -91,6 +92,13 @@ def test_loads_are_even_over_nodes_that_prefer_their_own_copies(
     assert imbalance_of(regardless, load) <= 1.01 < 1.03 < imbalance_of(regardless, load, topology)
     assert imbalance_of(made, load, topology) <= 1.01
     _check_slots(made)
+    # Tokens of hot experts need not leave their node.
+    node_R = np.array(topology.node_of_rank)
+    inside = [
+        expected_traffic(one, load, topology)[node_R[:, None] == node_R].sum() / load.sum()
+        for one in (regardless, made)
+    ]
+    assert inside[1] > 1.2 * inside[0]
     drifted = load * np.random.default_rng(1).uniform(0.6, 1.6, 256)
     change = rebalance(made, drifted, 1.05, topology)
     assert change.before == pytest.approx(imbalance_of(made, drifted, topology))

@@ -25,6 +25,9 @@ from tokenyard.planner.shelves import pack
 from tokenyard.replicas import Moves, Replicas
 from tokenyard.topology import Topology
 
+_MOST_HOT = 17  # `place` puts fewer experts than this on every node
+_EVEN = 1.002  # an imbalance that `place` does not try to better
+
 
 def rank_loads(
     placement: Replicas, load_E: Tensor | np.ndarray, topology: Topology | None = None
@@ -76,23 +79,31 @@ def place(
     load_E: Tensor | np.ndarray, num_slots: int, num_ranks: int, topology: Topology | None = None
 ) -> Replicas:
     """For these loads. Over several nodes that are alike, the most even of some placements: copies
-    anywhere, or some of the hottest experts on every node and each of the others on one.
+    anywhere, or some of the hottest experts on every node and each of the others on one. The more
+    are on every node the better, as their tokens need not leave it.
     """
     load = as_loads(load_E, len(load_E))
     num_experts = len(load)
     _check_slots(num_experts, num_slots, num_ranks)
-    ways = [Replicas(_fill(np.arange(num_experts), load, num_slots, num_ranks), num_experts)]
+    made = Replicas(_fill(np.arange(num_experts), load, num_slots, num_ranks), num_experts)
+    best = imbalance_of(made, load, topology)
     num_nodes = 1 if topology is None else topology.num_nodes
-    if num_nodes > 1 and topology == Topology.even(num_ranks, num_ranks // num_nodes):
-        slots, ranks = num_slots // num_nodes, num_ranks // num_nodes
-        hottest = np.argsort(-load, kind="stable")
-        for num_hot in (0, 1, 2, 4, 8, 16):
-            hot, others = hottest[:num_hot], np.sort(hottest[num_hot:])
-            most = num_hot + -(-len(others) // num_nodes)  # experts of a node
-            least = most - (-len(others)) % num_nodes
-            if most <= slots <= least * ranks:
-                ways.append(_fill_nodes(load, hot, others[:, None], slots, ranks, num_nodes))
-    return min(ways, key=lambda one: imbalance_of(one, load, topology))
+    if num_nodes == 1 or topology != Topology.even(num_ranks, num_ranks // num_nodes):
+        return made
+    slots, ranks = num_slots // num_nodes, num_ranks // num_nodes
+    hottest, node_share = np.argsort(-load, kind="stable"), load.sum() / num_nodes
+    for num_hot in reversed(range(min(_MOST_HOT, num_experts))):
+        hot, others = hottest[:num_hot], np.sort(hottest[num_hot:])
+        most = num_hot + -(-len(others) // num_nodes)  # experts of a node
+        least = most - (-len(others)) % num_nodes
+        fits = most <= slots <= least * ranks
+        if best <= _EVEN or not fits or load[others].max() >= best * node_share:
+            continue
+        other = _fill_nodes(load, hot, others[:, None], slots, ranks, num_nodes)
+        found = imbalance_of(other, load, topology)
+        if found < best:
+            made, best = other, found
+    return made
 
 
 def place_by_nodes(
