@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import llvmlite
 import numba
 from numba.core import caching, sigutils
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.types.misc import unliteral
 
 from tokenyard.kernels.numba.progress import Progress
@@ -111,13 +112,17 @@ def _compile(kernel: Any, compile: Callable[[Any], Any], signature: Any) -> Any:
 
     For a call with constants Numba would compile a function for each of their values. Once for
     their type is enough: LLVM knows the values where it takes the function in.
+
+    Threads that want a kernel at once take turns at Numba's own lock. Inside `compile` each of them
+    would time the lock, and so hear of every turn of all others: 512 virtual ranks spent half of
+    their first call on that.
     """
     arguments, returned = sigutils.normalize_signature(signature)
     arguments = tuple(unliteral(argument) for argument in arguments)
     signature = arguments if returned is None else returned(*arguments)
-    if arguments in kernel.overloads:
-        return compile(signature)
-    with deferred():
+    with deferred(), global_compiler_lock:
+        if arguments in kernel.overloads:
+            return kernel.overloads[arguments].entry_point
         look()
         made = _load_or_compile(kernel, compile, signature)
         look()
