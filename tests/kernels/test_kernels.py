@@ -132,7 +132,7 @@ def reduce_and_spec(
     by_rank = list(rows.split(list(route.send_counts)))
     want = spec.combine(by_rank, layouts, world, biases=[biases] + [[]] * (num_ranks - 1))
     out = torch.empty_like(want[0])
-    return kernel_set.reduce(by_rank, route, nodes, biases, out), want[0]
+    return kernel_set.reduce(rows, route, nodes, biases, out), want[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -161,8 +161,7 @@ def test_reduce_of_much(kernel_set: Kernels, dtype: torch.dtype, offset: int) ->
     biases = [torch.randn(300, 1152).to(dtype)]
     _, want = reduce_and_spec(kernel_set, rows, route, sent, (0, 0, 0), biases)
     out = torch.empty(300 * 1152 + 64, dtype=dtype)[offset : offset + 300 * 1152].view(300, 1152)
-    by_rank = list(rows.split(list(route.send_counts)))
-    assert_same(kernel_set.reduce(by_rank, route, (0, 0, 0), biases, out), want)
+    assert_same(kernel_set.reduce(rows, route, (0, 0, 0), biases, out), want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -203,14 +202,13 @@ def test_threads_do_not_change_bits(num_threads: int) -> None:
     sent = marks(1501, 3, 0.7)
     route = numba.route(sent)
     rows = torch.randn(int(sent.sum()), 4097).bfloat16()
-    by_rank = list(rows.split(list(route.send_counts)))
     as_rows = rows.view(torch.uint8)
     index = torch.arange(len(rows) - 1, -1, -1, dtype=torch.int32)
 
     def both() -> tuple[Tensor, Tensor]:
         packed = numba.pack(as_rows, index, torch.empty_like(as_rows))
         out = torch.empty(1501, 4097, dtype=torch.bfloat16)
-        return numba.reduce(by_rank, route, (0, 0, 0), [], out), packed
+        return numba.reduce(rows, route, (0, 0, 0), [], out), packed
 
     before = torch.get_num_threads()
     try:

@@ -88,7 +88,7 @@ def test_bfloat16_is_rounded_as_torch_does() -> None:
     out = torch.empty(y.shape, dtype=torch.bfloat16)
     # Rows of bfloat16 whose sum in float32 is every such number that two of them can add up to.
     halves = y.bfloat16(), (y - y.bfloat16().float()).bfloat16()
-    triton.reduce(halves, route, (0, 0), [], out)
+    triton.reduce(torch.cat(halves), route, (0, 0), [], out)
     assert_same(out, (0.0 + halves[0].float() + halves[1].float()).bfloat16())
 
 

@@ -52,7 +52,7 @@ class RowKernels(Protocol):
 
     def reduce(
         self,
-        rows_R: Tensors,
+        rows_ND: Tensor,
         route: Route,
         node_of_rank: NodeOfRank,
         biases_TD: Tensors,
@@ -60,8 +60,7 @@ class RowKernels(Protocol):
     ) -> Tensor:
         """Sum each token's rows as `spec.combine` does, into `out`, which has the rows' dtype.
 
-        `rows_R[r]` holds the rows that came back from rank r, in the order in which they were
-        sent there. They need not share memory.
+        The rows that came back lie by rank, in the order in which they were sent there.
         """
 
 

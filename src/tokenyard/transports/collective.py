@@ -73,7 +73,7 @@ class CollectiveTransport(CommunicatorTransport):
                 unpack_records(self._kernels, records, came)
             for one, rows in zip(sums, came):
                 self._kernels.reduce(
-                    rows.view(one.out_TD.dtype).split(list(counts)),
+                    rows.view(one.out_TD.dtype),
                     flow.route,
                     self._node_of_rank,
                     one.biases_TD,

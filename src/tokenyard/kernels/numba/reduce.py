@@ -176,9 +176,11 @@ def _reduce_kernel(
 
 
 def reduce(
-    rows_R: Tensors, route: Route, node_of_rank: NodeOfRank, biases_TD: Tensors, out_TD: Tensor
+    rows_ND: Tensor, route: Route, node_of_rank: NodeOfRank, biases_TD: Tensors, out_TD: Tensor
 ) -> Tensor:
-    addresses = np.array([rows.data_ptr() for rows in rows_R], np.int64)
+    counts = np.array(route.send_counts, np.int64)
+    first_rows = np.cumsum(counts) - counts
+    addresses = rows_ND.data_ptr() + first_rows * (rows_ND.shape[1] * rows_ND.element_size())
     reduce_at(addresses, route, node_of_rank, biases_TD, out_TD)
     return out_TD
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 import triton
 import triton.language as tl
@@ -78,9 +79,11 @@ def _reduce_kernel(
 
 
 def reduce(
-    rows_R: Tensors, route: Route, node_of_rank: NodeOfRank, biases_TD: Tensors, out_TD: Tensor
+    rows_ND: Tensor, route: Route, node_of_rank: NodeOfRank, biases_TD: Tensors, out_TD: Tensor
 ) -> Tensor:
-    addresses = [rows.data_ptr() for rows in rows_R]
+    first, row_bytes = rows_ND.data_ptr(), rows_ND.shape[1] * rows_ND.element_size()
+    firsts = accumulate(route.send_counts[:-1], initial=0)
+    addresses = [first + number * row_bytes for number in firsts]
     reduce_at(addresses, route, node_of_rank, biases_TD, out_TD)
     return out_TD
 
