@@ -23,7 +23,7 @@ from tokenyard import kernels as kernel_sets
 from tokenyard import validate
 from tokenyard.comm import connect
 from tokenyard.comm.clocks import clocks_ahead
-from tokenyard.comm.process_table import ProcessId, ProcessWatch, this_process
+from tokenyard.comm.process_table import ProcessWatch, this_process
 from tokenyard.engine.agreement import Agreement, Call, Terms
 from tokenyard.engine.compiled import compiled_calls
 from tokenyard.engine.compiled_nodes import compiled_node_calls
@@ -178,7 +178,7 @@ def open_engine(group: Any, options: Options) -> tuple[Engine, LowLatency | None
                 *words,
                 *this_process(),
             )
-            terms = Terms(call, payload=np.array([mine] * size, np.int64))
+            terms = Terms(call, payload=np.tile(np.array(mine, np.int64), (size, 1)))
         except Exception as error:
             first.reject("Buffer", error)
         told = first.meet("Buffer", terms).payload
@@ -188,8 +188,7 @@ def open_engine(group: Any, options: Options) -> tuple[Engine, LowLatency | None
             culprit = int(told[:, 1].argmax())
             alone = own_reason if culprit == rank else f"rank {culprit} cannot share memory"
         machines = told[:, 2].tolist()
-        processes = [ProcessId(*words) for words in told[:, 6:].tolist()]
-        communicator.settle(str(shared_id), ProcessWatch(rank, machines, processes))
+        communicator.settle(str(shared_id), ProcessWatch(rank, told[:, 2], told[:, 6:]))
         if options.ranks_per_node is not None:
             topology = _given(options.ranks_per_node, size)
         else:
@@ -219,7 +218,8 @@ def open_engine(group: Any, options: Options) -> tuple[Engine, LowLatency | None
         agreement, streams = Agreement(opened, shared_id), streams_for(communicator.device)
         agreement.clocks_R = clocks_ahead(communicator, machines)
         where = place_words(placed)
-        place = repr((processes, machines, topology.node_of_rank, where, opened.name))
+        ids = told[:, [2, *range(6, told.shape[1])]].tobytes()  # machines and processes
+        place = repr((ids, topology.node_of_rank, where, opened.name))
         origin = Origin(shared_id, rank, digest(place), tuple(topology.node_of_rank))
         engine = Engine(
             opened, communicator, kernel_set, agreement, topology, placed, origin, own_id, streams

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
+
+
+@lru_cache(maxsize=16)
+def even_placement(num_experts: int, num_ranks: int, device: torch.device) -> Placement:
+    """`Placement.even`, which virtual ranks and Buffers of one process share."""
+    with torch.inference_mode(False):  # later calls may have another mode
+        return Placement.even(num_experts, num_ranks, device)
 
 
 def even_split(num_experts: int, num_ranks: int) -> list[int]:
@@ -76,7 +83,7 @@ class Topology:
     def num_ranks(self) -> int:
         return len(self.node_of_rank)
 
-    @property
+    @cached_property
     def num_nodes(self) -> int:
         return max(self.node_of_rank) + 1
 
@@ -88,7 +95,7 @@ class Topology:
             ranks[node].append(rank)
         return tuple(map(tuple, ranks))
 
-    @property
+    @cached_property
     def num_rails(self) -> int:
         return max(map(len, self.ranks_of_node))
 
@@ -124,6 +131,22 @@ class Topology:
                 if node != own and source is not None:
                     found.append((rail, source))
         return found
+
+    def num_upstream(self, rank: int) -> int:
+        """`len(upstream(rank))`, without listing them.
+
+        >>> topology = Topology.of_sizes([3, 2])
+        >>> [topology.num_upstream(rank) for rank in range(5)]
+        [1, 1, 0, 2, 1]
+        """
+        sources = sum(self._num_sources[rail] for rail in self.rails_of(rank))
+        return sources - 1  # but for itself, on the rail of its place
+
+    @cached_property
+    def _num_sources(self) -> tuple[int, ...]:
+        """By rail: the number of ranks that send on it."""
+        sizes = list(map(len, self.ranks_of_node))
+        return tuple(sum(size > rail for size in sizes) for rail in range(self.num_rails))
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,8 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 
 class ProcessId(NamedTuple):
     """A process, as it tells others of itself."""
@@ -30,36 +32,47 @@ def this_process() -> ProcessId:
 
 
 class ProcessWatch:
-    def __init__(self, rank: int, machines: Sequence[int], processes: Sequence[ProcessId]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        machines: Sequence[int] | np.ndarray,
+        processes: Sequence[ProcessId] | np.ndarray,
+    ) -> None:
         """`rank` watches the others, given the machine and the process of every rank. Without
         processes nobody is watched.
         """
-        self._tables = [(machine, one.table) for machine, one in zip(machines, processes)]
-        near = {one.pid for one, table in zip(processes, self._tables) if self._near(table, rank)}
-        begun = {pid: _begun(pid) for pid in near}  # once: virtual ranks are one process
-        self._watched = {
-            other: one
-            for other, one in enumerate(processes)
-            if self._near(self._tables[other], rank)
-            if one.begun != -1 and begun[one.pid] is not None
-        }
+        ids = np.array(processes, np.int64).reshape(-1, len(ProcessId._fields))
+        tables, self._pids, self._begun = ids.T
+        self._tables = np.stack([np.array(machines, np.int64)[: len(ids)], tables], axis=1)
+        self._watched = np.zeros(len(ids), bool)
+        if len(ids):
+            self._watched = self._near(rank) & (self._begun != -1)
+        for pid in self._watched_pids():
+            if _begun(pid) is None:
+                self._watched &= self._pids != pid
+
+    def _watched_pids(self) -> list[int]:
+        """Each once: virtual ranks are one process."""
+        return np.unique(self._pids[self._watched]).tolist()
 
     def sees(self, rank: int) -> bool:
-        return rank in self._watched
+        return rank < len(self._watched) and bool(self._watched[rank])
 
     def dead_ranks(self) -> tuple[int, ...]:
-        return tuple(
-            rank for rank, one in self._watched.items() if _begun(one.pid) not in (one.begun, None)
-        )
+        is_dead = np.zeros(len(self._watched), bool)
+        for pid in self._watched_pids():
+            begun = _begun(pid)
+            if begun is not None:
+                is_dead |= self._watched & (self._pids == pid) & (self._begun != begun)
+        return tuple(np.flatnonzero(is_dead).tolist())
 
     def neighbours(self, rank: int) -> list[int]:
         """The ranks that see the same processes as this rank, itself included."""
-        if not self._tables:
-            return [rank]
-        return [other for other, table in enumerate(self._tables) if self._near(table, rank)]
+        return np.flatnonzero(self._near(rank)).tolist() if len(self._tables) else [rank]
 
-    def _near(self, table: tuple[int, int], rank: int) -> bool:
-        return table == self._tables[rank]
+    def _near(self, rank: int) -> np.ndarray:
+        """[R] bool."""
+        return (self._tables == self._tables[rank]).all(1)
 
 
 def _begun(pid: int) -> int | None:

@@ -18,7 +18,7 @@ from tokenyard.kernels import Kernels
 from tokenyard.replicas import as_replicas, num_logical, replicas_of
 from tokenyard.runtime import memory
 from tokenyard.runtime.events import EventHandle
-from tokenyard.topology import Placement
+from tokenyard.topology import Placement, even_placement
 from tokenyard.transports import Sum
 from tokenyard.types import Config, Counted, Handle, Layout, Route
 from tokenyard.wire.message import PAYLOAD_WORDS
@@ -146,7 +146,7 @@ class Preparation:
         if given is not None:
             return given
         if num_experts not in self._even_placements:
-            made = Placement.even(num_experts, self._num_ranks, self._device)
+            made = even_placement(num_experts, self._num_ranks, self._device)
             self._even_placements[num_experts] = made
         return self._even_placements[num_experts]
 

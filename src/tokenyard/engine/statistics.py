@@ -135,9 +135,10 @@ def links_of(transport: Transport, topology: Topology) -> list[str]:
     """By what this rank reaches each rank."""
     rank, nodes = transport.rank, topology.node_of_rank
     links = [NETWORK] * transport.size
-    for other, node in enumerate(nodes):
-        is_near = isinstance(transport, SharedMemoryTransport) and node == nodes[rank]
-        if is_near or transport.node is not None:  # one node's memory, or that of all ranks
+    if transport.node is not None:  # of all ranks
+        links = [SHARED_MEMORY] * transport.size
+    elif isinstance(transport, SharedMemoryTransport):
+        for other in topology.ranks_of_node[nodes[rank]]:
             links[other] = SHARED_MEMORY
     links[rank] = ITSELF
     return links

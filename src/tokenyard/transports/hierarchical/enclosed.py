@@ -115,7 +115,7 @@ class Enclosures:
         self._ranks_of_node = [np.array(ranks, np.int64) for ranks in nodes]
         # By node: bytes of the words of a message to it.
         self.words = [round_up(8 * WIDTH * len(ranks), LINE) for ranks in nodes]
-        most = max(len(topology.upstream(one)) for one in range(topology.num_ranks))
+        most = max(map(topology.num_upstream, range(topology.num_ranks)))
         self.most_enclosed = min(MOST_ENCLOSED, _MOST_RECEIVED // max(1, most)) // LINE * LINE
         self._most_ranks = max(map(len, nodes))
         self.calls = 0

@@ -55,7 +55,7 @@ _LATER = 1.0
 def box_of(topology: Topology, rank: int) -> int:
     """int64s of a message that go at once between ranks of this rank's node."""
     node = topology.ranks_of_node[topology.node_of_rank[rank]]
-    most = 1 + max(len(topology.upstream(one)) for one in node)
+    most = 1 + max(map(topology.num_upstream, node))
     return min(WIDTH * most, _MOST_AT_ONCE)
 
 
