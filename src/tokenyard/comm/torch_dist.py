@@ -24,12 +24,13 @@ from tokenyard.comm.base import Communicator, Exchange, Move
 from tokenyard.comm.failure_board import KINDS, FailureBoard, FailureNote, StoreLost
 from tokenyard.comm.process_table import ProcessWatch
 from tokenyard.errors import BufferClosed, PeerDied, PeerError, PeerLeft, PeerTimeout, name_ranks
-from tokenyard.runtime import busy
+from tokenyard.runtime import busy, limits
 
 _LOOK = 0.1  # seconds between two looks at the failure board
 _LET_GO = 0.1  # seconds to close connections that nobody uses
 _AT_END = 2.0  # seconds that the end of the process waits for that
 _GRACE = 0.5  # seconds in which the other ranks may post that they live, after an exchange failed
+_FILES = 12  # that gloo opens besides connections
 _LONGEST = 120.0  # seconds that a rank may need to compile what a call needs
 _BEFORE = 1.0  # a note may be this many seconds older than the exchange that it concerns
 
@@ -328,6 +329,9 @@ class GlooPart(_TorchExchange):
         meeting = dist.PrefixStore(f"tokenyard/{name}", _own_connection(store, timeout))
         self._pg: dist.ProcessGroupGloo | None = None
         if self.size > 1:
+            # Gloo ends the process if it runs out of files while others connect to it.
+            files = self.size - 1 + _FILES
+            limits.allow_files(files, f"connections to {self.size - 1} ranks")
             # Gloo's own time limit comes after ours, whose message says more; once the ranks are
             # connected, long after, since ours waits for ranks that compile.
             try:

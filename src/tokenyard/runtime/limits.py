@@ -1,4 +1,5 @@
-"""How much memory this process may still take: what the machine has, and what its cgroups allow.
+"""How much memory this process may still take: what the machine has, and what its cgroups allow;
+and how many files it may open.
 
 Linux promises more memory than it has, and kills a process when the pages are written to. So code
 that is about to reserve much calls `check` first. Where the system tells nothing (no /proc, no
@@ -7,11 +8,14 @@ cgroups) everything is allowed.
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 SPARE = 16 << 20  # bytes that must stay free for everything else
+_SPARE_FILES = 64  # likewise, if they may be had
 _UNLIMITED = 1 << 60
 _ROOT = Path("/sys/fs/cgroup")
 _FILES = {  # by cgroup version: the limit, the usage, and which part of the usage is reclaimable
@@ -75,3 +79,28 @@ def _of_branch(root: Path, path: str, version: int) -> Iterator[int]:
             used = int((folder / usage).read_text())
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             yield most - used + sum(int(stat.get(name, 0)) for name in reclaimable)
+
+
+def allow_files(more: int, what: str) -> None:
+    """Let this process open so many more files: raise its limit, if they do not fit, as far as the
+    system lets it. Raises OSError if that is not enough.
+    """
+    try:
+        import resource
+
+        used = len(os.listdir("/proc/self/fd"))
+    except (ImportError, OSError):  # Windows, or no /proc
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = used + more + _SPARE_FILES
+    if soft == resource.RLIM_INFINITY or need <= soft:
+        return
+    reach = need if hard == resource.RLIM_INFINITY else min(need, hard)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (reach, hard))
+    if used + more > resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
+        raise OSError(
+            errno.EMFILE,
+            f"{more} files are needed for {what}, beside {used} that are open, and this process "
+            f"may open {hard}: raise its hard limit (ulimit -Hn)",
+        )
