@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.comm.base import Communicator, Exchange, Move
+from tokenyard.comm.baton import Baton, Gate
 from tokenyard.errors import PeerDied, PeerError, PeerLeft, PeerTimeout, name_ranks
 from tokenyard.runtime.busy import is_busy
 
@@ -26,6 +27,12 @@ from tokenyard.runtime.busy import is_busy
 class _Post(NamedTuple):
     rows_NB: np.ndarray  # by the rank that they go to
     ends: list[int]  # where the rows for each rank begin, and where the last end
+
+
+class _Messages(NamedTuple):
+    round: int
+    width: int  # of a message
+    words_RRW: np.ndarray  # from rank i to rank j, without words that are 0 in all of them
 
 
 class LoopbackWorld:
@@ -40,10 +47,13 @@ class LoopbackWorld:
         self._whole = self if whole is None else whole
         self._parts: dict[str, LoopbackWorld] = {}
         self._closed: set[int] = set()
-        self.bytes_sent: dict[str, Tensor] = {}  # by stage: [R, R] int64, from rank i to rank j
+        self._bytes: dict[str, np.ndarray] = {}  # by stage: [R, R], from rank i to rank j
         # For two rounds, since a rank may be a round ahead of those that still read.
         self._posts: list[list[_Post | None]] = [[None] * size for _ in range(2)]
-        self._meeting = threading.Condition()
+        self._messages: list[_Messages | None] = [None, None]
+        self.baton = Baton(size) if whole is None else whole.baton
+        self._lock = threading.Lock()
+        self._waiting: list[Gate] = []  # of ranks that have arrived
         self._arrived: set[int] = set()
         self._round = 0
         self._dead: set[int] = set()
@@ -53,9 +63,9 @@ class LoopbackWorld:
 
     def end(self) -> None:
         """The run is over: ranks that wait, or come later, raise."""
-        with self._meeting:
+        with self._lock:
             self._is_over = True
-            self._meeting.notify_all()
+            self._alarm()
             parts = list(self._parts.values())
         for part in parts:
             part.end()
@@ -65,17 +75,19 @@ class LoopbackWorld:
 
     def leave(self, rank: int) -> None:
         """The rank's thread has ended: ranks that wait for it raise."""
-        with self._meeting:
+        with self._lock:
             self._dead.add(rank)
-            self._meeting.notify_all()
+            self._alarm()
             parts = list(self._parts.values())
+        if not self.is_part:
+            self.baton.hand_on()
         for part in parts:
             if self.members[rank] in part.members:
                 part.leave(part.members.index(self.members[rank]))
 
     def part(self, members: Sequence[int], name: str) -> LoopbackWorld:
         """All ranks that ask under one name get the same part."""
-        with self._meeting:
+        with self._lock:
             if name not in self._parts:
                 self._parts[name] = LoopbackWorld(len(members), tuple(members), self)
                 self._parts[name]._is_over = self._is_over
@@ -83,9 +95,9 @@ class LoopbackWorld:
 
     def close(self, rank: int) -> None:
         """The rank does not come any more. Once no rank does, a part is forgotten."""
-        with self._meeting:
+        with self._lock:
             self._closed.add(rank)
-            self._meeting.notify_all()
+            self._alarm()
             is_last = len(self._closed) == self.size
         if is_last and self.is_part:
             self._whole.forget(self)
@@ -95,34 +107,59 @@ class LoopbackWorld:
         return self._whole is not self
 
     def forget(self, part: LoopbackWorld) -> None:
-        with self._meeting:
+        with self._lock:
             self._parts = {name: one for name, one in self._parts.items() if one is not part}
 
     def meet(self, rank: int, stage: str, timeout: float) -> None:
-        """Wait until all ranks are here. Each rank that goes on wakes the next: hundreds of threads
-        that wake at once would fight for the interpreter.
-        """
+        """Wait until all ranks are here."""
         deadline = time.monotonic() + timeout
-        with self._meeting:
+        with self._lock:
             this_round = self._round
             self._arrived.add(rank)
             if len(self._arrived) == self.size and not self._closed and not self._is_over:
                 self._arrived.clear()
                 self._round += 1
-            while self._round == this_round:
+                waiting, self._waiting = self._waiting, []
+                self.baton.call(waiting)
+                return
+            self._look(rank, stage, timeout, deadline)
+            gate = self._wait_here()
+        self.baton.hand_on()
+        left, is_over = timeout, False
+        while not is_over:
+            is_open = gate.wait(min(left, self.baton.patience))
+            with self._lock:
+                if self._round != this_round:
+                    left, is_over = timeout, is_open or self.baton.waits_in_vain(gate)
+                    continue
                 if is_busy():  # with kernels, which all ranks need
                     deadline = time.monotonic() + timeout
-                is_late = time.monotonic() > deadline
-                self._verdict = self._verdict or self._find(is_late, timeout)
-                if self._verdict is not None:
-                    kind, culprits, what = self._verdict
-                    if not self.is_part:  # the user's group, which other Buffers need
-                        self._verdict = None
-                    self._meeting.notify_all()
-                    text = f"{stage}: {what}, on rank {self.members[rank]}"
-                    raise kind(text, ranks=culprits, stage=stage)
-                self._meeting.wait(max(0.0, deadline - time.monotonic()))
-            self._meeting.notify()
+                self._look(rank, stage, timeout, deadline)
+                left = max(0.0, deadline - time.monotonic())
+                if is_open:  # by an alarm that does not concern this rank
+                    gate = self._wait_here()
+
+    def _look(self, rank: int, stage: str, timeout: float, deadline: float) -> None:
+        """Raise if this round cannot end."""
+        self._verdict = self._verdict or self._find(time.monotonic() > deadline, timeout)
+        if self._verdict is not None:
+            kind, culprits, what = self._verdict
+            if not self.is_part:  # the user's group, which other Buffers need
+                self._verdict = None
+            self._alarm()
+            text = f"{stage}: {what}, on rank {self.members[rank]}"
+            raise kind(text, ranks=culprits, stage=stage)
+
+    def _wait_here(self) -> Gate:
+        gate = Gate()
+        self._waiting.append(gate)
+        return gate
+
+    def _alarm(self) -> None:
+        """All that wait here shall look what is the matter."""
+        waiting, self._waiting = self._waiting, []
+        for gate in waiting:
+            gate.open()
 
     def _find(
         self, is_late: bool, timeout: float
@@ -146,28 +183,69 @@ class LoopbackWorld:
 
         Rows that travel with a message are counted as those of its call, not as the message.
         """
-        with self._meeting:
+        with self._lock:
             this_round = self._round
         counts, stage = list(exchange.counts), exchange.stage
         ends = list(accumulate(counts, initial=0))
         # A copy, so that the sender may change its rows while others still read.
         rows_NB = exchange.rows_NB.numpy().copy()
         self._posts[this_round % 2][rank] = _Post(rows_NB, ends)
-        weights = torch.tensor(counts) * rows_NB.shape[1]
+        weights = np.array(counts, np.int64) * rows_NB.shape[1]
         if exchange.enclosed:
-            enclosed = torch.tensor(exchange.enclosed) * rows_NB.shape[1]
+            enclosed = np.array(exchange.enclosed, np.int64) * rows_NB.shape[1]
             call = stage.removesuffix(" (notify)")
-            self._whole.count(call, self.members[rank], list(self.members), enclosed)
+            self._whole._count(call, self.members[rank], self.members, enclosed)
             weights -= enclosed
-        self._whole.count(stage, self.members[rank], list(self.members), weights)
+        self._whole._count(stage, self.members[rank], self.members, weights)
         return this_round
 
-    def count(self, stage: str, rank: int, to: list[int], weights: Tensor) -> None:
-        with self._meeting:
-            if stage not in self.bytes_sent:
-                with torch.inference_mode(False):  # later calls may have another mode
-                    self.bytes_sent[stage] = torch.zeros(self.size, self.size, dtype=torch.int64)
-            self.bytes_sent[stage][rank, to] += weights
+    def _count(self, stage: str, rank: int, to: Sequence[int], weights: np.ndarray) -> None:
+        with self._lock:
+            if stage not in self._bytes:
+                self._bytes[stage] = np.zeros((self.size, self.size), np.int64)
+            sent = self._bytes[stage][rank]
+        if len(to) == self.size:
+            sent += weights
+        else:
+            sent[list(to)] += weights
+
+    @property
+    def bytes_sent(self) -> dict[str, Tensor]:
+        """By stage: [R, R] int64, from rank i to rank j."""
+        return {stage: torch.from_numpy(sent) for stage, sent in self._bytes.items()}
+
+    def lay_out(self, rank: int, message_RM: np.ndarray, stage: str) -> int:
+        """Give row r to each rank r in this round, before `meet`. Returns the round."""
+        num_bytes = np.full(self.size, message_RM[0].nbytes)
+        self._whole._count(stage, self.members[rank], self.members, num_bytes)
+        # Most messages end in many words that are 0, and those of many ranks fill the memory.
+        used = np.flatnonzero(message_RM.any(0))
+        width = int(used[-1]) + 1 if len(used) else 0
+        with self._lock:
+            this_round = self._round
+            laid, shape = self._messages[this_round % 2], (self.size, self.size, width)
+            if laid is None or laid.round != this_round:
+                is_old = laid is not None and laid.words_RRW.shape == shape  # read by all
+                words = laid.words_RRW if laid and is_old else np.empty(shape, np.int64)
+                laid = _Messages(this_round, message_RM.shape[1], words)
+            elif laid.words_RRW.shape[2] < width:
+                wider = np.zeros(shape, np.int64)
+                wider[:, :, : laid.words_RRW.shape[2]] = laid.words_RRW
+                laid = laid._replace(words_RRW=wider)
+            self._messages[this_round % 2] = laid
+            assert laid.width == message_RM.shape[1], "messages of all ranks are as long"
+            laid.words_RRW[rank, :, :width] = message_RM[:, :width]
+            laid.words_RRW[rank, :, width:] = 0
+        return this_round
+
+    def take(self, rank: int, this_round: int) -> np.ndarray:
+        """[R, M]: the messages for this rank, once all have met."""
+        laid = self._messages[this_round % 2]
+        assert laid is not None, "all have met"
+        words_RRW = laid.words_RRW
+        answer_RM = np.zeros((self.size, laid.width), np.int64)
+        answer_RM[:, : words_RRW.shape[2]] = words_RRW[:, rank]
+        return answer_RM
 
     def mail(self, rank: int, this_round: int) -> list[np.ndarray]:
         """What every rank has laid out for this one."""
@@ -215,8 +293,16 @@ class LoopbackCommunicator(Communicator):
         fits = all(map(le, sent, expected)) if exchange.at_most else sent == expected
         assert fits, f"rank {self.rank} expects {expected} rows, gets {sent}"
         out_NB, begins = exchange.out_NB.numpy(), accumulate(expected, initial=0)
+        if sent == expected:
+            np.concatenate(parcels, out=out_NB)
+            return
         for begin, parcel in zip(begins, parcels):
             out_NB[begin : begin + len(parcel)] = parcel
+
+    def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
+        this_round = self._world.lay_out(self.rank, message_RM, stage)
+        self._world.meet(self.rank, stage, self._timeout)
+        return self._world.take(self.rank, this_round)
 
     def start(self, exchange: Exchange) -> Move:
         return lambda: self.all_to_all(exchange)

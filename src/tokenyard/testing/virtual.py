@@ -39,6 +39,7 @@ def run_virtual(
     def body(group: LoopbackGroup) -> None:
         rank = group.rank()
         try:
+            world.baton.begin()
             results[rank] = job(group, *args)
         except BaseException as error:
             errors[rank] = error

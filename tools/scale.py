@@ -1,0 +1,188 @@
+"""How time, memory, messages and connections grow with ranks: what docs/internals/scale.md shows.
+
+    python -m tools.scale                  # virtual ranks to 512, in nodes of 8
+    python -m tools.scale --hierarchical   # the same through the memory of nodes, to 128
+    python -m tools.scale --connections    # real processes: the sockets that a rank holds
+    python -m tools.scale --count          # the same, counted for any number of ranks
+
+Every rank dispatches and combines 8 tokens with 8 of as many experts as there are ranks. Each
+number of ranks has a process of its own, which has loaded its kernels before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+import tokenyard
+from tokenyard.testing import Processes, run_virtual
+from tokenyard.wire.message import MESSAGE_WORDS
+
+TOKENS, TOPK, HIDDEN, NODE = 8, 8, 128, 8
+MESSAGE = 8 * MESSAGE_WORDS  # bytes
+
+
+def job(group: Any, transport: str, calls: int) -> dict[str, Any]:
+    """Moments at which this rank has opened its Buffer, dispatched and combined."""
+    rank, size = group.rank(), group.size()
+    random = torch.Generator().manual_seed(rank)
+    x = torch.randn(TOKENS, HIDDEN, generator=random).bfloat16()
+    topk_idx = torch.rand(TOKENS, size, generator=random).topk(TOPK, dim=1).indices
+    weights = torch.ones(TOKENS, TOPK)
+    moments = []
+    with tokenyard.Buffer(group, transport=transport, ranks_per_node=NODE, timeout=300.0) as buffer:
+        moments.append(time.perf_counter())
+        for _ in range(calls):
+            got = buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights, num_experts=size)
+            moments.append(time.perf_counter())
+            buffer.combine(got.recv_x, got.handle)
+            moments.append(time.perf_counter())
+        memory = sum(buffer.stats()["memory"].values())
+    return {"moments": moments, "memory": memory}
+
+
+def measure(num_ranks: int, transport: str) -> dict[str, Any]:
+    """One number of ranks, in this process."""
+    torch.set_num_threads(1)
+    run_virtual(job, NODE, transport, 1, timeout=600)  # kernels are loaded
+    resident, cpu, begin = _resident(), time.process_time(), time.perf_counter()
+    run = run_virtual(job, num_ranks, transport, 1, timeout=600)
+    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+    ends = [begin, *(max(at) for at in zip(*(one["moments"] for one in run.results)))]
+    opening, dispatch, combine = (after - before for before, after in pairwise(ends))
+    others = ~torch.eye(num_ranks, dtype=torch.bool)
+    return {
+        "ranks": num_ranks,
+        "seconds": seconds,
+        "cpu": cpu,
+        "opening": opening,
+        "dispatch": dispatch,
+        "combine": combine,
+        "resident": _resident() - resident,
+        "memory": max(one["memory"] for one in run.results),
+        "messages": {
+            stage: float((sent * others > 0).sum()) / num_ranks
+            for stage, sent in run.bytes_sent.items()
+        },
+        "bytes": {
+            stage: float((sent * others).sum()) / num_ranks
+            for stage, sent in run.bytes_sent.items()
+        },
+    }
+
+
+def _resident() -> float:
+    """The most bytes that this process has held."""
+    return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+class Counted(NamedTuple):
+    """Of one rank, for a call and for a Buffer over gloo."""
+
+    messages: int  # of an agreement
+    message_bytes: int  # of them all
+    connections: int
+
+
+def count(num_ranks: int, transport: str, ranks_per_node: int = NODE) -> Counted:
+    """What follows from the design; `tests/transports/test_scale.py` holds it against ranks."""
+    others, num_nodes = num_ranks - 1, -(-num_ranks // ranks_per_node)
+    local = min(ranks_per_node, num_ranks)
+    if transport == "collective":  # the group's own, and the Buffer's
+        return Counted(others, others * MESSAGE, 2 * others)
+    # A message to a node has the words for all its ranks. Messages and rows have a connection each,
+    # and the ranks of the node have met over some.
+    far = num_nodes - 1
+    return Counted(far, far * local * MESSAGE, others + (local - 1) + 2 * far)
+
+
+def sockets(group: Any, transport: str, ranks_per_node: int) -> int:
+    """How many connections to other ranks this process holds once a Buffer is open."""
+    with tokenyard.Buffer(group, transport=transport, ranks_per_node=ranks_per_node):
+        held = set()
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                held.add(os.readlink(f"/proc/self/fd/{name}"))
+            except OSError:  # closed meanwhile
+                continue
+        found = 0
+        for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+            with open(table) as file:
+                for line in list(file)[1:]:
+                    words = line.split()
+                    found += words[3] == "01" and f"socket:[{words[9]}]" in held
+        return found
+
+
+def show_connections() -> None:
+    print("ranks  transport     connections of ranks")
+    for num_ranks in (2, 4, 8):
+        with Processes(num_ranks, timeout=120) as ranks:
+            for transport in ("collective", "hierarchical"):
+                found = ranks.run(sockets, transport, 2)
+                print(f"{num_ranks:5}  {transport:12}  {found}")
+
+
+def show_counts() -> None:
+    print(" ranks  transport     messages     bytes  connections")
+    for num_ranks in (8, 64, 512, 2048, 10_000):
+        for transport in ("collective", "hierarchical"):
+            one = count(num_ranks, transport)
+            print(
+                f"{num_ranks:6}  {transport:12} {one.messages:9} {one.message_bytes / 1e6:6.2f} MB"
+                f" {one.connections:12}"
+            )
+
+
+def show_runs(transport: str, most: int) -> None:
+    print(
+        " ranks  seconds  CPU s  opening  dispatch  combine  peak MB  Buffer MB a rank"
+        "  messages a rank: dispatch, rows  MB a rank"
+    )
+    for num_ranks in (8, 16, 32, 64, 128, 256, 512):
+        if num_ranks > most:
+            break
+        command = [sys.executable, "-m", "tools.scale", "--one", str(num_ranks), transport]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        one = json.loads(done.stdout.splitlines()[-1])
+        messages, sent = one["messages"], one["bytes"]
+        print(
+            f"{num_ranks:6} {one['seconds']:8.2f} {one['cpu']:6.2f} {one['opening']:8.2f}"
+            f" {one['dispatch']:9.2f} {one['combine']:8.2f} {one['resident'] / 1e6:8.0f}"
+            f" {one['memory'] / 1e6:17.2f} {messages['dispatch (notify)']:26.1f},"
+            f" {messages['dispatch']:5.1f} {sum(sent.values()) / 1e6:9.2f}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hierarchical", action="store_true", help="through the nodes' memory")
+    parser.add_argument("--connections", action="store_true", help="of real processes")
+    parser.add_argument("--count", action="store_true", help="for 8 to 10,000 ranks, without them")
+    parser.add_argument("--most", type=int, help="virtual ranks; 512, hierarchical 128")
+    parser.add_argument("--one", nargs=2, metavar=("RANKS", "TRANSPORT"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(measure(int(args.one[0]), args.one[1])))
+    elif args.connections:
+        show_connections()
+    elif args.count:
+        show_counts()
+    elif args.hierarchical:
+        show_runs("hierarchical", args.most or 128)
+    else:
+        show_runs("collective", args.most or 512)
+
+
+if __name__ == "__main__":
+    main()
