@@ -151,6 +151,29 @@ def test_ranks_with_different_numbers_of_slots_keep_them() -> None:
     assert [len(held) for held in change.placement.experts_of_rank] == [3, 2, 2]
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_no_change_makes_ranks_less_even(seed: int) -> None:
+    """Any nodes, ranks with any numbers of slots, also two of one expert."""
+    numbers = np.random.default_rng(seed)
+    num_ranks, num_experts = int(numbers.integers(1, 13)), int(numbers.integers(1, 40))
+    topology = Topology.from_marks(numbers.integers(0, 4, num_ranks).tolist())
+    experts = np.append(np.arange(num_experts), numbers.integers(0, num_experts, 6))
+    rank_P = numbers.integers(0, num_ranks, len(experts))
+    current = Replicas([experts[rank_P == rank] for rank in range(num_ranks)])
+    load = numbers.pareto(1.0, num_experts) * numbers.integers(0, 2, num_experts)
+    change = rebalance(current, load, 1.05, topology)
+    assert change.after <= max(change.before, 1.05)
+    assert change.before == pytest.approx(imbalance_of(current, load, topology))
+    assert change.after == pytest.approx(imbalance_of(change.placement, load, topology))
+    sizes = [list(map(len, one.experts_of_rank)) for one in (current, change.placement)]
+    assert sizes[0] == sizes[1]
+
+
+def test_a_balancer_that_cannot_help_says_nothing() -> None:
+    balancer = Balancer(Replicas.even(2, 2), Policy(every=1))
+    assert balancer.observe(np.array([3.0, 1.0])) is None
+
+
 def test_less_gain_takes_fewer_moves() -> None:
     load = zipf(64, 3)
     current = Replicas.even(64, 8, 72)

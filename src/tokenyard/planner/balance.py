@@ -235,7 +235,7 @@ class Balancer:
     _steps: int = field(default=0, init=False)
 
     def observe(self, load_E: Tensor | np.ndarray | Sequence[float]) -> Rebalancing | None:
-        """One step's load of every expert. Returns what to change, if it is time to."""
+        """One step's load of every expert. Returns what to change, if it is time to and helps."""
         from tokenyard.planner.rebalance import rebalance
 
         load = as_loads(np.asarray(load_E), self.placement.num_experts)
@@ -248,4 +248,4 @@ class Balancer:
             return None
         change = rebalance(self.placement, measured, self.policy.want, self.topology)
         self.placement = change.placement
-        return change
+        return change if len(change.moves) else None

@@ -27,12 +27,14 @@ def rebalance(
     want: float = 1.0,
     topology: Topology | None = None,
 ) -> Rebalancing:
-    """Towards an imbalance of at most `want`; if neither way gets there, the more even one."""
+    """Towards an imbalance of at most `want`. If neither way gets there, the more even one; if
+    neither helps, nothing moves.
+    """
     load = as_loads(load_E, current.num_experts)
     if imbalance_of(current, load, topology) <= want + _NEAR:
         return Rebalancing.between(current, current, load, topology)
     node_R = nodes_of(current, topology)
-    ways = [_step_by_step(current, load, want, node_R)]
+    ways = [current, _step_by_step(current, load, want, node_R)]
     if len(set(map(len, current.experts_of_rank))) == 1:  # `place` gives ranks as many slots each
         fresh = place(load, current.num_slots, current.num_ranks, topology)
         ways.append(_shelves_to_ranks(current, fresh, node_R))
