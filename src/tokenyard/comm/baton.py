@@ -43,14 +43,14 @@ class Baton:
 
     def call(self, gates: Iterable[Gate]) -> None:
         """Open these: one after the other, as the baton comes to them."""
-        if not self.is_used:
-            for gate in gates:
-                gate.open()
-            return
         with self._lock:
-            self._queue.extend(gates)
-            if self._is_free:
-                self._open_next()
+            if self.is_used:
+                self._queue.extend(gates)
+                if self._is_free:
+                    self._open_next()
+                return
+        for gate in gates:
+            gate.open()
 
     def hand_on(self) -> None:
         """A rank is about to wait, or has ended."""
@@ -71,6 +71,13 @@ class Baton:
                 self._queue.remove(gate)
                 return True
             return False
+
+    def retire(self) -> None:
+        """From now on ranks run as they like."""
+        with self._lock:
+            self.is_used, self.patience = False, threading.TIMEOUT_MAX
+            while self._queue:
+                self._queue.popleft().open()
 
     def begin(self) -> None:
         """A rank starts to run."""

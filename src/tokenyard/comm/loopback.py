@@ -51,7 +51,7 @@ class LoopbackWorld:
         # For two rounds, since a rank may be a round ahead of those that still read.
         self._posts: list[list[_Post | None]] = [[None] * size for _ in range(2)]
         self._messages: list[_Messages | None] = [None, None]
-        self.baton = Baton(size) if whole is None else whole.baton
+        self.baton: Baton = Baton(size) if whole is None else whole.baton
         self._lock = threading.Lock()
         self._waiting: list[Gate] = []  # of ranks that have arrived
         self._arrived: set[int] = set()
@@ -312,6 +312,9 @@ class LoopbackCommunicator(Communicator):
         part = LoopbackCommunicator(world, list(members).index(self.rank), self._timeout)
         self._parts.append(part)
         return part
+
+    def waits_elsewhere(self) -> None:
+        self._world.baton.retire()
 
     def explain(self, stage: str, error: RuntimeError) -> PeerError:
         return PeerDied(f"{stage}: {error}, on rank {self.rank}", ranks=(), stage=stage)

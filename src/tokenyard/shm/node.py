@@ -45,6 +45,7 @@ class SharedNode(Leaving):
         """All ranks of the communicator, on one machine. Raises OSError on all ranks if one of them
         cannot attach the others' memory. Messages of up to `box` integers go at once.
         """
+        communicator.waits_elsewhere()
         self.rank, self.size = communicator.rank, communicator.size
         self.signals = kernels
         self._kept: list[Segment] = []
