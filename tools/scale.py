@@ -42,7 +42,7 @@ def job(group: Any, transport: str, calls: int) -> dict[str, Any]:
     with tokenyard.Buffer(group, transport=transport, ranks_per_node=NODE, timeout=300.0) as buffer:
         moments.append(time.perf_counter())
         for _ in range(calls):
-            got = buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights, num_experts=size)
+            got: Any = buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights, num_experts=size)
             moments.append(time.perf_counter())
             buffer.combine(got.recv_x, got.handle)
             moments.append(time.perf_counter())
@@ -123,45 +123,47 @@ def sockets(group: Any, transport: str, ranks_per_node: int) -> int:
         return found
 
 
+def show(*cells: object) -> None:
+    """A row of a table in Markdown."""
+    print("|", " | ".join(map(str, cells)), "|", flush=True)
+
+
 def show_connections() -> None:
-    print("ranks  transport     connections of ranks")
+    show("ranks", "transport", "connections of ranks, in nodes of 2")
     for num_ranks in (2, 4, 8):
         with Processes(num_ranks, timeout=120) as ranks:
             for transport in ("collective", "hierarchical"):
-                found = ranks.run(sockets, transport, 2)
-                print(f"{num_ranks:5}  {transport:12}  {found}")
+                show(num_ranks, transport, ranks.run(sockets, transport, 2))
 
 
 def show_counts() -> None:
-    print(" ranks  transport     messages     bytes  connections")
+    show("ranks", "transport", "messages", "bytes", "connections")
     for num_ranks in (8, 64, 512, 2048, 10_000):
         for transport in ("collective", "hierarchical"):
             one = count(num_ranks, transport)
-            print(
-                f"{num_ranks:6}  {transport:12} {one.messages:9} {one.message_bytes / 1e6:6.2f} MB"
-                f" {one.connections:12}"
-            )
+            size = f"{one.message_bytes / 1e6:.2f} MB"
+            show(num_ranks, transport, one.messages, size, one.connections)
 
 
 def show_runs(transport: str, most: int) -> None:
-    print(
-        " ranks  seconds  CPU s  opening  dispatch  combine  peak MB  Buffer MB a rank"
-        "  messages a rank: dispatch, rows  MB a rank"
-    )
+    seconds = ("all", "CPU", "opening", "dispatch", "combine")
+    show("ranks", *(f"{name}, s" for name in seconds), "process, MB", "Buffer, MB a rank")
+    messages = []
     for num_ranks in (8, 16, 32, 64, 128, 256, 512):
         if num_ranks > most:
             break
         command = [sys.executable, "-m", "tools.scale", "--one", str(num_ranks), transport]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         one = json.loads(done.stdout.splitlines()[-1])
-        messages, sent = one["messages"], one["bytes"]
-        print(
-            f"{num_ranks:6} {one['seconds']:8.2f} {one['cpu']:6.2f} {one['opening']:8.2f}"
-            f" {one['dispatch']:9.2f} {one['combine']:8.2f} {one['resident'] / 1e6:8.0f}"
-            f" {one['memory'] / 1e6:17.2f} {messages['dispatch (notify)']:26.1f},"
-            f" {messages['dispatch']:5.1f} {sum(sent.values()) / 1e6:9.2f}",
-            flush=True,
-        )
+        taken = (f"{one[name]:.2f}" for name in ("seconds", "cpu", *seconds[2:]))
+        show(num_ranks, *taken, f"{one['resident'] / 1e6:.0f}", f"{one['memory'] / 1e6:.2f}")
+        messages.append((num_ranks, one["messages"], one["bytes"]))
+    stages = ("dispatch (notify)", "dispatch", "combine (notify)", "combine")
+    print()
+    show("ranks", *(f"{stage}: messages, kB a rank" for stage in stages))
+    for num_ranks, number, sent in messages:
+        told = [(number.get(stage, 0.0), sent.get(stage, 0.0) / 1e3) for stage in stages]
+        show(num_ranks, *(f"{times:.1f}, {size:.1f}" for times, size in told))
 
 
 def main() -> None:

@@ -90,9 +90,9 @@ def _summing() -> Iterator[Case]:
         name, x = _name(dtype), torch.zeros(TOKENS, HIDDEN, dtype=dtype)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         weights = torch.zeros(TOKENS, TOPK, dtype=wide)
-        rows, out = [x] * RANKS, torch.zeros_like(x)
-        yield f"reduce {name}", partial(kernels.reduce, rows, route, [0] * RANKS, [], out)
-        both = partial(kernels.reduce, rows, route, NODES, [x, x], out)
+        out = torch.zeros_like(x)
+        yield f"reduce {name}", partial(kernels.reduce, x, route, [0] * RANKS, [], out)
+        both = partial(kernels.reduce, x, route, NODES, [x, x], out)
         yield f"reduce {name} biases nodes", both
         yield f"unpermute {name}", partial(kernels.unpermute, x, places, None, out)
         yield f"unpermute {name} weighted", partial(kernels.unpermute, x, places, weights, out)
