@@ -4,6 +4,7 @@
     python -m tools.scale --hierarchical   # the same through the memory of nodes, to 128
     python -m tools.scale --connections    # real processes: the sockets that a rank holds
     python -m tools.scale --count          # the same, counted for any number of ranks
+    python -m tools.scale --plot FILE      # and drawn
 
 Every rank dispatches and combines 8 tokens with 8 of as many experts as there are ranks. Each
 number of ranks has a process of its own, which has loaded its kernels before.
@@ -145,6 +146,31 @@ def show_counts() -> None:
             show(num_ranks, transport, one.messages, size, one.connections)
 
 
+def plot(path: str) -> None:
+    """Connections, and bytes of an agreement, against ranks."""
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import FuncFormatter
+
+    ranks = [16 * 2**power for power in range(10)] + [10_000]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for transport, colour in (("collective", "tab:orange"), ("hierarchical", "tab:blue")):
+        counted = [count(number, transport) for number in ranks]
+        left.plot(ranks, [one.connections for one in counted], color=colour, label=transport)
+        right.plot(ranks, [one.messages for one in counted], color=colour, label=transport)
+    left.axhline(1024, color="grey", linewidth=0.8, linestyle="--")
+    left.text(17, 1150, "1,024 open files, a usual limit", fontsize=8, color="grey")
+    left.set(title="connections of a rank", xlabel="ranks")
+    right.set(title="messages of a rank in an agreement", xlabel="ranks")
+    for axes in (left, right):
+        axes.set(xscale="log", yscale="log", xlim=(16, 10_000))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    right.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+
+
 def show_runs(transport: str, most: int) -> None:
     seconds = ("all", "CPU", "opening", "dispatch", "combine")
     show("ranks", *(f"{name}, s" for name in seconds), "process, MB", "Buffer, MB a rank")
@@ -171,6 +197,7 @@ def main() -> None:
     parser.add_argument("--hierarchical", action="store_true", help="through the nodes' memory")
     parser.add_argument("--connections", action="store_true", help="of real processes")
     parser.add_argument("--count", action="store_true", help="for 8 to 10,000 ranks, without them")
+    parser.add_argument("--plot", metavar="FILE", help="connections and messages that are counted")
     parser.add_argument("--most", type=int, help="virtual ranks; 512, hierarchical 128")
     parser.add_argument("--one", nargs=2, metavar=("RANKS", "TRANSPORT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -180,6 +207,8 @@ def main() -> None:
         show_connections()
     elif args.count:
         show_counts()
+    elif args.plot:
+        plot(args.plot)
     elif args.hierarchical:
         show_runs("hierarchical", args.most or 128)
     else:

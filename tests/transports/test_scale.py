@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -167,6 +169,18 @@ def test_a_buffer_raises_the_limit_of_open_files(processes: Pools) -> None:
         for said in ranks.run(open_files, True):
             assert "files are needed for connections to 3 ranks" in said
             assert "ulimit -Hn" in said
+
+
+def test_docs_show_what_is_counted() -> None:
+    """Rows of docs/internals/scale.md such as `| 512 | `collective` | 511 | 0.52 MB | 1,022 |`."""
+    page = Path(__file__).parents[2] / "docs" / "internals" / "scale.md"
+    row = re.compile(r"^\| ([\d,]+) \| `(\w+)` \| ([\d,]+) \| ([\d.]+) MB \| ([\d,]+) \|$", re.M)
+    shown = row.findall(page.read_text())
+    assert len(shown) == 6
+    for ranks, transport, messages, size, connections in shown:
+        one = scale.count(int(ranks.replace(",", "")), transport)
+        assert f"{one.messages:,} {one.connections:,}" == f"{messages} {connections}"
+        assert f"{one.message_bytes / 1e6:.2f}" == size
 
 
 STUCK = """
