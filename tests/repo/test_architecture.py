@@ -40,6 +40,7 @@ FLOORS = {
     "opening": 9,
     "lifetime": 9,
     "hardware": 9,
+    "results": 9,
     "buffer": 10,
     "elastic": 10,
     "hybrid_ep": 11,

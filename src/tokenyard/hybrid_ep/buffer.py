@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tokenyard import validate
-from tokenyard.buffer import Buffer, Rows
+from tokenyard.buffer import Buffer
 from tokenyard.hybrid_ep.routing import (
     HybridHandle,
     HybridRoute,
@@ -20,6 +20,7 @@ from tokenyard.hybrid_ep.routing import (
     route_of,
 )
 from tokenyard.ops.permute import spread, unpermute
+from tokenyard.results import Rows
 from tokenyard.types import ROW_DTYPES
 
 if TYPE_CHECKING:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from tokenyard import recording, validate
-from tokenyard.buffer import Buffer, Rows
+from tokenyard.buffer import Buffer
 from tokenyard.integrations.vllm.settings import Settings
+from tokenyard.results import Rows
 from tokenyard.topology import Placement
 from tokenyard.types import Handle, Permuted
 
