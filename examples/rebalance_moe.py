@@ -23,7 +23,7 @@ from torch import Tensor
 import tokenyard
 from tokenyard import Replicas
 from tokenyard.nn import MoE, RouterConfig, functional, rebalance, sum_replica_gradients
-from tokenyard.planner.balance import Balancer, Policy
+from tokenyard.planner.balancer import Balancer, Policy
 from tokenyard.testing import run_virtual
 
 EXPERTS, TOPK, HIDDEN, INNER, TOKENS = 16, 2, 32, 32, 256

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 
 from tokenyard.planner.balance import (
-    Balancer,
-    Policy,
     imbalance_of,
     place,
     place_by_nodes,
     rank_loads,
     spread_copies,
 )
+from tokenyard.planner.balancer import Balancer, Policy
 from tokenyard.planner.copies import expected_traffic
 from tokenyard.planner.rebalance import rebalance
 from tokenyard.planner.shelves import largest_first, pack

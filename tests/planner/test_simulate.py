@@ -11,7 +11,8 @@ import torch
 
 from tests.cases.clock import scaled
 from tokenyard.planner import pictures
-from tokenyard.planner.balance import Policy, place
+from tokenyard.planner.balance import place
+from tokenyard.planner.balancer import Policy
 from tokenyard.planner.choices import Routing
 from tokenyard.planner.copies import CopyChooser, expected_traffic
 from tokenyard.planner.cost import Work, plan

@@ -134,7 +134,7 @@ def simulate(
     """
     from tokenyard.planner import cost, pictures, presets, reports
     from tokenyard.planner import simulate as simulation
-    from tokenyard.planner.balance import Policy
+    from tokenyard.planner.balancer import Policy
     from tokenyard.replicas import Replicas
 
     with output.mistakes((ValueError, OSError)):

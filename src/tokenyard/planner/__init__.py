@@ -5,9 +5,10 @@
     cost        the time of every stage, the link that binds it, and memory by part
     presets     clusters and models; `published` and `fitted` say where the numbers come from
     copies      which copies of experts tokens go to
-    balance     placements with copies for measured loads, and when to change them
+    balance     placements with copies for measured loads
     shelves     the packing behind them
     rebalance   a change of placement with few moves
+    balancer    when to rebalance: the loop from measured loads to placements
     simulate    a recorded routing replayed at any number of ranks
     reports     what was found, as tables; `pictures` draws it, `page` writes HTML
 

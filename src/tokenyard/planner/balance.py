@@ -2,8 +2,7 @@
 
 A placement is `Replicas`; here it gives each rank as many slots. `place` makes ranks even;
 `place_by_nodes` keeps groups of experts on one node each, for routers that choose groups first.
-`rebalance` changes a placement with few moves, and a `Balancer` calls it by a `Policy` as loads
-come in.
+`rebalance` changes a placement with few moves, and a `balancer.Balancer` calls it as loads come in.
 
 Copies of an expert share its load evenly on one node. Over several nodes tokens prefer the copies
 on their own node (see `copies`), so that copies share evenly only if all are on one node, or as
@@ -12,8 +11,7 @@ many on each. Whoever gives a `topology` gets placements that are even by that r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -205,47 +203,3 @@ class Rebalancing:
                 for expert, source, target in self.moves.between_ranks
             ],
         }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Policy:
-    """When to rebalance: every so many steps, if the load since then is uneven enough."""
-
-    every: int = 50
-    if_over: float = 1.1  # imbalance
-    want: float = 1.05  # imbalance to reach, with as few moves as that takes
-
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"every is {self.every}, want at least 1 step")
-        if not 1.0 <= self.want <= self.if_over:
-            raise ValueError(f"want is {self.want}, want 1.0 to if_over, {self.if_over}")
-
-
-@dataclass
-class Balancer:
-    """Closes the loop from measured load to placement. All ranks give it the same loads, and so
-    come to the same placement, which keeps the number of slots that it began with.
-    """
-
-    placement: Replicas
-    policy: Policy = field(default_factory=Policy)
-    topology: Topology | None = None  # one node
-    _load: np.ndarray | None = field(default=None, init=False)
-    _steps: int = field(default=0, init=False)
-
-    def observe(self, load_E: Tensor | np.ndarray | Sequence[float]) -> Rebalancing | None:
-        """One step's load of every expert. Returns what to change, if it is time to and helps."""
-        from tokenyard.planner.rebalance import rebalance
-
-        load = as_loads(np.asarray(load_E), self.placement.num_experts)
-        self._load = load if self._load is None else self._load + load
-        self._steps += 1
-        if self._steps < self.policy.every:
-            return None
-        measured, self._load, self._steps = self._load, None, 0
-        if imbalance_of(self.placement, measured, self.topology) <= self.policy.if_over:
-            return None
-        change = rebalance(self.placement, measured, self.policy.want, self.topology)
-        self.placement = change.placement
-        return change if len(change.moves) else None

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from tokenyard.planner.balance import Balancer, Policy, Rebalancing
+from tokenyard.planner.balance import Rebalancing
+from tokenyard.planner.balancer import Balancer, Policy
 from tokenyard.planner.copies import CopyChooser, dealt
 from tokenyard.planner.cost import Cluster, Model, Stage, Work, imbalance, route_of, stages_of
 from tokenyard.planner.traffic import Rows, counted_rows, crossings
