@@ -2,8 +2,9 @@
 
     python -m tools.scale                  # virtual ranks to 512, in nodes of 8
     python -m tools.scale --hierarchical   # the same through the memory of nodes, to 128
-    python -m tools.scale --connections    # real processes: the sockets that a rank holds
-    python -m tools.scale --count          # the same, counted for any number of ranks
+    python -m tools.scale --processes      # real processes to 64
+    python -m tools.scale --connections    # the sockets that each of them holds
+    python -m tools.scale --count          # messages and connections of any number of ranks
     python -m tools.scale --plot FILE      # and drawn
 
 Every rank dispatches and combines 8 tokens with 8 of as many experts as there are ranks. Each
@@ -16,6 +17,7 @@ import argparse
 import json
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import time
@@ -32,15 +34,17 @@ TOKENS, TOPK, HIDDEN, NODE = 8, 8, 128, 8
 MESSAGE = 8 * MESSAGE_WORDS  # bytes
 
 
-def job(group: Any, transport: str, calls: int) -> dict[str, Any]:
-    """Moments at which this rank has opened its Buffer, dispatched and combined."""
+def job(group: Any, transport: str, calls: int, ranks_per_node: int = NODE) -> dict[str, Any]:
+    """Moments at which this rank has opened its Buffer, dispatched and combined; and had begun."""
     rank, size = group.rank(), group.size()
     random = torch.Generator().manual_seed(rank)
     x = torch.randn(TOKENS, HIDDEN, generator=random).bfloat16()
     topk_idx = torch.rand(TOKENS, size, generator=random).topk(TOPK, dim=1).indices
     weights = torch.ones(TOKENS, TOPK)
-    moments = []
-    with tokenyard.Buffer(group, transport=transport, ranks_per_node=NODE, timeout=300.0) as buffer:
+    moments, begin = [], time.perf_counter()
+    with tokenyard.Buffer(
+        group, transport=transport, ranks_per_node=ranks_per_node, timeout=300.0
+    ) as buffer:
         moments.append(time.perf_counter())
         for _ in range(calls):
             got: Any = buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights, num_experts=size)
@@ -48,7 +52,7 @@ def job(group: Any, transport: str, calls: int) -> dict[str, Any]:
             buffer.combine(got.recv_x, got.handle)
             moments.append(time.perf_counter())
         memory = sum(buffer.stats()["memory"].values())
-    return {"moments": moments, "memory": memory}
+    return {"moments": [*moments, begin], "memory": memory}
 
 
 def measure(num_ranks: int, transport: str) -> dict[str, Any]:
@@ -58,7 +62,7 @@ def measure(num_ranks: int, transport: str) -> dict[str, Any]:
     resident, cpu, begin = _resident(), time.process_time(), time.perf_counter()
     run = run_virtual(job, num_ranks, transport, 1, timeout=600)
     seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
-    ends = [begin, *(max(at) for at in zip(*(one["moments"] for one in run.results)))]
+    ends = [begin, *(max(at) for at in zip(*(one["moments"][:-1] for one in run.results)))]
     opening, dispatch, combine = (after - before for before, after in pairwise(ends))
     others = ~torch.eye(num_ranks, dtype=torch.bool)
     return {
@@ -129,6 +133,21 @@ def show(*cells: object) -> None:
     print("|", " | ".join(map(str, cells)), "|", flush=True)
 
 
+def show_processes() -> None:
+    """The slowest rank's opening, and the median of its calls."""
+    show("ranks", "transport", "opening, s", "dispatch and combine, ms")
+    calls = 12
+    for num_ranks in (8, 16, 32, 64):
+        with Processes(num_ranks, timeout=600) as ranks:
+            for transport in ("direct", "hierarchical", "collective"):
+                near = num_ranks if transport == "direct" else NODE
+                ranks.run(job, transport, 1, near)  # kernels are loaded, ranks have started
+                run = [one["moments"] for one in ranks.run(job, transport, calls, near)]
+                opening = max(one[0] - one[-1] for one in run)
+                each = max(statistics.median(b - a for a, b in pairwise(one[:-1:2])) for one in run)
+                show(num_ranks, transport, f"{opening:.2f}", f"{1e3 * each:.1f}")
+
+
 def show_connections() -> None:
     show("ranks", "transport", "connections of ranks, in nodes of 2")
     for num_ranks in (2, 4, 8):
@@ -195,6 +214,7 @@ def show_runs(transport: str, most: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hierarchical", action="store_true", help="through the nodes' memory")
+    parser.add_argument("--processes", action="store_true", help="real ones, to 64")
     parser.add_argument("--connections", action="store_true", help="of real processes")
     parser.add_argument("--count", action="store_true", help="for 8 to 10,000 ranks, without them")
     parser.add_argument("--plot", metavar="FILE", help="connections and messages that are counted")
@@ -203,6 +223,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.one:
         print(json.dumps(measure(int(args.one[0]), args.one[1])))
+    elif args.processes:
+        show_processes()
     elif args.connections:
         show_connections()
     elif args.count:
