@@ -111,21 +111,31 @@ def count(num_ranks: int, transport: str, ranks_per_node: int = NODE) -> Counted
 
 
 def sockets(group: Any, transport: str, ranks_per_node: int) -> int:
-    """How many connections to other ranks this process holds once a Buffer is open."""
+    """How many connections to other ranks this process holds once a Buffer is open. Those of a
+    Buffer before may take a moment to close: the least of several counts.
+    """
     with tokenyard.Buffer(group, transport=transport, ranks_per_node=ranks_per_node):
-        held = set()
-        for name in os.listdir("/proc/self/fd"):
-            try:
-                held.add(os.readlink(f"/proc/self/fd/{name}"))
-            except OSError:  # closed meanwhile
-                continue
-        found = 0
-        for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-            with open(table) as file:
-                for line in list(file)[1:]:
-                    words = line.split()
-                    found += words[3] == "01" and f"socket:[{words[9]}]" in held
-        return found
+        counts = []
+        for _ in range(10):
+            counts.append(_established())
+            time.sleep(0.05)
+        return min(counts)
+
+
+def _established() -> int:
+    held = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            held.add(os.readlink(f"/proc/self/fd/{name}"))
+        except OSError:  # closed meanwhile
+            continue
+    found = 0
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with open(table) as file:
+            for line in list(file)[1:]:
+                words = line.split()
+                found += words[3] == "01" and f"socket:[{words[9]}]" in held
+    return found
 
 
 def show(*cells: object) -> None:
