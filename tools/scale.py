@@ -27,11 +27,10 @@ from typing import Any, NamedTuple
 import torch
 
 import tokenyard
+from tokenyard.planner.cost import MESSAGE_BYTES
 from tokenyard.testing import Processes, run_virtual
-from tokenyard.wire.message import MESSAGE_WORDS
 
 TOKENS, TOPK, HIDDEN, NODE = 8, 8, 128, 8
-MESSAGE = 8 * MESSAGE_WORDS  # bytes
 
 
 def job(group: Any, transport: str, calls: int, ranks_per_node: int = NODE) -> dict[str, Any]:
@@ -103,11 +102,11 @@ def count(num_ranks: int, transport: str, ranks_per_node: int = NODE) -> Counted
     others, num_nodes = num_ranks - 1, -(-num_ranks // ranks_per_node)
     local = min(ranks_per_node, num_ranks)
     if transport == "collective":  # the group's own, and the Buffer's
-        return Counted(others, others * MESSAGE, 2 * others)
+        return Counted(others, others * MESSAGE_BYTES, 2 * others)
     # A message to a node has the words for all its ranks. Messages and rows have a connection each,
     # and the ranks of the node have met over some.
     far = num_nodes - 1
-    return Counted(far, far * local * MESSAGE, others + (local - 1) + 2 * far)
+    return Counted(far, far * local * MESSAGE_BYTES, others + (local - 1) + 2 * far)
 
 
 def sockets(group: Any, transport: str, ranks_per_node: int) -> int:

@@ -218,8 +218,8 @@ def open_engine(group: Any, options: Options) -> tuple[Engine, LowLatency | None
         agreement, streams = Agreement(opened, shared_id), streams_for(communicator.device)
         agreement.clocks_R = clocks_ahead(communicator, machines)
         where = place_words(placed)
-        ids = told[:, [2, *range(6, told.shape[1])]].tobytes()  # machines and processes
-        place = repr((ids, topology.node_of_rank, where, opened.name))
+        processes = told[:, 6:].tobytes()
+        place = repr((processes, machines, topology.node_of_rank, where, opened.name))
         origin = Origin(shared_id, rank, digest(place), tuple(topology.node_of_rank))
         engine = Engine(
             opened, communicator, kernel_set, agreement, topology, placed, origin, own_id, streams

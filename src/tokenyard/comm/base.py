@@ -119,7 +119,7 @@ class Communicator:
         """A rank that waits long here calls look(stage), which may raise, now and then."""
 
     def waits_elsewhere(self) -> None:
-        """From now on its ranks also wait for each other in memory, where it does not see them."""
+        """From now on its ranks also wait for each other in shared memory, which it cannot see."""
 
     def explain(self, stage: str, error: RuntimeError) -> PeerError:
         """Who is to blame for an error of the engine beneath."""

@@ -1,9 +1,9 @@
 """Of many virtual ranks one runs at a time, from one meeting to the next.
 
 Hundreds of threads that run at once spend most of their time on fighting for the interpreter. So
-the rank that runs has a baton, and hands it on when it waits for others. A rank that has waited for
-it while nobody handed it on goes without it: the one that has it may be waiting for something that
-the baton knows nothing of, and which only another rank can bring about.
+the rank that runs has a baton, and hands it on when it waits for others in a meeting. If nobody
+hands the baton on for a while, the other ranks run without it: whoever has it may be waiting for
+one of them by some other means.
 """
 
 from __future__ import annotations

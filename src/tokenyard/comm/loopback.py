@@ -156,7 +156,7 @@ class LoopbackWorld:
         return gate
 
     def _alarm(self) -> None:
-        """All that wait here shall look what is the matter."""
+        """Wake all that wait here, so that they look whether this round can still end."""
         waiting, self._waiting = self._waiting, []
         for gate in waiting:
             gate.open()
@@ -218,15 +218,16 @@ class LoopbackWorld:
         """Give row r to each rank r in this round, before `meet`. Returns the round."""
         num_bytes = np.full(self.size, message_RM[0].nbytes)
         self._whole._count(stage, self.members[rank], self.members, num_bytes)
-        # Most messages end in many words that are 0, and those of many ranks fill the memory.
+        # Most messages end in zeros, which are left out: there is a message for every two ranks.
         used = np.flatnonzero(message_RM.any(0))
         width = int(used[-1]) + 1 if len(used) else 0
         with self._lock:
             this_round = self._round
             laid, shape = self._messages[this_round % 2], (self.size, self.size, width)
             if laid is None or laid.round != this_round:
-                is_old = laid is not None and laid.words_RRW.shape == shape  # read by all
-                words = laid.words_RRW if laid and is_old else np.empty(shape, np.int64)
+                words = None if laid is None else laid.words_RRW  # which all ranks have read
+                if words is None or words.shape != shape:
+                    words = np.empty(shape, np.int64)
                 laid = _Messages(this_round, message_RM.shape[1], words)
             elif laid.words_RRW.shape[2] < width:
                 wider = np.zeros(shape, np.int64)
@@ -292,11 +293,11 @@ class LoopbackCommunicator(Communicator):
         sent, expected = [len(parcel) for parcel in parcels], list(exchange.out_counts)
         fits = all(map(le, sent, expected)) if exchange.at_most else sent == expected
         assert fits, f"rank {self.rank} expects {expected} rows, gets {sent}"
-        out_NB, begins = exchange.out_NB.numpy(), accumulate(expected, initial=0)
+        out_NB = exchange.out_NB.numpy()
         if sent == expected:
             np.concatenate(parcels, out=out_NB)
             return
-        for begin, parcel in zip(begins, parcels):
+        for begin, parcel in zip(accumulate(expected, initial=0), parcels):
             out_NB[begin : begin + len(parcel)] = parcel
 
     def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:

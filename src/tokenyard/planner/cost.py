@@ -24,10 +24,11 @@ from tokenyard.planner.traffic import (
     expected_rows,
 )
 from tokenyard.topology import Topology, even_split
+from tokenyard.wire.message import MESSAGE_WORDS
 
 MODES = ("normal", "low_latency")
 FP8_GROUP = 128  # elements that share a scale of 4 bytes
-MESSAGE_BYTES = 1024  # what a rank tells every other rank before rows move
+MESSAGE_BYTES = 8 * MESSAGE_WORDS  # what a rank tells every other rank before rows move
 HEADER_BYTES = 16  # of a row in DeepEP's low-latency mode: the token's number
 
 
