@@ -163,6 +163,38 @@ def both_ways(group: Any) -> None:
                 assert_same(fields(handle), fields(slow.handle))
 
 
+@torch.no_grad()
+def between_larger_calls(group: Any) -> list[bool]:
+    with tokenyard.Buffer(group, transport="direct") as buffer:
+        seen = []
+        for _ in range(4):
+            seen.append(is_compiled(buffer, inputs(group.rank())))
+            buffer.all_gather(torch.zeros(2000, 40))
+        return seen
+
+
+def test_a_call_of_another_shape_between_two_changes_nothing() -> None:
+    """The first call of a shape may find too little room, or too much."""
+    for seen in run_virtual(between_larger_calls, 2).results:
+        assert seen[2:] == [True, True]
+
+
+def test_what_a_caller_does_with_sums_changes_no_later_ones() -> None:
+    def job(group: Any) -> None:
+        with tokenyard.Buffer(group, transport="direct") as buffer:
+
+            def sums(num_tokens: int) -> Tensor:
+                given = inputs(group.rank(), num_tokens=num_tokens, hidden=16)
+                got: Any = buffer.dispatch(**given)
+                return buffer.combine(got.recv_x, got.handle).x
+
+            first = sums(1)
+            first.squeeze_(0)  # [16]
+            assert sums(16).shape == (16, 16)
+
+    run_virtual(job, 2)
+
+
 def test_handles_of_both_ways_are_alike() -> None:
     run_virtual(both_ways, 3)
 

@@ -126,7 +126,8 @@ class CompiledCalls:
 
         number = self._agreement.number
         try:
-            segment, memory = self._take(self._transport.last_bytes)
+            # As much as the last call of this shape took: one of another shape may have come since.
+            segment, memory = self._take(table[at.END] or self._transport.last_bytes)
         except SharedMemoryError:
             return None
         ledger = Ledger(num_tokens, most, src_room[0], self.size)
@@ -151,6 +152,7 @@ class CompiledCalls:
                     x, given_idx, topk_weights, num_experts, expert_alignment, config, tag
                 )
                 got, handle, _ = self._engine.dispatch(request, _AT_ONCE, stage, heard)
+                table[at.END] = self._transport.last_bytes
                 assert got.topk_idx is not None
                 assert got.topk_weights is not None
                 return got.x, got.topk_idx, got.topk_weights, got.num_tokens_per_expert, handle
@@ -249,7 +251,8 @@ class CompiledCalls:
             elif plan.like[0].shape[0] == num_tokens:
                 sums = local_memory.empty_like(plan.like[0])
             else:
-                sums = plan.like[0] = local_memory.empty(num_tokens, hidden, dtype=dtype)
+                sums = local_memory.empty(num_tokens, hidden, dtype=dtype)
+                plan.like[0] = sums.detach()  # the caller may resize sums, or give them a graph
         except SharedMemoryError:
             return None
         number = self._agreement.number
