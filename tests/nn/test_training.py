@@ -297,3 +297,17 @@ def test_a_sum_over_ranks_has_the_same_bits_everywhere() -> None:
         assert_same(rows, want)
         assert_same(total, results[0][1])
         torch.testing.assert_close(total, want.sum(0))
+
+
+def test_a_sum_over_ranks_has_a_gradient() -> None:
+    """Each rank's x is in the sums of all, so its gradient is the sum of theirs."""
+
+    def job(group: Any) -> Tensor:
+        with tokenyard.Buffer(group) as buffer:
+            x = tokens(group.rank())[0].requires_grad_()
+            (functional.sum_over_ranks(buffer, x, 4).sum() * (group.rank() + 1)).backward()
+            assert x.grad is not None
+            return x.grad
+
+    for grad in run_virtual(job, 3).results:
+        assert_same(grad, torch.full_like(grad, 1.0 + 2.0 + 3.0))

@@ -247,11 +247,11 @@ combine_both.register_autograd(_combine_both_backward, setup_context=_save_both)
 
 
 def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.buffer, ctx.num_experts = inputs
+    _, ctx.buffer = inputs
 
 
 def _sum_backward(ctx: Any, grad: Tensor) -> Any:
-    return sum_over_ranks(grad.contiguous(), ctx.buffer, ctx.num_experts), None, None
+    return sum_over_ranks(grad.contiguous(), ctx.buffer), None
 
 
 sum_over_ranks.register_autograd(_sum_backward, setup_context=_save_sum)
