@@ -337,18 +337,20 @@ def test_opcheck_of_the_exchange() -> None:
                 args = (x, topk_idx, weights, number, NUM_EXPERTS, worst, True)
                 # test_aot_dispatch wants equal outputs, and every dispatch has its own ticket.
                 torch.library.opcheck(
-                    operators.dispatch,
+                    operators.dispatch.operator,
                     args,
                     test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
                 )
                 y = rows.x.detach().requires_grad_()
                 w = rows.topk_weights.detach().requires_grad_()
                 ticket, num_rows = rows.ticket, len(rows.x)
-                torch.library.opcheck(operators.combine, (y, ticket, number, len(x), True))
+                torch.library.opcheck(operators.combine.operator, (y, ticket, number, len(x), True))
                 torch.library.opcheck(
-                    operators.combine_both, (y, w, ticket, number, len(x), True, True)
+                    operators.combine_both.operator, (y, w, ticket, number, len(x), True, True)
                 )
-                torch.library.opcheck(operators.dispatch_again, (x, ticket, number, num_rows))
+                torch.library.opcheck(
+                    operators.dispatch_again.operator, (x, ticket, number, num_rows)
+                )
 
     run_virtual(job, 1)
 
@@ -360,14 +362,14 @@ def test_opcheck_of_what_is_local() -> None:
     got = tf.permute(x, topk_idx, 2)
     y = torch.randn(len(got.x), 4, requires_grad=True)
     for num_rows in (-1, 10):
-        torch.library.opcheck(operators.permute, (x, topk_idx, 2, 1, num_rows))
-    torch.library.opcheck(operators.spread, (x, got.row_of, 5))
-    torch.library.opcheck(operators.unpermute, (y, got.row_of, None))
-    torch.library.opcheck(operators.unpermute, (y, got.row_of, weights))
-    torch.library.opcheck(operators.unpermute_backward, (x, y, got.row_of, weights))
+        torch.library.opcheck(operators.permute.operator, (x, topk_idx, 2, 1, num_rows))
+    torch.library.opcheck(operators.spread.operator, (x, got.row_of, 5))
+    torch.library.opcheck(operators.unpermute.operator, (y, got.row_of, None))
+    torch.library.opcheck(operators.unpermute.operator, (y, got.row_of, weights))
+    torch.library.opcheck(operators.unpermute_backward.operator, (x, y, got.row_of, weights))
     matrices = torch.randn(2, 4, 8, requires_grad=True)
-    torch.library.opcheck(operators.grouped_mm, (y, matrices, got.offsets))
-    torch.library.opcheck(operators.grouped_outer, (y, y, got.offsets))
+    torch.library.opcheck(operators.grouped_mm.operator, (y, matrices, got.offsets))
+    torch.library.opcheck(operators.grouped_outer.operator, (y, y, got.offsets))
 
 
 @pytest.mark.processes

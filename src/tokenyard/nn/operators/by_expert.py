@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from tokenyard.nn import tickets
+from tokenyard.nn.operators.define import operator
 from tokenyard.nn.operators.exchange import combine_both, dispatch_again, same_on_all_ranks
 from tokenyard.nn.operators.permute import unpermute, unpermute_backward
 
 
-@torch.library.custom_op("tokenyard::dispatch_by_expert", mutates_args=())
+@operator("dispatch_by_expert")
 def dispatch_by_expert(
     x: Tensor,
     topk_idx: Tensor,
@@ -65,7 +66,7 @@ def _(
     )
 
 
-@torch.library.custom_op("tokenyard::combine_by_expert", mutates_args=())
+@operator("combine_by_expert")
 def combine_by_expert(
     y: Tensor,
     row_of: Tensor,

@@ -12,9 +12,10 @@ from torch import Tensor
 from tokenyard.buffer import Buffer
 from tokenyard.errors import CallMismatch
 from tokenyard.nn import tickets
+from tokenyard.nn.operators.define import operator
 
 
-@torch.library.custom_op("tokenyard::dispatch", mutates_args=())
+@operator("dispatch")
 def dispatch(
     x: Tensor,
     topk_idx: Tensor,
@@ -61,7 +62,7 @@ def _(
     )
 
 
-@torch.library.custom_op("tokenyard::dispatch_again", mutates_args=())
+@operator("dispatch_again")
 def dispatch_again(x: Tensor, ticket: Tensor, buffer: int, num_rows: int) -> Tensor:
     got = tickets.buffer_of(buffer).dispatch(x, handle=tickets.redeem(ticket)).recv_x
     assert isinstance(got, Tensor)
@@ -73,7 +74,7 @@ def _(x: Tensor, ticket: Tensor, buffer: int, num_rows: int) -> Tensor:
     return x.new_empty(num_rows, x.shape[1])
 
 
-@torch.library.custom_op("tokenyard::combine", mutates_args=())
+@operator("combine")
 def combine(y: Tensor, ticket: Tensor, buffer: int, num_tokens: int, graph: bool) -> Tensor:
     with same_on_all_ranks("y of combine", graph):
         got = tickets.buffer_of(buffer).combine(y, tickets.redeem(ticket), tag=int(graph)).x
@@ -107,7 +108,7 @@ def same_on_all_ranks(what: str, graph: bool) -> Iterator[None]:
         ) from error
 
 
-@torch.library.custom_op("tokenyard::combine_both", mutates_args=())
+@operator("combine_both")
 def combine_both(
     y: Tensor,
     weights: Tensor,
@@ -169,7 +170,7 @@ def _(
     )
 
 
-@torch.library.custom_op("tokenyard::gather_over_ranks", mutates_args=())
+@operator("gather_over_ranks")
 def gather_over_ranks(x: Tensor, buffer: int) -> Tensor:
     """[R, D]: all ranks' x, ranks ascending."""
     return tickets.buffer_of(buffer).all_gather(x[None]).x
@@ -180,7 +181,7 @@ def _(x: Tensor, buffer: int) -> Tensor:
     return x.new_empty(tickets.buffer_of(buffer).group_size, x.shape[0])
 
 
-@torch.library.custom_op("tokenyard::sum_over_ranks", mutates_args=())
+@operator("sum_over_ranks")
 def sum_over_ranks(x: Tensor, buffer: int) -> Tensor:
     """[D]: the sum of all ranks' x, in the order of ranks."""
     return gather_over_ranks(x, buffer).sum(0)

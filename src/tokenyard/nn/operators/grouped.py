@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm as torch_grouped_mm
 
+from tokenyard.nn.operators.define import operator
+
 _TAKEN = (torch.float32, torch.bfloat16, torch.float16)
 _STEP = 16  # bytes
 
 
-@torch.library.custom_op("tokenyard::grouped_mm", mutates_args=())
+@operator("grouped_mm")
 def grouped_mm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     """x [M, A] times weights [L, A, B] -> [M, B]. Group l ends before row offsets[l]."""
     x, weights = x.contiguous(), _matrices(weights)
@@ -37,7 +39,7 @@ def _(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weights.shape[2])
 
 
-@torch.library.custom_op("tokenyard::grouped_outer", mutates_args=())
+@operator("grouped_outer")
 def grouped_outer(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     """x [M, A] and y [M, B] -> [L, A, B]: in each group the sum of its rows' outer products."""
     x, y = x.contiguous(), y.contiguous()

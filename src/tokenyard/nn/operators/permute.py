@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenyard.nn.operators.define import operator
 from tokenyard.ops import permute as ops
 
 
-@torch.library.custom_op("tokenyard::permute", mutates_args=())
+@operator("permute")
 def permute(
     x: Tensor, topk_idx: Tensor, num_experts: int, expert_alignment: int, num_rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,7 +38,7 @@ def _(
     )
 
 
-@torch.library.custom_op("tokenyard::spread", mutates_args=())
+@operator("spread")
 def spread(x: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
     """out[row_of[n, k]] = x[n], zeros where nothing goes."""
     return ops.spread(x, row_of, num_rows)
@@ -48,7 +49,7 @@ def _(x: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
     return x.new_empty(num_rows, x.shape[1])
 
 
-@torch.library.custom_op("tokenyard::unpermute", mutates_args=())
+@operator("unpermute")
 def unpermute(y: Tensor, row_of: Tensor, weights: Tensor | None) -> Tensor:
     return ops.unpermute(y, row_of, weights=weights)
 
@@ -58,7 +59,7 @@ def _(y: Tensor, row_of: Tensor, weights: Tensor | None) -> Tensor:
     return y.new_empty(row_of.shape[0], y.shape[1])
 
 
-@torch.library.custom_op("tokenyard::unpermute_backward", mutates_args=())
+@operator("unpermute_backward")
 def unpermute_backward(
     grad: Tensor, y: Tensor, row_of: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,54 @@
+"""Operators of torch.library that are called as plain functions where nobody looks at them.
+
+Whoever traces, differentiates, transforms or profiles a call sees an operator. All others would
+only pay for it: some 25 us a call, as much as a whole exchange of one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _functorch as functorch
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+class Operator:
+    """A function of tensors and numbers, and the operator that stands for it."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.operator = torch.library.custom_op(f"tokenyard::{name}", function, mutates_args=())
+        self.register_fake = self.operator.register_fake
+        self.register_autograd = self.operator.register_autograd
+
+    def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_compiling() or _is_looked_at(args):
+            return self.operator(*args)
+        return self.function(*args)
+
+
+def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
+    return lambda function: Operator(name, function)
+
+
+def _is_looked_at(args: tuple[Any, ...]) -> bool:
+    """By autograd, a mode, a transform, a profiler, or a kind of tensor of its own."""
+    if (
+        torch._C._len_torch_dispatch_stack()
+        or functorch.peek_interpreter_stack() is not None
+        or torch.autograd._profiler_enabled()
+    ):
+        return True
+    graph = torch.is_grad_enabled()
+    return any(
+        type(one) not in _PLAIN
+        or (graph and one.requires_grad)
+        or one.is_meta
+        or functorch.is_legacy_batchedtensor(one)
+        for one in args
+        if isinstance(one, Tensor)
+    )
