@@ -1,6 +1,6 @@
 """Expert parallelism by one all-to-all of (token, expert) pairs: what to beat.
 
-The scheme of transformers' EpDispatchExpertsParallel, from its description: pairs are sorted by
+The scheme of transformers' AllToAllEP, from its description: pairs are sorted by
 expert, ranks tell each other how many they send for each expert, and every pair's row is sent to
 its expert's rank, so that a token goes there as often as it chose experts there.
 """

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+from tests.cases.processes import Pools
 from tests.cases.transformers import families, family_checks, family_table
 
 SIX = ["diffusion_gemma", "gpt_oss", "llama4", "longcat_flash", "muse_spark", "switch_transformers"]
@@ -33,9 +34,10 @@ def test_six_families(family: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.parametrize("family", families.walk())
-def test_families(family: str) -> None:
+def test_families(processes: Pools, family: str) -> None:
     models = [families.tiny_model(family, kind) for kind in families.classes_of(family)]
     kinds = {type(module).__name__ for model in models for module in model.modules()}
     assert kinds.issuperset(families.walk()[family]), "experts that no model of the table has"
-    assert family_table.row_of(family) == family_table.rows()[family]
+    assert family_table.row_of(family, processes(2)) == family_table.rows()[family]

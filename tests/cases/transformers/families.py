@@ -49,10 +49,10 @@ SMALL: dict[str, Any] = {
     "num_heads": 4,
     "num_key_value_heads": 4,
     "head_dim": 8,
-    "num_experts": 6,
-    "num_local_experts": 6,
-    "n_routed_experts": 6,
-    "moe_num_experts": 6,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "moe_num_experts": 8,
     "num_experts_per_tok": 2,
     "num_experts_per_token": 2,
     "moe_topk": 2,
@@ -215,12 +215,17 @@ def _has(config: Any, name: str) -> bool:
         return True
 
 
-def tiny_model(family: str, kind: Any = None) -> Any:
-    """Of one of the family's classes, the first if none is given."""
+def tiny_model(family: str, kind: Any = None, **more: Any) -> Any:
+    """Of one of the family's classes, the first if none is given; more: values of the config, and
+    of its part about text.
+    """
     kind = kind or classes_of(family)[0]
-    more = OVERRIDES.get(kind.__name__, OVERRIDES.get(family, {}))
+    known = OVERRIDES.get(kind.__name__, OVERRIDES.get(family, {}))
+    sizes = {**known, **more, "text_config": {**known.get("text_config", {}), **more}}
+    if "text_config" not in kind.config_class.sub_configs:
+        del sizes["text_config"]
     torch.manual_seed(5)
-    model = kind(tiny_config(kind.config_class, more)).float().eval()
+    model = kind(tiny_config(kind.config_class, sizes)).float().eval()
     for parameter in model.parameters():  # some classes leave matrices as they were in memory
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.2)

@@ -50,20 +50,20 @@ def classify(family: str, kind: Any = None) -> tuple[str, str]:
     try:
         model = tiny_model(family, kind)
     except Exception as error:
-        return BROKEN, _words(error)
+        return BROKEN, words_of(error)
     try:
         find_experts(model)
     except ValueError as error:
-        return REFUSED, _words(error)
+        return REFUSED, words_of(error)
     try:
         alone = [step(model, rank) for rank in range(NUM_RANKS)]
     except Exception as error:
-        return BROKEN, _words(error)
+        return BROKEN, words_of(error)
     compare(model, alone)
     return WORKS, ""
 
 
-def _words(error: Exception) -> str:
+def words_of(error: Exception) -> str:
     return " ".join(str(error).split())
 
 

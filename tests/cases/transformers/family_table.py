@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
+from tests.cases.clock import scaled
+from tests.cases.transformers import family_jobs
 from tests.cases.transformers.families import classes_of, walk
 from tests.cases.transformers.family_checks import WORKS, classify
+from tokenyard.testing import Processes
 
 PAGE = Path(__file__).parents[3] / "docs" / "guide" / "transformers_models.md"
-HEADER = "| family | experts | model | |\n|---|---|---|---|\n"
+HEADER = "| family | experts | model | `expert_parallel` | one word |\n|---|---|---|---|---|\n"
 
 
-def row_of(family: str) -> str:
-    kinds, said = classes_of(family), []
-    for kind in kinds:
+def row_of(family: str, ranks: Processes) -> str:
+    """ranks: two processes."""
+    kinds, said, by_word = classes_of(family), [], []
+    for which, kind in enumerate(kinds):
         result, words = classify(family, kind)
         said.append(result if result == WORKS else f"{result}: {words}")
+        with tempfile.TemporaryDirectory() as path:
+            by_word.append(ranks.run(family_jobs.by_one_word, family, which, path)[0])
     cells = [family, _code(walk()[family]), _code([one.__name__ for one in kinds])]
-    return f"| {' | '.join([*cells, ', '.join(dict.fromkeys(said))])} |"
+    cells += [", ".join(dict.fromkeys(words)) for words in (said, by_word)]
+    return f"| {' | '.join(cells)} |"
 
 
 def _code(names: list[str]) -> str:
@@ -42,7 +50,8 @@ def experts() -> dict[str, list[str]]:
 def write() -> None:
     before, _, table = PAGE.read_text().partition(HEADER)
     after = [line for line in table.splitlines() if not line.startswith("|")]
-    made = [row_of(family) for family in walk()]
+    with Processes(2, timeout=scaled(300)) as ranks:
+        made = [row_of(family, ranks) for family in walk()]
     PAGE.write_text(before + HEADER + "\n".join([*made, *after]) + "\n")
 
 

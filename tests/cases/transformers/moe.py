@@ -23,7 +23,6 @@ with warnings.catch_warnings():
         Qwen3MoeConfig,
         Qwen3MoeForCausalLM,
     )
-    from transformers.distributed import DistributedConfig
     from transformers.utils.logging import disable_progress_bar
 
 from tests.cases.clock import scaled
@@ -31,7 +30,6 @@ from tokenyard import PeerInputError, Replicas
 from tokenyard.integrations.transformers import (
     expert_parallel,
     from_pretrained,
-    replace_dispatch,
     save_pretrained,
 )
 from tokenyard.integrations.transformers.saving import gather_state
@@ -212,17 +210,6 @@ def bytes_to_load(group: Any, path: str, alone: bool) -> tuple[int, int]:
         model = from_pretrained(AutoModelForCausalLM, path, group)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     return grown * 1024, sum(one.nbytes for one in model.parameters()) + 0 * int(warm.sum())
-
-
-def by_their_own_plan(group: Any, path: str, sizes: dict[str, Any]) -> tuple[Tensor, int]:
-    """transformers' expert parallelism, with the style in the place of its own."""
-    replace_dispatch()
-    config = DistributedConfig(ep_size=group.size(), **sizes)
-    model = AutoModelForCausalLM.from_pretrained(path, distributed_config=config)
-    same = "tp_size" in sizes
-    logits = model(tokens_of(0 if same else group.rank())).logits
-    used = sum(hasattr(one, "tokenyard") for one in model.modules())
-    return logits.detach(), used
 
 
 def generate_unequally(group: Any, kind: str) -> Tensor:

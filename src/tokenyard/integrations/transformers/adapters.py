@@ -268,7 +268,7 @@ ADAPTERS = {
     ),
 }
 REFUSED = {
-    "NllbMoeExperts": "transformers 5.22 reads the router's mask as ids of experts, so that "
+    "NllbMoeExperts": "transformers 5.23 reads the router's mask as ids of experts, so that "
     "experts 0 and 1 do all the work",
     "VitPoseNaiveMoe": "the caller chooses them, one for a whole image, and no router does",
 }

@@ -1,59 +1,116 @@
-"""Ranks that all have the same rows: sums over ranks, and how gradients pass through them."""
+"""Ranks that all have the same rows: a slice for each, sums over ranks, and their gradients."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokenyard.buffer import Buffer
+from tokenyard.nn.operators.define import operator
+from tokenyard.nn.tickets import number_of
 from tokenyard.types import Handle
 
 
 class Everyone:
-    """Sums over ranks of rows that all of them have.
+    """Rows that all ranks have, and sums of them over ranks.
 
-    Each rank is responsible for an equal share of the rows. `Buffer.all_gather` of the shares makes
-    a route. combine along that route gives every rank the sums of its share; all_gather along it
-    gives every rank all sums.
+    Each rank is responsible for an equal slice of the rows. `Buffer.all_gather` of the slices makes
+    a route. combine along that route gives every rank the sums of its slice; all_gather along it
+    gives every rank all rows.
     """
 
     KEPT = 16  # routes; generation asks for the same again with every token
 
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer
-        self._handles: OrderedDict[tuple[Any, ...], Handle] = OrderedDict()
+        self._handles: dict[tuple[Any, ...], Handle] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Everyone:
         """Itself: a copy of a model goes the same routes."""
         return self
 
-    def sum(self, x: Tensor) -> Tensor:
-        handle = self._handle(x)
-        share = self.buffer.combine(x, handle).x
-        return self.buffer.all_gather(share, handle).x
-
-    def _handle(self, x: Tensor) -> Handle:
-        key = (*x.shape, x.dtype)
-        if key not in self._handles:
-            self._handles[key] = self._route(x)
-        self._handles.move_to_end(key)
-        while len(self._handles) > self.KEPT:
-            self._handles.popitem(last=False)
-        return self._handles[key]
-
-    def _route(self, x: Tensor) -> Handle:
+    def slice(self, x: Tensor) -> Tensor:
         rank, size = self.buffer.rank, self.buffer.group_size
-        begin, end = len(x) * rank // size, len(x) * (rank + 1) // size
-        got = self.buffer.all_gather(x[begin:end])
-        if len(got.x) != len(x):
+        return x[len(x) * rank // size : len(x) * (rank + 1) // size]
+
+    def join(self, rows: Tensor, num_rows: int) -> Tensor:
+        """All ranks' slices, num_rows in all."""
+        key = num_rows, *rows.shape[1:], rows.dtype
+        handle = self._handles.get(key)
+        got = self.buffer.all_gather(rows, handle)
+        if len(got.x) != num_rows:
             raise ValueError(
-                f"rank {rank} has {len(x)} tokens and others have not: want tokens='own', "
-                "or the same tokens on all ranks"
+                f"rank {self.buffer.rank} has {num_rows} tokens and others have not: want the same "
+                "on all ranks, or else tokens='own' or an fsdp_size"
             )
-        return got.handle
+        if handle is None:
+            if len(self._handles) == self.KEPT:
+                del self._handles[next(iter(self._handles))]
+            self._handles[key] = got.handle
+        return got.x
+
+    def sum(self, x: Tensor) -> Tensor:
+        key = *x.shape, x.dtype
+        if key not in self._handles:
+            self.join(self.slice(x), len(x))
+        return self.join(self.buffer.combine(x, self._handles[key]).x, len(x))
+
+
+_known: weakref.WeakValueDictionary[int, Everyone] = weakref.WeakValueDictionary()
+
+
+def everyone_of(buffer: Buffer) -> Everyone:
+    """The one of this Buffer: rows of the same shape go the same route in all layers."""
+    number = number_of(buffer)
+    everyone = _known.get(number)
+    if everyone is None:
+        everyone = _known[number] = Everyone(buffer)
+    return everyone
+
+
+def slice_of_rank(everyone: Everyone, x: Tensor) -> Tensor:
+    """This rank's slice of rows that all have. Its gradient is joined, `join_slices`' is sliced."""
+    return _slice_of_rank(x, number_of(everyone.buffer))
+
+
+def join_slices(everyone: Everyone, rows: Tensor, num_rows: int) -> Tensor:
+    return _join_slices(rows, number_of(everyone.buffer), num_rows)
+
+
+@operator("slice_of_rank")
+def _slice_of_rank(x: Tensor, buffer: int) -> Tensor:
+    return _known[buffer].slice(x).clone()
+
+
+@_slice_of_rank.register_fake
+def _(x: Tensor, buffer: int) -> Tensor:
+    return torch.empty_like(_known[buffer].slice(x))
+
+
+@operator("join_slices")
+def _join_slices(rows: Tensor, buffer: int, num_rows: int) -> Tensor:
+    return _known[buffer].join(rows.contiguous(), num_rows)
+
+
+@_join_slices.register_fake
+def _(rows: Tensor, buffer: int, num_rows: int) -> Tensor:
+    return rows.new_empty(num_rows, *rows.shape[1:])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.buffer, *_ = inputs
+    ctx.num_rows = x.shape[0]
+
+
+_slice_of_rank.register_autograd(
+    lambda ctx, grad: (_join_slices(grad, ctx.buffer, ctx.num_rows), None), setup_context=_save
+)
+_join_slices.register_autograd(
+    lambda ctx, grad: (_slice_of_rank(grad, ctx.buffer), None, None), setup_context=_save
+)
 
 
 class Replicated(torch.autograd.Function):

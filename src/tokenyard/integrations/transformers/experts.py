@@ -134,24 +134,30 @@ def through_experts(module: Experts, x: Tensor, offsets: Tensor) -> Tensor:
 
 
 def linear(module: Experts, key: str, x: Tensor, offsets: Tensor) -> Tensor:
-    weights = module.tokenyard.weights(module, key)
+    weights = _weights(module, key)
     matrices = weights if module.is_transposed else weights.transpose(1, 2)
     y = functional.grouped_mm(x.to(weights.dtype), matrices, offsets)
     if module.has_bias:
         counts = offsets.diff(prepend=offsets.new_zeros(1))
-        bias = module.tokenyard.weights(module, f"{key}_bias")
+        bias = _weights(module, f"{key}_bias")
         y = y + bias.repeat_interleave(counts, 0, output_size=len(x))
     return y
+
+
+def _weights(module: Experts, key: str) -> Tensor:
+    """Without a Plan the module is transformers' own, which cares for gradients itself."""
+    plan = getattr(module, "tokenyard", None)
+    return getattr(module, key) if plan is None else plan.weights(module, key)
 
 
 def _norm(module: Experts, y: Tensor) -> Tensor:
     """Its parameters are whole on all ranks. Where ranks have the same tokens, each makes a part of
     their gradients, which are summed; elsewhere each rank has those of its own rows.
     """
-    norm, everyone = module.post_expert_norm, module.tokenyard.everyone
-    if everyone is None:
+    norm, plan = module.post_expert_norm, getattr(module, "tokenyard", None)
+    if plan is None or plan.everyone is None:
         return norm(y)
     shared = {
-        name: Replicated.apply(everyone, one[None])[0] for name, one in norm.named_parameters()
+        name: Replicated.apply(plan.everyone, one[None])[0] for name, one in norm.named_parameters()
     }
     return functional_call(norm, shared, y)
