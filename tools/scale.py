@@ -110,15 +110,17 @@ def count(num_ranks: int, transport: str, ranks_per_node: int = NODE) -> Counted
 
 
 def sockets(group: Any, transport: str, ranks_per_node: int) -> int:
-    """How many connections to other ranks this process holds once a Buffer is open. Those of a
-    Buffer before may take a moment to close: the least of several counts.
+    """How many connections to other ranks this process holds once a Buffer is open on all. Those of
+    a Buffer before may take a moment to close: the count when it has stopped to change.
     """
-    with tokenyard.Buffer(group, transport=transport, ranks_per_node=ranks_per_node):
-        counts = []
-        for _ in range(10):
-            counts.append(_established())
+    with tokenyard.Buffer(group, transport=transport, ranks_per_node=ranks_per_node) as buffer:
+        buffer.all_gather(torch.zeros(1, 1))  # all have opened theirs
+        counts = [_established()]
+        while len(counts) < 10 or (len(set(counts[-10:])) > 1 and len(counts) < 200):
             time.sleep(0.05)
-        return min(counts)
+            counts.append(_established())
+        buffer.all_gather(torch.zeros(1, 1))  # all have counted, and may close
+        return counts[-1]
 
 
 def _established() -> int:
