@@ -86,6 +86,17 @@ def compare_gradients(model: nn.Module, whole: nn.Module) -> None:
         near(one.grad, want, f"the gradient of {name}", 1e-2 * largest)
 
 
+def run_step(group: Any, model: Any, whole: Any, sizes: dict[str, int], step: int) -> None:
+    """Forward and backward of both: the loss and all gradients are those of one process."""
+    batches, mine = batches_of(step, sizes), own_batch(group, sizes)
+    losses = [whole(one, labels=one).loss for one in batches]
+    torch.stack(losses).mean().backward()
+    loss = model(batches[mine], labels=batches[mine]).loss
+    loss.backward()
+    near(loss.detach(), losses[mine].detach(), f"the loss of step {step}")
+    compare_gradients(model, whole)
+
+
 def train(group: Any, path: str, sizes: dict[str, int]) -> None:
     """Three steps of AdamW: losses, gradients and parameters are those of one process."""
     model, whole = load(path, sizes), AutoModelForCausalLM.from_pretrained(path)
@@ -95,14 +106,7 @@ def train(group: Any, path: str, sizes: dict[str, int]) -> None:
         for one in (model, whole)
     ]
     for step in range(3):
-        batches = batches_of(step, sizes)
-        losses = [whole(one, labels=one).loss for one in batches]
-        torch.stack(losses).mean().backward()
-        mine = own_batch(group, sizes)
-        loss = model(batches[mine], labels=batches[mine]).loss
-        loss.backward()
-        near(loss.detach(), losses[mine].detach(), f"the loss of step {step}")
-        compare_gradients(model, whole)
+        run_step(group, model, whole, sizes, step)
         for optimiser in optimisers:
             optimiser.step()
             optimiser.zero_grad()
@@ -144,14 +148,7 @@ def compile_it(group: Any, path: str, sizes: dict[str, int]) -> None:
     for layer in model.model.layers:
         layer.mlp.compile(backend="aot_eager")
     for step in range(2):
-        batches = batches_of(step, sizes)
-        mine = own_batch(group, sizes)
-        losses = [whole(one, labels=one).loss for one in batches]
-        torch.stack(losses).mean().backward()
-        loss = model(batches[mine], labels=batches[mine]).loss
-        loss.backward()
-        near(loss.detach(), losses[mine].detach(), "the loss")
-        compare_gradients(model, whole)
+        run_step(group, model, whole, sizes, step)
         for one in (model, whole):
             one.zero_grad()
 
@@ -181,14 +178,14 @@ def run_kind(group: Any, experts: Any, way: str, same: bool, all_to: int | None)
     """
     rank, size = group.rank(), group.size()
     experts.config._experts_implementation = way
-    plan = {f"experts.{name}": "grouped_gemm" for name, _ in experts.named_parameters()}
-    plan = {name: style for name, style in plan.items() if "norm" not in name}
+    stacked = [name for name, _ in experts.named_parameters() if "norm" not in name]
+    plan = {f"experts.{name}": "grouped_gemm" for name in stacked}
+    plan["experts"] = "ep_dispatch_experts"
     whole = nn.ModuleDict({"experts": experts})
     model = copy.deepcopy(whole)
     shape = (1, size) if same else (size, 1)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("fsdp", "tp"))
     ep_mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
-    plan |= {"experts": "ep_dispatch_experts"}
     apply_expert_parallelism(model, ep_mesh, mesh["tp"], plan, "tokenyard")
 
     def step(module: nn.ModuleDict, which: int) -> tuple[Tensor, Tensor, Tensor]:

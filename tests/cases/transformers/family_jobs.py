@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
+from tests.cases.transformers.distributed import whole_of
 from tests.cases.transformers.families import classes_of, tiny_model
 from tests.cases.transformers.family_checks import BROKEN, WORKS, near, step, words_of
 from tokenyard.integrations.transformers import expert_parallel, from_pretrained, save_pretrained
@@ -78,12 +78,8 @@ def _compare(
     same = "tp_size" in sizes
     rank = 0 if same else group.rank()
     said, grads = step(model, rank)
-    near(_whole(said), alone[rank][0], alone[rank][0].norm(), "logits")
+    near(whole_of(said), alone[rank][0], alone[rank][0].norm(), "logits")
     largest = max(one.norm() for one in alone[0][1].values())
     for name, one in grads.items():
         wants = [alone[0][1][name]] if same else [grads[name] for _, grads in alone]
-        near(_whole(one), torch.stack(wants).mean(0), largest, f"gradient of {name}")
-
-
-def _whole(x: Any) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
+        near(whole_of(one), torch.stack(wants).mean(0), largest, f"gradient of {name}")

@@ -1,7 +1,7 @@
 """Operators of torch.library that are called as plain functions where nobody looks at them.
 
 Whoever traces, differentiates, transforms or profiles a call sees an operator. All others would
-only pay for it: some 25 us a call, as much as a whole exchange of one token.
+only pay for it: some 30 us a call.
 """
 
 from __future__ import annotations
