@@ -7,12 +7,14 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
 import tokenyard
 from tests.cases.clock import scaled
 from tests.cases.processes import Pools
 from tests.cases.slow_rank import EXPERTS, HIDDEN, NAP, RANKS, SLOW, TOKENS, WAYS, call
 from tokenyard.testing import run_virtual
+from tokenyard.transports.hierarchical.staging import Staging
 
 
 def slowed(group: Any, options: dict[str, Any], way: str) -> dict[str, Any]:
@@ -99,11 +101,40 @@ def test_compiled_and_general_calls_count_alike(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("TOKENYARD_COMPILED_CALLS", "0")
     general = run_virtual(job, 2, timeout=scaled(120)).results
     for quick, slow in zip(compiled, general):
-        for stats in (quick, slow):
+        for stats, way in ((quick, "compiled"), (slow, "general")):
+            wanted = {"compiled": 0, "enclosed": 0, "general": 0, way: 3}
+            assert stats["ways"] == {"dispatch": wanted, "combine": wanted}
             for counted in stats["stages"].values():
                 del counted["seconds"]
         for name in ("stages", "bytes", "rows_to", "expert_load"):
             assert quick[name] == slow[name]
+
+
+def test_ways_between_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first call ranks hear how much there is to enclose. One cached call is never compiled,
+    and a large one encloses nothing.
+    """
+    monkeypatch.setattr(Staging, "soon", scaled(60))
+
+    def job(group: Any) -> dict[str, Any]:
+        with tokenyard.Buffer(group, transport="hierarchical", ranks_per_node=1) as buffer:
+            idx, weights = torch.tensor([[0, 1]] * 4), torch.ones(4, 2)
+            for _ in range(3):
+                got = buffer.dispatch(
+                    torch.ones(4, 8), topk_idx=idx, topk_weights=weights, num_experts=2
+                )
+                buffer.combine(torch.ones(8, 8), got.handle)
+            buffer.dispatch(torch.ones(4, 8), handle=got.handle)
+            buffer.dispatch(torch.ones(4, 1 << 18), handle=got.handle)
+            return buffer.stats()
+
+    for stats in run_virtual(job, 2, timeout=scaled(60)).results:
+        assert stats["nodes"] == [0, 1]
+        assert stats["ways"] == {
+            "dispatch": {"compiled": 2, "enclosed": 0, "general": 1},
+            "combine": {"compiled": 2, "enclosed": 1, "general": 0},
+            "cached dispatch": {"compiled": 0, "enclosed": 1, "general": 1},
+        }
 
 
 def test_reset_begins_anew_and_memory_stays() -> None:
@@ -114,7 +145,7 @@ def test_reset_begins_anew_and_memory_stays() -> None:
 
     for before, after in run_virtual(job, 2, timeout=scaled(60)).results:
         assert before["stages"]["dispatch"]["calls"] == 1
-        assert after["stages"] == after["waited_for"] == after["came_last"] == {}
+        assert after["stages"] == after["ways"] == after["waited_for"] == after["came_last"] == {}
         assert sum(after["rows_to"]) == sum(after["expert_load"]) == 0
         assert before["memory"] == after["memory"]
         assert 0 < after["memory"]["rings"] <= 1 << 20

@@ -156,7 +156,11 @@ class Lifetime:
     def stats(self, reset: bool = False) -> dict[str, Any]:
         """What this rank has done since it made the Buffer, or last reset these figures:
 
+            nodes        for each rank the number of the node that it is on
             stages       by stage: calls, seconds in them, rows sent and received, bytes sent
+            ways         by stage: how many calls were `compiled`, made in one compiled call, and
+                         how many step by step: `enclosed` if their rows went with the words in
+                         which nodes agree on the call, else `general`
             bytes        of the rows sent, by link: itself, shared memory, network
             rows_to      for each rank the rows that went there, of all stages; bytes_to likewise
             waited_for   by rank: seconds that this rank waited, and that rank came last
@@ -174,6 +178,7 @@ class Lifetime:
             "rank": engine.rank,
             "num_ranks": engine.num_ranks,
             "transport": engine.transport.name,
+            "nodes": list(engine.topology.node_of_rank),
             **engine.statistics.snapshot(),
             "memory": {**engine.transport.memory(), "process": memory.held()},
         }

@@ -23,6 +23,7 @@ from tokenyard.engine.handle import CompiledHandle
 from tokenyard.engine.inputs import DispatchRequest
 from tokenyard.engine.nodes_handle import NodesHandle
 from tokenyard.engine.shapes import find_placement, is_valid, tell_shape
+from tokenyard.engine.statistics import COMPILED
 from tokenyard.errors import SharedMemoryError
 from tokenyard.runtime import memory
 from tokenyard.runtime.completion import Completion
@@ -170,7 +171,8 @@ class CompiledNodeCalls:
         first, num_local = at.BEFORE + say.PAYLOAD + 1, len(plan.per_expert)
         load = statistics.load(table[at.NUM_EXPERTS], num_local)
         load += heard[self._steps.slots_R, first : first + num_local].sum(0)
-        statistics.count("dispatch", begin, marks_TR.sum(0), tally_3R[1], plan.record_bytes)
+        sent_R, width = marks_TR.sum(0), plan.record_bytes
+        statistics.count("dispatch", begin, sent_R, tally_3R[1], width, COMPILED)
         return recv_x, recv_idx, recv_weights, plan.per_expert.tolist(), handle
 
     def forget(self) -> None:
@@ -236,7 +238,7 @@ class CompiledNodeCalls:
         steps.add_up()
         self._agreement.number = number + 1
         came_R, went_R = handle.tally_3R[1], handle.marks_TR.sum(0)
-        self._engine.statistics.count("combine", begin, came_R, went_R, width)
+        self._engine.statistics.count("combine", begin, came_R, went_R, width, COMPILED)
         return sums
 
     def _exchange(self, plan: _Plan, meanwhile: Any, begin: int, stage: str) -> np.ndarray:

@@ -26,7 +26,7 @@ from tokenyard.engine import arrivals, counts
 from tokenyard.engine.agreement import Agreed, Agreement, Call, Heard, Terms
 from tokenyard.engine.failure import Failure
 from tokenyard.engine.inputs import DispatchRequest, Outgoing, Preparation, wait
-from tokenyard.engine.statistics import Statistics, links_of
+from tokenyard.engine.statistics import ENCLOSED, GENERAL, Statistics, links_of
 from tokenyard.errors import PeerLeft, SharedMemoryError
 from tokenyard.kernels import Kernels
 from tokenyard.replicas import as_replicas
@@ -144,7 +144,8 @@ class Engine:
             load = self.statistics.load(out.placement.num_experts, len(per_expert))
             load += per_expert
         present = [column for column in columns if column is not None]
-        self.statistics.count_flow(stage, begin, flow, sum(row_widths(present)))
+        width = sum(row_widths(present))
+        self.statistics.count_flow(stage, begin, flow, width, _way(agreed))
         return received, self.handle(number, out, flow, src_idx, event.event), event
 
     def handle(
@@ -219,7 +220,8 @@ class Engine:
         work = partial(arrivals.receive_again, move, known.flow, (recv_x, recv_scales))
         event = self._finish(work, completion, pending, used, stage)
         present = [column for column in columns if column is not None]
-        self.statistics.count_flow(stage, begin, known.flow, sum(row_widths(present)))
+        width = sum(row_widths(present))
+        self.statistics.count_flow(stage, begin, known.flow, width, _way(agreed))
         return recv_x, recv_scales, event
 
     def combine(
@@ -262,8 +264,8 @@ class Engine:
             )
         used = [tensor for one in sums for tensor in (one.rows_ND, *one.biases_TD, one.out_TD)]
         event = self._finish(move, completion, pending, used, stage)
-        row_bytes = sum(row_widths([one.rows_ND for one in sums]))
-        self.statistics.count_flow(stage, begin, known.flow, row_bytes, back=True)
+        width = sum(row_widths([one.rows_ND for one in sums]))
+        self.statistics.count_flow(stage, begin, known.flow, width, _way(agreed), back=True)
         return sums[0].out_TD, sums[1].out_TD if len(sums) > 1 else None, event
 
     def layout(self, topk_idx: Any, num_experts: Any, previous_event: Any) -> Layout:
@@ -455,3 +457,7 @@ def _rows_out(
 ) -> RowsOut:
     present = [column for column in columns if column is not None]
     return RowsOut(present, flow, agreed.offer, agreed.offers, config, stage)
+
+
+def _way(agreed: Agreed) -> str:
+    return GENERAL if agreed.offer.came is None else ENCLOSED

@@ -8,6 +8,7 @@ which link, are made when somebody asks.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,9 @@ from tokenyard.wire.counters import BYTES, CALLS, FROM, HEAD, MOVING, NANOSECOND
 
 _MOST_STAGES = 32
 ITSELF, SHARED_MEMORY, NETWORK = "itself", "shared memory", "network"
+# How a call was made: in one compiled call, or step by step, with rows that travelled with the
+# words of the agreement, or after them.
+COMPILED, ENCLOSED, GENERAL = "compiled", "enclosed", "general"
 
 
 class Statistics:
@@ -33,6 +37,8 @@ class Statistics:
         # All counters, one row a stage.
         self.totals: Callable[[], np.ndarray] = self._words.copy
         self._loads: dict[tuple[int, int], np.ndarray] = {}  # by (E, L): [L]
+        # By stage and way. Compiled calls are not here: they are all others.
+        self._step_by_step = Counter[tuple[str, str]]()
 
     def counters(self, stage: str) -> np.ndarray:
         found = self._stages.get(stage)
@@ -62,9 +68,12 @@ class Statistics:
         sent_R: Sequence[int] | np.ndarray,
         received_R: Sequence[int] | np.ndarray,
         row_bytes: int,
+        way: str = GENERAL,
     ) -> None:
         """Count a call that began at this moment (`time.monotonic_ns`) and ends now."""
         words, size = self.counters(stage), self._size
+        if way != COMPILED:
+            self._step_by_step[stage, way] += 1
         words[CALLS] += 1
         words[NANOSECONDS] += time.monotonic_ns() - begin
         rows = words[HEAD:].reshape(3, size)
@@ -73,13 +82,19 @@ class Statistics:
         rows[BYTES] += np.asarray(sent_R) * row_bytes
 
     def count_flow(
-        self, stage: str, begin: int, flow: Flow, row_bytes: int, back: bool = False
+        self,
+        stage: str,
+        begin: int,
+        flow: Flow,
+        row_bytes: int,
+        way: str = GENERAL,
+        back: bool = False,
     ) -> None:
         """The same, of rows that have gone along a flow, or back."""
         sent, received = flow.route.send_counts, flow.recv_counts
         if back:
             sent, received = received, sent
-        self.count(stage, begin, sent, received, row_bytes)
+        self.count(stage, begin, sent, received, row_bytes, way)
 
     def moved(self, stage: str, nanoseconds: int) -> None:
         """The Buffer's thread has moved rows of a call for so long."""
@@ -92,7 +107,7 @@ class Statistics:
     def snapshot(self) -> dict[str, Any]:
         """The counters as plain values. `memory` and names are the Buffer's to add."""
         rows_to, num_bytes = np.zeros((2, self._size), np.int64)
-        stages, links = {}, dict.fromkeys((ITSELF, SHARED_MEMORY, NETWORK), 0)
+        stages, ways, links = {}, {}, dict.fromkeys((ITSELF, SHARED_MEMORY, NETWORK), 0)
         for stage, words in self._stages.items():
             if not words[CALLS]:
                 continue
@@ -104,6 +119,8 @@ class Statistics:
                 "rows_received": int(rows[FROM].sum()),
                 "bytes_sent": int(rows[BYTES].sum()),
             }
+            steps = {way: self._step_by_step[stage, way] for way in (ENCLOSED, GENERAL)}
+            ways[stage] = {COMPILED: int(words[CALLS]) - sum(steps.values()), **steps}
             rows_to += rows[TO]
             num_bytes += rows[BYTES]
         for link, count in zip(self._links, num_bytes.tolist()):
@@ -111,6 +128,7 @@ class Statistics:
         waited, times = self.waits.nanoseconds_R.tolist(), self.waits.times_R.tolist()
         return {
             "stages": stages,
+            "ways": ways,
             "bytes": links,
             "rows_to": rows_to.tolist(),
             "bytes_to": num_bytes.tolist(),
@@ -123,6 +141,7 @@ class Statistics:
         """Count from 0 again."""
         for words in (*self._stages.values(), *self._loads.values()):
             words[:] = 0
+        self._step_by_step.clear()
         self.waits.reset()
 
 
