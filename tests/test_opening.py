@@ -29,6 +29,12 @@ def ranks(processes: Pools) -> Processes:
     return processes(4)
 
 
+def where(buffer: tokenyard.Buffer) -> tuple[str, tuple[int, ...]]:
+    """The transport that was chosen, and the node of each rank."""
+    stats = buffer.stats()
+    return stats["transport"], tuple(stats["nodes"])
+
+
 def on_other_machines(group: Any, machines: list[int]) -> tuple[str, tuple[int, ...]]:
     """As if the boot ids of ranks were these."""
     real = opening._machine
@@ -36,7 +42,7 @@ def on_other_machines(group: Any, machines: list[int]) -> tuple[str, tuple[int, 
     try:
         with tokenyard.Buffer(group) as buffer:
             assert dispatch(buffer) == 6 * group.size()
-            return buffer._engine.transport.name, buffer._engine.topology.node_of_rank
+            return where(buffer)
     finally:
         opening._machine = real
 
@@ -106,8 +112,7 @@ def in_two_containers(group: Any) -> tuple[str, tuple[int, ...], list[str]]:
     try:
         with Told() as told, tokenyard.Buffer(group) as buffer:
             assert dispatch(buffer) == 24
-            nodes = buffer._engine.topology.node_of_rank
-            return buffer._engine.transport.name, nodes, told
+            return *where(buffer), told
     finally:
         segment.os.open = real
 
@@ -142,7 +147,7 @@ def as_nobody(group: Any) -> tuple[tuple[int, ...], list[str]]:
         opening.why_not_attached = look  # type: ignore[assignment]
     try:
         with Told() as told, tokenyard.Buffer(group) as buffer:
-            return buffer._engine.topology.node_of_rank, told
+            return where(buffer)[1], told
     finally:
         opening.why_not_attached = real
 
@@ -201,7 +206,7 @@ def test_given_nodes_choose_two_levels(ranks: Processes, caplog: pytest.LogCaptu
 
 def chosen(group: Any, sizes: list[int]) -> str:
     with tokenyard.Buffer(group, ranks_per_node=sizes) as buffer:
-        return buffer._engine.transport.name
+        return where(buffer)[0]
 
 
 @pytest.mark.parametrize("sizes", [(1,), (2, 2), (3, 2, 1), (1, 4, 2, 4)], ids=str)

@@ -19,8 +19,8 @@ from tokenyard.testing import numbered_tokens, routing, run_virtual
 FIRST = 1 << 16  # bytes that a first call takes before sizes are known
 
 
-def taken(group: Any, work: Workload) -> tuple[int, list[int], list[int]]:
-    """On each rank: rows that arrived, and the bytes of segments, kept and pooled."""
+def taken(group: Any, work: Workload) -> tuple[int, dict[str, int]]:
+    """On each rank: rows that arrived, and the bytes that it shares, by part."""
     rank = group.rank()
     idx, weights = routing("uniform", work.num_tokens, work.num_topk, work.num_experts, seed=rank)
     x = numbered_tokens(work.num_tokens, work.hidden, dtype=work.dtype)
@@ -42,11 +42,9 @@ def taken(group: Any, work: Workload) -> tuple[int, list[int], list[int]]:
                 num_rows = got.recv_x.shape[0]
                 out = buffer.combine(got.recv_x.clone(), got.handle)
             assert out is not None
-        transport: Any = buffer._engine.transport
-        if not hasattr(transport, "_node"):
-            return num_rows, [], []
-        kept = sorted(one.size for one in transport._node._kept)
-        return num_rows, kept, sorted(one.size for one in transport._node.pool)
+        memory = buffer.stats()["memory"]
+        del memory["process"]
+        return num_rows, memory
 
 
 def shape(transport: str, num_tokens: int, hidden: int, **more: Any) -> Workload:
@@ -65,35 +63,34 @@ def shared(work: Workload, num_rows: int, *, exact: bool) -> dict[str, int]:
 )
 def test_calls_within_a_machine(transport: str, num_tokens: int, hidden: int, dtype: str) -> None:
     work = shape(transport, num_tokens, hidden, dtype=getattr(torch, dtype))
-    for num_rows, kept, pooled in run_virtual(taken, 2, work, timeout=scaled(200)).results:
+    for num_rows, memory in run_virtual(taken, 2, work, timeout=scaled(200)).results:
         want = shared(work, num_rows, exact=True)
-        fixed = [want.pop(name) for name in ("messages", "rings") if name in want]
-        assert kept == sorted(fixed)
-        assert 0 <= sum(pooled) - sum(want.values()) <= FIRST
-        assert set(pooled) - {FIRST} <= set(want.values())
+        results = memory.pop("results", 0)
+        names = {"control": "messages", "rings": "rings"}
+        assert memory == {part: want.pop(name) for part, name in names.items() if name in want}
+        assert 0 <= results - sum(want.values()) <= FIRST
 
 
 @pytest.mark.parametrize("num_tokens, hidden", [(64, 256), (512, 1024)])
 def test_calls_between_machines(num_tokens: int, hidden: int) -> None:
     work = shape("hierarchical", num_tokens, hidden, num_ranks=4, num_nodes=2)
-    for num_rows, kept, pooled in run_virtual(taken, 4, work, timeout=scaled(200)).results:
+    for num_rows, memory in run_virtual(taken, 4, work, timeout=scaled(200)).results:
         want = shared(work, num_rows, exact=True)
-        assert kept[0] == want.pop("messages")
-        assert sum(kept[1:]) <= shared(work, num_rows, exact=False)["rows with messages"]
+        assert memory["control"] == want.pop("messages")
+        assert memory["staging"] <= shared(work, num_rows, exact=False)["rows with messages"]
         # Rows and sums of small calls travel with the messages, and have memory of the process.
-        assert sum(pooled) <= sum(want.values()) + FIRST
-        assert set(pooled) - {FIRST} <= set(want.values())
+        assert memory["results"] <= sum(want.values()) + FIRST
+        assert set(memory) == {"control", "staging", "results"}
 
 
 @pytest.mark.parametrize("num_tokens, hidden", [(64, 512), (33, 1024)])
 def test_low_latency_calls(num_tokens: int, hidden: int) -> None:
     work = shape("direct", num_tokens, hidden, low_latency=True)
-    for _, kept, pooled in run_virtual(taken, 2, work, timeout=scaled(200)).results:
+    for _, memory in run_virtual(taken, 2, work, timeout=scaled(200)).results:
         want, most = shared(work, 0, exact=True), shared(work, 0, exact=False)
-        blocks = want.pop("low latency: blocks sent")
-        assert kept == sorted(want.values())
-        assert pooled.count(blocks // 2) >= 2
-        assert sum(pooled) - blocks <= most["low latency: rows back"] + 2 * FIRST
+        results, blocks = memory.pop("results"), want.pop("low latency: blocks sent")
+        assert memory == {"control": want["messages"], "posts": want["low latency: posts"]}
+        assert 0 <= results - blocks <= most["low latency: rows back"] + 2 * FIRST
 
 
 def test_low_latency_results_are_those_of_the_call() -> None:

@@ -14,7 +14,6 @@ from tests.cases.clock import scaled
 from tests.cases.processes import Pools
 from tests.cases.slow_rank import EXPERTS, HIDDEN, NAP, RANKS, SLOW, TOKENS, WAYS, call
 from tokenyard.testing import run_virtual
-from tokenyard.transports.hierarchical.staging import Staging
 
 
 def slowed(group: Any, options: dict[str, Any], way: str) -> dict[str, Any]:
@@ -110,11 +109,10 @@ def test_compiled_and_general_calls_count_alike(monkeypatch: pytest.MonkeyPatch)
             assert quick[name] == slow[name]
 
 
-def test_ways_between_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the first call ranks hear how much there is to enclose. One cached call is never compiled,
+def test_ways_between_nodes() -> None:
+    """In the first call ranks hear how much there is to enclose. A cached one is never compiled,
     and a large one encloses nothing.
     """
-    monkeypatch.setattr(Staging, "soon", scaled(60))
 
     def job(group: Any) -> dict[str, Any]:
         with tokenyard.Buffer(group, transport="hierarchical", ranks_per_node=1) as buffer:

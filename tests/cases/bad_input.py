@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tests.cases.clock import scaled
+from tests.cases.inside import forget_a_call
 from tokenyard import (
     Buffer,
     CallMismatch,
@@ -165,7 +166,7 @@ def one_behind(scene: Scene) -> Any:
     """Dispatch as a rank that has forgotten a call. No legal calls lead there, only being
     interrupted in the middle of one, so the count itself is set back.
     """
-    scene.buffer._engine.agreement.number -= 1
+    forget_a_call(scene.buffer)
     return scene.dispatch()
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import tokenyard
-from tests.cases.exchange import FP8, Case, Inputs, inputs, take_way
+from tests.cases.exchange import FP8, Case, Inputs, inputs, open_buffer, take_way
+from tests.cases.inside import write_by_expert_in_one_step
 from tokenyard import spec
 from tokenyard.testing import assert_same
 
@@ -33,20 +34,11 @@ def job(group: Any, case: Case, in_one_step: tuple[bool, bool] = (True, True)) -
     """
     rank = group.rank()
     own = case.world.experts_of(rank)
-    placement = None if case.placement is None else torch.tensor(case.placement)
-    with tokenyard.Buffer(
-        group,
-        transport=case.transport,
-        kernels=case.kernels,
-        ranks_per_node=case.ranks_per_node,
-        placement=placement,
-    ) as buffer:
-        pairs: Any = buffer._engine and buffer._engine.transport.pairs
+    with open_buffer(group, case) as buffer:
         out: dict[str, Any] = {}
         got, ways = [], random.Random(f"{case.seed} {rank}")
         for turn in range(2):
-            if pairs is not None:
-                pairs.had_much = in_one_step[turn]
+            write_by_expert_in_one_step(buffer, in_one_step[turn])
             take_way(buffer, case.way, ways)
             got.append(_dispatch(buffer, case, inputs(case, rank, turn), turn, out))
         for turn in (1, 0):

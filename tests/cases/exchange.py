@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import tokenyard
+from tests.cases import inside
 from tokenyard import spec
 from tokenyard.testing import fake_experts, numbered_tokens, routing
-from tokenyard.wire.exchange_table import HEARD, POSTED
 
 FP8 = torch.float8_e4m3fn
 
@@ -92,55 +92,61 @@ def inputs(case: Case, rank: int, turn: int) -> Inputs:
 
 
 def job(group: Any, case: Case) -> dict[str, Any]:
-    """What a user does: two dispatches in flight, experts, their combines, a cached dispatch."""
-    rank = group.rank()
-    placement = None if case.placement is None else torch.tensor(case.placement)
-    with tokenyard.Buffer(
+    with open_buffer(group, case) as buffer:
+        return rounds(buffer, case)
+
+
+def open_buffer(group: Any, case: Case) -> tokenyard.Buffer:
+    return tokenyard.Buffer(
         group,
         transport=case.transport,
         kernels=case.kernels,
         ranks_per_node=case.ranks_per_node,
-        placement=placement,
-    ) as buffer:
-        out: dict[str, Any] = {}
-        handles = []
-        ways = random.Random(f"{case.seed} {rank}")
-        for turn in range(2):
-            given = inputs(case, rank, turn)
-            take_way(buffer, case.way, ways)
-            handles.append(_dispatch(buffer, case, given, turn, out))
-        own = case.world.experts_of(rank)
-        for turn in (1, 0):
-            given = inputs(case, rank, turn)
-            y = fake_experts(
-                out[f"{turn} x"],
-                out[f"{turn} topk_idx"],
-                out[f"{turn} topk_weights"],
-                own,
-                case.sum_dtype,
-            )
-            weights = out[f"{turn} topk_weights"]
-            combined = buffer.combine(y, handles[turn], weights, _bias(given.biases))
-            out[f"{turn} combined"], out[f"{turn} combined weights"] = combined[:2]
-            take_way(buffer, case.way, ways)
-            out[f"{turn} combined alone"] = buffer.combine(y, handles[turn]).x
-        given = inputs(case, rank, 0)
-        again = buffer.dispatch(_rows(given), handle=handles[0])
-        assert again[1:5] == (None, None, None, None)
-        out["cached x"] = again.recv_x[0] if case.dtype == FP8 else again.recv_x
-        return out
+        placement=None if case.placement is None else torch.tensor(case.placement),
+    )
+
+
+def rounds(buffer: tokenyard.Buffer, case: Case) -> dict[str, Any]:
+    """What a user does: two dispatches in flight, experts, their combines, a cached dispatch."""
+    rank = buffer.rank
+    out: dict[str, Any] = {}
+    handles = []
+    ways = random.Random(f"{case.seed} {rank}")
+    for turn in range(2):
+        given = inputs(case, rank, turn)
+        take_way(buffer, case.way, ways)
+        handles.append(_dispatch(buffer, case, given, turn, out))
+    own = case.world.experts_of(rank)
+    for turn in (1, 0):
+        given = inputs(case, rank, turn)
+        y = fake_experts(
+            out[f"{turn} x"],
+            out[f"{turn} topk_idx"],
+            out[f"{turn} topk_weights"],
+            own,
+            case.sum_dtype,
+        )
+        weights = out[f"{turn} topk_weights"]
+        combined = buffer.combine(y, handles[turn], weights, _bias(given.biases))
+        out[f"{turn} combined"], out[f"{turn} combined weights"] = combined[:2]
+        take_way(buffer, case.way, ways)
+        out[f"{turn} combined alone"] = buffer.combine(y, handles[turn]).x
+    given = inputs(case, rank, 0)
+    again = buffer.dispatch(_rows(given), handle=handles[0])
+    assert again[1:5] == (None, None, None, None)
+    out["cached x"] = again.recv_x[0] if case.dtype == FP8 else again.recv_x
+    return out
 
 
 def take_way(buffer: tokenyard.Buffer, way: str, draw: random.Random) -> None:
     """How this rank makes its next call on `direct`: in one compiled function, or by the engine, or
     by the engine from a phase on that is drawn.
     """
-    engine = buffer._engine
-    assert engine is not None
-    if engine.compiled is not None and way == "general":
-        engine.compiled = None
-    elif engine.compiled is not None and way == "mixed":
-        engine.compiled.leave_at = draw.choice((0, POSTED, HEARD))
+    if way == "general":
+        inside.without_compiled_calls(buffer)
+    elif way == "mixed":
+        phase = draw.choice((inside.NOWHERE, inside.POSTED, inside.HEARD))
+        inside.leave_compiled_calls_at(buffer, phase)
 
 
 def _dispatch(

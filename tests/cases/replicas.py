@@ -11,6 +11,7 @@ from torch import Tensor
 
 import tokenyard
 from tests.cases.exchange import FP8
+from tests.cases.inside import without_compiled_calls
 from tokenyard import Replicas, spec
 from tokenyard.testing import assert_same, numbered_tokens, routing
 
@@ -78,8 +79,7 @@ def open_buffer(group: Any, case: Case, **more: Any) -> tokenyard.Buffer:
         **more,
     )
     if not case.compiled:
-        assert buffer._engine is not None
-        buffer._engine.compiled = None
+        without_compiled_calls(buffer)
     return buffer
 
 

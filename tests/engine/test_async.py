@@ -13,6 +13,7 @@ import torch.distributed as dist
 import tokenyard
 from tests.cases.asynchronous import EXPERTS, TOKENS, both_ways
 from tests.cases.clock import scaled
+from tests.cases.inside import worker_of
 from tests.cases.processes import Pools
 from tokenyard.runtime.events import Worker
 from tokenyard.testing import Processes, assert_same, numbered_tokens, routing, run_virtual
@@ -42,7 +43,7 @@ def return_early(group: Any) -> bool:
     gate = threading.Event()
     x, (idx, weights) = numbered_tokens(TOKENS, 64), routing("uniform", TOKENS, 3, EXPERTS)
     with tokenyard.Buffer(group) as buffer:
-        buffer._engine.worker.submit(lambda: gate.wait(scaled(60)))  # type: ignore[arg-type]
+        worker_of(buffer).submit(lambda: gate.wait(scaled(60)))
         got = buffer.dispatch(
             x, topk_idx=idx, topk_weights=weights, num_experts=EXPERTS, async_finish=True
         )
@@ -89,7 +90,7 @@ def read_on_the_way(group: Any, transport: str) -> None:
     given: dict[str, Any] = {"topk_idx": idx, "topk_weights": weights, "num_experts": EXPERTS}
     with tokenyard.Buffer(group, transport=transport) as buffer:
         gate = threading.Event()
-        buffer._engine.worker.submit(lambda: gate.wait(scaled(60)))  # type: ignore[arg-type]
+        worker_of(buffer).submit(lambda: gate.wait(scaled(60)))
         got = buffer.dispatch(x, **given, async_finish=True)
         known = [got.handle[place] for place in (0, 1, 4, 5)]  # these do not wait
         opener = threading.Timer(0.2, gate.set)
@@ -118,7 +119,7 @@ def lost_on_the_way(group: Any) -> None:
 
     with tokenyard.Buffer(group) as buffer:
         x, (idx, weights) = numbered_tokens(8, 16), routing("uniform", 8, 3, EXPERTS)
-        buffer._engine.worker.submit(fail)
+        worker_of(buffer).submit(fail)
         got = buffer.dispatch(
             x, topk_idx=idx, topk_weights=weights, num_experts=EXPERTS, async_finish=True
         )
@@ -135,9 +136,9 @@ def test_a_handle_raises_what_its_dispatch_raised(ranks: Processes) -> None:
 
 def failing_thread(group: Any) -> None:
     with tokenyard.Buffer(group) as buffer:
-        buffer._engine.worker.submit(lambda: torch.zeros(-1))  # type: ignore[arg-type]
+        worker_of(buffer).submit(lambda: torch.zeros(-1))
         with pytest.raises(RuntimeError):
-            buffer._engine.worker.drain()
+            worker_of(buffer).drain()
         x, (idx, weights) = numbered_tokens(8, 16), routing("uniform", 8, 3, EXPERTS)
         with pytest.raises(tokenyard.BufferClosed, match="broken by an earlier error"):
             buffer.dispatch(x, topk_idx=idx, topk_weights=weights, num_experts=EXPERTS)

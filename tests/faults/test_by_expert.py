@@ -10,6 +10,7 @@ import torch
 
 import tokenyard
 from tests.cases.clock import scaled
+from tests.cases.inside import without_compiled_calls, write_by_expert_in_one_step
 from tests.cases.processes import Pools
 from tokenyard.engine import pair_counts
 from tokenyard.testing import Processes
@@ -37,12 +38,10 @@ def misuse(group: Any, way: str, wrong: str) -> str:
     """What this rank is told when the culprit makes a wrong call, and others a right one."""
     transport = way.split()[0]
     with tokenyard.Buffer(group, transport=transport, timeout=scaled(60)) as buffer:
-        given, engine = good(buffer.rank), buffer._engine
-        assert engine is not None
-        if engine.transport.pairs is not None:
-            engine.transport.pairs.had_much = way == "direct in one step"
+        given = good(buffer.rank)
+        write_by_expert_in_one_step(buffer, way == "direct in one step")
         if way == "direct general":
-            engine.compiled = None
+            without_compiled_calls(buffer)
         got: Any = buffer.dispatch_by_expert(**given)
         plain: Any = buffer.dispatch(**given).handle
         y, handle, x = got.x.clone(), got.handle, given["x"]

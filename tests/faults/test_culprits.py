@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import tokenyard
 from tests.cases.clock import scaled
+from tests.cases.inside import give_up, transport_of
 from tests.cases.peers import exchange
 from tokenyard import opening
 from tokenyard.testing import Exited, Processes, run_virtual
@@ -161,7 +162,7 @@ def noticed_between_two_looks(group: Any) -> Told:
     with tokenyard.Buffer(group, transport="direct", timeout=scaled(60)) as buffer:
         exchange(buffer)
         if group.rank() == 0:
-            liveness: Any = buffer._engine.transport._node.liveness  # type: ignore[attr-defined]
+            liveness = transport_of(buffer).node.liveness
             look = liveness.have_left
 
             def seen_at_last() -> set[int]:
@@ -174,8 +175,7 @@ def noticed_between_two_looks(group: Any) -> Told:
         if group.rank() == 1:
             group_store = store(group)
             group_store.wait(["looked"])
-            engine: Any = buffer._engine
-            engine.failure.give_up(tokenyard.PeerDied("rank 2 died", ranks=(2,), stage="dispatch"))
+            give_up(buffer, tokenyard.PeerDied("rank 2 died", ranks=(2,), stage="dispatch"))
             buffer.close()
             group_store.set("left", "")
         else:

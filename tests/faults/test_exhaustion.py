@@ -14,9 +14,9 @@ import torch
 
 import tokenyard
 from tests.cases.clock import scaled
+from tests.cases.inside import NOWHERE, POSTED, leave_compiled_calls_at
 from tokenyard.kernels.numba.signals import _await_kernel
 from tokenyard.testing import Processes
-from tokenyard.wire.exchange_table import POSTED
 
 pytestmark = [pytest.mark.faults, pytest.mark.processes]
 
@@ -41,9 +41,9 @@ def out_of_descriptors(group: Any, room: int) -> list[str]:
         )
 
     assert _await_kernel.signatures, "a rank without descriptors could not wait"
-    buffer._engine.compiled.leave_at = POSTED
+    leave_compiled_calls_at(buffer, POSTED)
     go(4)  # the engine's kernels are loaded
-    buffer._engine.compiled.leave_at = 0
+    leave_compiled_calls_at(buffer, NOWHERE)
     go(4)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if group.rank() == 1:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import tokenyard
 from tests.cases.clock import scaled
+from tests.cases.inside import slots_of
 from tests.cases.low_latency_rounds import Rounds
 from tokenyard.low_latency.posts import words
 from tokenyard.testing import Processes
@@ -25,7 +26,7 @@ class Liar:
     """A rank's own words of the call that it has just sent."""
 
     def __init__(self, buffer: tokenyard.Buffer, kind: int, number: int) -> None:
-        self._slots: Any = buffer._low_latency.slots
+        self._slots = slots_of(buffer)
         self._place = 2 * kind + number % 2
         self._rank = buffer.rank
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import tokenyard
 from tests.cases.clock import scaled
+from tests.cases.inside import transport_of
 from tokenyard.shm import attached
 from tokenyard.testing import Processes
 
@@ -110,7 +111,7 @@ def lie(group: Any) -> list[str]:
     said = []
     for turn in range(2):
         with tokenyard.Buffer(group, transport="direct", timeout=scaled(60)) as buffer:
-            transport: Any = buffer._engine.transport
+            transport = transport_of(buffer)
             mailbox = transport.node.mailbox
             offer_back, exchange = transport.offer_back, mailbox.exchange
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import tokenyard
 from tests.cases import exchange as exchange_case
+from tests.cases import inside
 from tests.cases import low_latency as low_latency_case
 from tests.cases.exchange import FP8
 from tests.fuzz import calls, collectives, faults
@@ -43,7 +44,6 @@ from tests.fuzz.steps import (
 )
 from tokenyard.runtime.events import EventHandle, EventOverlap
 from tokenyard.transports import available
-from tokenyard.wire.exchange_table import HEARD, POSTED
 
 _SOME_BYTES = 8 << 10  # of rows by expert, from which they move in one step: many calls have less
 # Made once a process, since all processes must make them together.
@@ -136,10 +136,8 @@ class Rank:
     def _let_calls_end(self) -> None:
         """The asynchronous ones of all Buffers. What fails in them is told where it counts."""
         for buffer in self.buffers.values():
-            engine = buffer._engine
-            if engine is not None:
-                with suppress(Exception):
-                    engine.worker.drain()
+            with suppress(Exception):
+                inside.worker_of(buffer).drain()
 
     def leave(self) -> None:
         for arm in self.arms:
@@ -160,9 +158,7 @@ class Rank:
             options = calls.buffer_options(step, mine)
             buffer = tokenyard.Buffer(_GROUPS[step.members], **options)
             self.buffers[step.buffer] = buffer
-            engine = buffer._engine
-            if engine is not None and engine.transport.pairs is not None:
-                engine.transport.pairs.least_bytes = _SOME_BYTES
+            inside.write_by_expert_in_one_step_from(buffer, _SOME_BYTES)
         elif isinstance(step, Close):
             closed = self.buffers.pop(step.buffer, None)
             if closed is not None and not step.forget:
@@ -282,9 +278,8 @@ _ENDS = BREAKING | {"bad", "mismatch", "thread"}
 
 def _leave_compiled_calls(buffer: tokenyard.Buffer, draw: random.Random) -> None:
     """One in four of this rank's compiled calls is left to the engine, from a phase on."""
-    engine = buffer._engine
-    if engine is not None and engine.compiled is not None:
-        engine.compiled.leave_at = draw.choice((0, 0, 0, 0, 0, 0, POSTED, HEARD))
+    phase = draw.choice((*[inside.NOWHERE] * 6, inside.POSTED, inside.HEARD))
+    inside.leave_compiled_calls_at(buffer, phase)
 
 
 def _failing_event() -> EventOverlap:

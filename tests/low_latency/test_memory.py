@@ -11,6 +11,7 @@ import torch
 
 import tokenyard
 from tests.cases.clock import scaled
+from tests.cases.inside import slots_of
 from tests.cases.processes import Pools
 from tests.cases.shared_memory import shared_bytes
 
@@ -38,8 +39,7 @@ def ascend(group: Any) -> tuple[int, int]:
                     buffer.low_latency_dispatch(
                         x, idx, NUM_MAX, 2, use_fp8=False, return_recv_hook=True
                     )
-        slots: Any = buffer._low_latency.slots
-        return shared_bytes()[1], len(slots.mapped)
+        return shared_bytes()[1], len(slots_of(buffer).mapped)
 
 
 @pytest.mark.processes

@@ -13,6 +13,7 @@ import torch
 
 import tokenyard
 from tests.cases.clock import scaled
+from tests.cases.inside import transport_of
 from tests.cases.processes import Pools
 from tokenyard import SharedMemoryError
 from tokenyard.shm import segment
@@ -35,8 +36,7 @@ def dispatch(buffer: tokenyard.Buffer, turn: int, num_tokens: int = 40) -> Any:
 
 
 def num_segments(buffer: tokenyard.Buffer) -> int:
-    transport: Any = buffer._engine.transport
-    return len(list(transport.node.pool))
+    return len(list(transport_of(buffer).node.pool))
 
 
 def hold_and_go_on(group: Any, rounds: int) -> tuple[bool, int]:
@@ -162,7 +162,7 @@ def cannot_attach(group: Any, transport: str) -> str:
     try:
         with tokenyard.Buffer(group, transport=transport) as buffer:
             dispatch(buffer, 0)
-            return buffer._engine.transport.name
+            return str(buffer.stats()["transport"])
     except ValueError as error:
         return str(error)
     finally:
@@ -189,7 +189,7 @@ def no_memory_at_all(group: Any) -> str:
         segment.os.memfd_create = forbidden  # type: ignore[assignment]
     try:
         with tokenyard.Buffer(group, timeout=scaled(60)) as buffer:
-            return buffer._engine.transport.name
+            return str(buffer.stats()["transport"])
     finally:
         segment.os.memfd_create = real
 
@@ -206,7 +206,7 @@ def reference_kernels(group: Any, transport: str) -> str:
     kernels = "reference" if group.rank() == 1 else "numba"
     try:
         with tokenyard.Buffer(group, transport=transport, kernels=kernels) as buffer:
-            return buffer._engine.transport.name
+            return str(buffer.stats()["transport"])
     except ValueError as error:
         return str(error)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -16,10 +15,9 @@ from torch import Tensor
 import tokenyard
 from tests.cases.clock import scaled
 from tests.cases.conformance import CASES, case_of, check
-from tests.cases.exchange import Case, job
+from tests.cases.exchange import Case, open_buffer, rounds
 from tests.cases.processes import Pools
 from tokenyard import spec
-from tokenyard.engine.compiled_nodes import CompiledNodeCalls
 from tokenyard.kernels import numba as kernels
 from tokenyard.runtime.memory import as_bytes
 from tokenyard.shm.mailbox import Mailbox
@@ -32,30 +30,29 @@ from tokenyard.transports.hierarchical.staging import Staging
 SHAPES = [(1, 1), (2, 2), (3, 2, 1)]
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How many calls of all virtual ranks ended with the agreement's round."""
-    found, lock = Counter[str](), threading.Lock()
-
-    def counted(name: str, method: Any) -> Any:
-        def count(*args: Any) -> Any:
-            answer = method(*args)
-            if isinstance(args[0], enclosed.Enclosures) or answer is not None:
-                with lock:
-                    found[name] += 1
-            return answer
-
-        return count
-
-    for name in ("take_rows", "add_up"):
-        method = getattr(enclosed.Enclosures, name)
-        monkeypatch.setattr(enclosed.Enclosures, name, counted(name, method))
-    # Compiled calls take rows, and add up, by themselves.
-    for name, compiled in (("take_rows", "dispatch"), ("add_up", "combine")):
-        method = getattr(CompiledNodeCalls, compiled)
-        monkeypatch.setattr(CompiledNodeCalls, compiled, counted(name, method))
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine must not change which way a combine goes."""
     monkeypatch.setattr(Staging, "soon", 100.0)
-    return found
+
+
+def enclosed_calls(buffer: tokenyard.Buffer) -> Counter[str]:
+    """How many calls of this rank ended with the agreement's round."""
+    return +Counter(
+        {stage: n["compiled"] + n["enclosed"] for stage, n in buffer.stats()["ways"].items()}
+    )
+
+
+def job(group: Any, case: Case) -> tuple[dict[str, Any], Counter[str]]:
+    with open_buffer(group, case) as buffer:
+        return rounds(buffer, case), enclosed_calls(buffer)
+
+
+def check_calls(case: Case, wanted: dict[str, int]) -> None:
+    """Ranks got what `spec` says, in so many calls of each stage that enclosed their rows."""
+    outs, calls = zip(*run_virtual(job, case.num_ranks, case).results)
+    check(case, list(outs))
+    assert list(calls) == [wanted] * case.num_ranks
 
 
 def on_nodes(name: str, sizes: tuple[int, ...]) -> Case:
@@ -66,48 +63,36 @@ def on_nodes(name: str, sizes: tuple[int, ...]) -> Case:
 @pytest.mark.parametrize("sizes", SHAPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_all_rows_are_enclosed(
-    name: str, sizes: tuple[int, ...], calls: Counter[str], monkeypatch: pytest.MonkeyPatch
+    name: str, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All calls but the first, in which ranks hear that there is something to enclose."""
     monkeypatch.setattr(enclosed, "_LEAST", 1 << 20)
-    case = on_nodes(name, sizes)
-    check(case, run_virtual(job, case.num_ranks, case).results)
-    assert calls == {"take_rows": 2 * case.num_ranks, "add_up": 4 * case.num_ranks}
+    check_calls(on_nodes(name, sizes), {"dispatch": 1, "cached dispatch": 1, "combine": 4})
 
 
 @pytest.mark.parametrize("sizes", SHAPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_no_rows_are_enclosed(
-    name: str, sizes: tuple[int, ...], calls: Counter[str], monkeypatch: pytest.MonkeyPatch
+    name: str, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(enclosed, "MOST_ENCLOSED", 0)
     monkeypatch.setattr(enclosed, "_MOST_STAGED", 0)
-    case = on_nodes(name, sizes)
-    check(case, run_virtual(job, case.num_ranks, case).results)
-    assert not calls
+    check_calls(on_nodes(name, sizes), {})
 
 
-def test_neighbours_that_do_not_come_soon(
-    calls: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_neighbours_that_do_not_come_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """No combine encloses its rows, though all would: they are offered after that."""
     monkeypatch.setattr(enclosed, "_LEAST", 1 << 20)
     monkeypatch.setattr(Mailbox, "meet_soon", lambda *_: False)
-    case = on_nodes("plain", (2, 2))
-    check(case, run_virtual(job, case.num_ranks, case).results)
-    assert calls == {"take_rows": 2 * case.num_ranks}
+    check_calls(on_nodes("plain", (2, 2)), {"dispatch": 1, "cached dispatch": 1})
 
 
-def test_a_node_without_memory_to_share(
-    calls: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_without_memory_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: Any) -> None:
         raise tokenyard.SharedMemoryError("nothing is left")
 
     monkeypatch.setattr(SharedNode, "share", none)
-    case = on_nodes("plain", (2, 2))
-    check(case, run_virtual(job, case.num_ranks, case).results)
-    assert not calls
+    check_calls(on_nodes("plain", (2, 2)), {})
 
 
 class Drawn:
@@ -128,7 +113,9 @@ class Drawn:
         self.late = draw.randrange(num_ranks)  # whose combines wait for an event
 
 
-def run_drawn(group: Any, seed: int, sizes: tuple[int, ...], bound: int) -> list[Any]:
+def run_drawn(
+    group: Any, seed: int, sizes: tuple[int, ...], bound: int
+) -> tuple[list[Any], Counter[str]]:
     rank, num_ranks = group.rank(), group.size()
     drawn, out = Drawn(seed, num_ranks, 100, bound), []
     with tokenyard.Buffer(
@@ -159,7 +146,7 @@ def run_drawn(group: Any, seed: int, sizes: tuple[int, ...], bound: int) -> list
                 if late:
                     sums.event.current_stream_wait()
                 out.append(sums.x)
-    return out
+        return out, enclosed_calls(buffer)
 
 
 def given(drawn: Drawn, number: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -186,18 +173,20 @@ def expected(seed: int, sizes: tuple[int, ...], bound: int) -> list[list[Tensor]
 
 @pytest.mark.parametrize("sizes", SHAPES, ids=str)
 def test_ranks_fit_and_do_not_fit_in_turn(
-    sizes: tuple[int, ...], calls: Counter[str], monkeypatch: pytest.MonkeyPatch
+    sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bound = 1000
     monkeypatch.setattr(enclosed, "MOST_ENCLOSED", bound)
     monkeypatch.setattr(enclosed, "_MOST_STAGED", 4 * bound // 64 * 64)
     monkeypatch.setattr(enclosed, "_LEAST", 256)
-    for seed in range(15):
+    calls = Counter[str]()
+    for seed in range(8):
         run = run_virtual(run_drawn, sum(sizes), seed, sizes, bound, timeout=scaled(120))
         for rank, (got, want) in enumerate(zip(run.results, expected(seed, sizes, bound))):
-            assert_same(got, want, f"seed {seed}, rank {rank}")
-    assert calls["take_rows"] > 20
-    assert calls["add_up"] > 10
+            assert_same(got[0], want, f"seed {seed}, rank {rank}")
+            calls += got[1]
+    assert calls["dispatch"] + calls["cached dispatch"] > 10
+    assert calls["combine"] > 5
 
 
 def drawn_on_processes(group: Any, seeds: range, sizes: tuple[int, ...], bound: int) -> list[Any]:
@@ -205,7 +194,7 @@ def drawn_on_processes(group: Any, seeds: range, sizes: tuple[int, ...], bound: 
         patch.setattr(enclosed, "MOST_ENCLOSED", bound)
         patch.setattr(enclosed, "_MOST_STAGED", 4 * bound // 64 * 64)
         patch.setattr(enclosed, "_LEAST", 256)
-        return [run_drawn(group, seed, sizes, bound) for seed in seeds]
+        return [run_drawn(group, seed, sizes, bound)[0] for seed in seeds]
 
 
 @pytest.mark.processes

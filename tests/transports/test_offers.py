@@ -11,6 +11,7 @@ from torch import Tensor
 
 import tokenyard
 from tests.cases.clock import scaled
+from tests.cases.inside import transport_of
 from tests.cases.processes import Pools
 from tokenyard.transports import RowsOut
 from tokenyard.wire.columns import row_widths
@@ -27,7 +28,7 @@ def send_in_another_order(group: Any, transport: str) -> list[list[float]]:
         got = buffer.dispatch(
             torch.ones(3, 4), topk_idx=both, topk_weights=weights, num_experts=group.size()
         )
-        ways: Any = buffer._engine.transport
+        ways = transport_of(buffer)
         flow = got.handle.flow
         calls = []
         for turn in range(2):

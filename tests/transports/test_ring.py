@@ -9,6 +9,7 @@ import torch
 
 import tokenyard
 from tests.cases.clock import scaled
+from tests.cases.inside import transport_of
 from tests.cases.processes import Pools
 from tokenyard import Config
 from tokenyard.testing import Processes, assert_same, numbered_tokens, routing
@@ -25,9 +26,8 @@ def ranks(processes: Pools) -> Processes:
 
 def shared_bytes(buffer: tokenyard.Buffer) -> int:
     """Of all segments that this rank made for the Buffer."""
-    transport: Any = buffer._engine.transport
-    node = transport.node
-    return sum(segment.size for segment in [*node._kept, *node.pool])
+    memory = buffer.stats()["memory"]
+    return sum(memory.values()) - memory["process"]
 
 
 def there_and_back(
@@ -120,8 +120,7 @@ def test_threads_share_the_channels(ranks: Processes) -> None:
 def use_channels(group: Any) -> None:
     """Each call of its own config's, as many as the Buffer was opened with at most."""
     with tokenyard.Buffer(group, transport="ring") as ring:
-        transport: Any = ring._engine.transport
-        rings = transport._rings
+        rings = transport_of(ring)._rings
         want = there_and_back(ring, 40, 64, 0)
         for num_sms, used in ((4, 2), (60, 10), (2, 1)):
             before = rings.lanes_RC.copy()
