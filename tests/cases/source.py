@@ -1,11 +1,18 @@
-"""What a file of the source imports."""
+"""What a file of the source says: each is read once for all tests of a process."""
 
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imported(path: Path) -> list[str]:
     """Full dotted names; those that only a type checker reads are left out."""
     names: list[str] = []
@@ -21,5 +28,5 @@ def imported(path: Path) -> list[str]:
         for child in ast.iter_child_nodes(node):
             visit(child)
 
-    visit(ast.parse(path.read_text()))
+    visit(parsed(path))
     return names

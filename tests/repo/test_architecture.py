@@ -1,13 +1,12 @@
-"""Imports point down: the floors of docs/internals/design.md, read from the code."""
+"""The floors of docs/internals/design.md, and other rules of the code, read from it."""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-from tests.cases.source import imported
+from tests.cases.source import imported, parsed
 
 SOURCE = Path(__file__).parents[2] / "src" / "tokenyard"
 
@@ -73,43 +72,91 @@ OWNERS: dict[str, str | tuple[str, ...]] = {
 
 
 def room(path: Path) -> str:
-    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+    return path.parts[0].removesuffix(".py")
 
 
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
 def test_every_room_has_a_floor() -> None:
-    assert {room(path) for path in FILES} == set(FLOORS)
+    assert {room(path.relative_to(SOURCE)) for path in FILES} == set(FLOORS)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_imports_point_down(path: Path) -> None:
-    here = room(path)
-    for name in imported(path):
-        parts = name.split(".")
+def imports() -> Iterator[tuple[Path, str]]:
+    """Every file, with each name that it imports."""
+    for path in FILES:
+        for name in imported(path):
+            yield path.relative_to(SOURCE), name
+
+
+def test_imports_point_down() -> None:
+    wrong = []
+    for path, name in imports():
+        here, parts = room(path), name.split(".")
         if parts[0] != "tokenyard" or here == "__init__":
             continue
         named = parts[1:2] and parts[1] in FLOORS
         there = parts[1] if named else "__init__"  # the package, or a name of it
-        assert there == here or FLOORS[there] < FLOORS[here], f"{here} imports {name}"
-        knows_spec = here in ("spec", "testing", "bench")
-        assert there != "spec" or knows_spec, f"{here} imports the specification"
+        if there != here and FLOORS[there] >= FLOORS[here]:
+            wrong.append(f"{path} imports {name}")
+        if there == "spec" and here not in ("spec", "testing", "bench"):
+            wrong.append(f"{path} imports the specification")
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_packages_stay_in_their_rooms(path: Path) -> None:
-    where = path.relative_to(SOURCE).as_posix()
-    for name in imported(path):
+def test_packages_stay_in_their_rooms() -> None:
+    wrong = []
+    for path, name in imports():
         owner = OWNERS.get(name.split(".")[0])
-        assert owner is None or where.startswith(owner), f"{where} imports {name}"
+        if owner is not None and not path.as_posix().startswith(owner):
+            wrong.append(f"{path} imports {name}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_no_pickled_collectives() -> None:
+    wrong = []
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             called = getattr(node, "attr", "")
-            assert not called.endswith(("_object", "_object_list")), f"{path} calls {called}"
+            if called.endswith(("_object", "_object_list")):
+                wrong.append(f"{path.relative_to(SOURCE)} calls {called}")
+    assert not wrong, "\n".join(wrong)
+
+
+# Classes whose signatures DeepEP has given.
+DEEPEPS = {"Buffer", "EPHandle", "ElasticBuffer", "HybridEPBuffer"}
+MOST_PARAMETERS = 12
+
+
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    """The names of a file's functions, and how many parameters each takes; not DeepEP's."""
+
+    def visit(node: ast.AST, inside: tuple[str, ...]) -> Iterator[tuple[str, int]]:
+        for child in ast.iter_child_nodes(node):
+            name = getattr(child, "name", "lambda")
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+                given = child.args
+                each = (*given.posonlyargs, *given.args, *given.kwonlyargs)
+                if len(inside) != 1 or inside[0] not in DEEPEPS:
+                    yield ".".join((*inside, name)), len(each)
+            if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                yield from visit(child, (*inside, name))
+            else:
+                yield from visit(child, inside)
+
+    yield from visit(parsed(path), ())
+
+
+def test_no_function_takes_many_parameters() -> None:
+    """DeepEP gave its classes their signatures; Triton kernels take numbers one by one."""
+    many = [
+        f"{path.relative_to(SOURCE)}: {name} takes {number}"
+        for path in FILES
+        if "triton" not in path.parts
+        for name, number in functions(path)
+        if number > MOST_PARAMETERS
+    ]
+    assert not many, "\n".join((f"want at most {MOST_PARAMETERS} parameters", *many))
 
 
 # What only some sets have: how a set is built, and what its hardware alone can do.

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.cases.source import imported
+from tests.cases.source import imported, parsed
 
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
@@ -38,9 +38,21 @@ def test_helpers_are_in_cases() -> None:
             )
 
 
+def test_what_is_inside_a_buffer_is_touched_in_one_place() -> None:
+    """A redesign changes that module. Whoever wants to know asks `Buffer.stats`."""
+    touching = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in FILES
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Attribute) and node.attr in ("_engine", "_low_latency")
+        if path != TESTS / "cases" / "inside.py"
+    ]
+    assert not touching, f"want a function of tests/cases/inside.py: {touching}"
+
+
 def calls(path: Path) -> Iterator[tuple[ast.Call, str]]:
     """Every call in a file, and what is called."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Call):
             yield node, ast.unparse(node.func)
 
@@ -64,7 +76,7 @@ def test_tests_can_fail() -> None:
     """By an assertion of their own, or in what they call: a job on ranks, or a comparison."""
     checks = ("assert", "check", "raises", "warns", "run", "same")
     for path in FILES:
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):
                 continue
             inside = list(ast.walk(node))
