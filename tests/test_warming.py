@@ -10,6 +10,7 @@ import torch
 
 import tokenyard
 from tests.cases.clock import scaled
+from tests.cases.lanes import at_night
 from tests.cases.package import cold
 from tests.cases.programs import run_python
 from tokenyard.warming import KINDS
@@ -45,7 +46,7 @@ def run(settings: dict[str, str], *command: str) -> str:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "kind",
-    ["collective", *[pytest.param(one, marks=pytest.mark.slow) for one in ("direct", "ring")]],
+    at_night(["collective", "direct", "ring"]),
 )
 def test_nothing_is_compiled_after_a_warm_up(tmp_path: Path, kind: str) -> None:
     settings = cold(tmp_path)

@@ -4,7 +4,8 @@
 
 It says which pages are wider than the window, which pictures did not load, and what the console
 said, writes a screenshot of each page and setting, and sheets of many (`sheet-*.png`) to look at.
-Needs chromium, `pip install websocket-client pillow`, and a few minutes; by hand, before a release.
+Needs chromium, `pip install websocket-client pillow`, and a few minutes: at night, and by hand
+before a release.
 """
 
 from __future__ import annotations

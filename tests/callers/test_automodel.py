@@ -9,6 +9,7 @@ from tests.cases.callers import automodel as jobs
 from tests.cases.callers import fused
 from tests.cases.callers.moe import Case, by_spec, check, whole
 from tests.cases.callers.ranks import Callers, why_not
+from tests.cases.lanes import at_night
 
 NAME = "nemo-automodel"
 pytestmark = [
@@ -16,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(bool(why_not(NAME)), reason=why_not(NAME) or "it is at hand"),
 ]
 
-NUM_RANKS = pytest.mark.parametrize("num_ranks", [2, 4])
+NUM_RANKS = pytest.mark.parametrize("num_ranks", at_night([2, 4], gate=(4,)))
 
 
 @NUM_RANKS

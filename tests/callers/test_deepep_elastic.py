@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cases.deepep import IN_CI_4, needs_checkout, run_file
+from tests.cases.deepep import needs_checkout, run_file
 
 pytestmark = [needs_checkout, pytest.mark.processes, pytest.mark.timeout(900)]
 
@@ -15,7 +15,8 @@ USUAL = ("--num-tokens", "128", "--hidden", "1024", "--num-topk", "6", "--num-ex
 MODES = 2 * 2 * 2 * 3 * 6
 
 
-@IN_CI_4
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [2, 4])
 def test_first_mode_with_its_measurements(num_processes: int) -> None:
     said = run_file("elastic/test_ep.py", num_processes, *SMALL, "--test-first-only")
     assert said.count("reduced combine: ") == num_processes

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cases.deepep import IN_CI_4, needs_checkout, run_file
+from tests.cases.deepep import needs_checkout, run_file
+from tests.cases.lanes import at_night
 
 pytestmark = [needs_checkout, pytest.mark.processes, pytest.mark.timeout(600)]
 
@@ -15,20 +16,21 @@ USUAL = ("--num-tokens", "128", "--hidden", "2048", "--num-topk", "8", "--num-ex
 INTRANODE = 2 * 2 * 2 * 3
 
 
-@IN_CI_4
+@pytest.mark.parametrize("num_processes", at_night([2, 4], gate=(4,)))
 def test_intranode(num_processes: int) -> None:
     said = run_file("legacy/test_intranode.py", num_processes, *SMALL)
     assert said.count("... passed") == INTRANODE
     assert "Best combine" in said  # the end of its tuning, which goes through all sizes of chunks
 
 
-@IN_CI_4
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [2, 4])
 def test_low_latency(num_processes: int) -> None:
     said = run_file("legacy/test_low_latency.py", num_processes, *SMALL)
     assert said.count("Dispatch send/recv time") == num_processes
 
 
-@pytest.mark.parametrize("num_processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_processes", at_night([2, 4], gate=(2,)))
 def test_logfmt(num_processes: int) -> None:
     said = run_file("legacy/test_low_latency.py", num_processes, *SMALL, "--use-logfmt")
     assert said.count("Dispatch send/recv time") == num_processes

@@ -15,6 +15,7 @@ from tests.cases.callers import megatron as jobs
 from tests.cases.callers import megatron_layer as layer_jobs
 from tests.cases.callers.moe import Case, by_spec, check, whole
 from tests.cases.callers.ranks import CALLERS, Callers, why_not
+from tests.cases.lanes import at_night
 from tests.cases.programs import run_python
 from tests.cases.wrappers.compare import assert_like_one_process
 from tokenyard import deep_ep_path
@@ -26,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(bool(why_not(NAME)), reason=why_not(NAME) or "it is at hand"),
 ]
 
-NUM_RANKS = pytest.mark.parametrize("num_ranks", [2, 4])
+NUM_RANKS = pytest.mark.parametrize("num_ranks", at_night([2, 4], gate=(4,)))
 ASYNC = {"async_finish": True}
 ON_STREAM = {"async_finish": True, "allocate_on_comm_stream": True}
 
@@ -82,6 +83,7 @@ def test_moe_layer_trains(callers: Callers, num_ranks: int) -> None:
         assert_like_one_process(got, alone[0], within=1e-5)
 
 
+@pytest.mark.slow
 def test_the_example() -> None:
     """As a user starts it: torchrun, with the folder of `deep_ep` on PYTHONPATH."""
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

@@ -7,6 +7,7 @@ import pytest
 from tests.cases.callers import torchtitan as jobs
 from tests.cases.callers.moe import Case, check, whole
 from tests.cases.callers.ranks import Callers, why_not
+from tests.cases.lanes import at_night
 from tokenyard.testing import assert_same
 
 FIRST, SECOND = "torchtitan-0.2.2", "torchtitan-0.3.0"
@@ -17,7 +18,7 @@ pytestmark = [
 ]
 
 EVEN = (9, 9, 9, 9)
-NUM_RANKS = pytest.mark.parametrize("num_ranks", [2, 4])
+NUM_RANKS = pytest.mark.parametrize("num_ranks", at_night([2, 4], gate=(4,)))
 
 
 @NUM_RANKS

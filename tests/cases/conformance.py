@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from tests.cases.exchange import FP8, Case, expected
+from tests.cases.lanes import at_night
 from tokenyard.testing import assert_same
 
 BASE = Case(num_ranks=0)
@@ -55,9 +55,8 @@ _ALWAYS = (
 )
 
 
-SAMPLED = [
-    name if name in _ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in CASES
-]  # for numbers of ranks that lie between others: all cases, but most of them by hand
+SAMPLED = at_night(CASES, gate=_ALWAYS)  # for numbers of ranks that lie between others
+FEW = at_night(CASES, gate=("plain", "holes"))  # for many ranks
 
 
 def case_of(name: str, num_ranks: int) -> Case:

@@ -23,11 +23,6 @@ needs_checkout = pytest.mark.skipif(
     reason="DeepEP's tests are not at hand: DEEP_EP_SOURCE names no checkout, none lies beside",
 )
 
-# Two processes cost CI as much as four, and show less.
-IN_CI_4 = pytest.mark.parametrize(
-    "num_processes", [pytest.param(2, marks=pytest.mark.slow), 4], ids=["2", "4"]
-)
-
 
 def run_file(name: str, num_processes: int, *options: str, limit: float = 250) -> str:
     """What a file of DeepEP's tests prints, and says when all its ranks ended well."""

@@ -3,7 +3,7 @@
 In a ```console block, lines that begin with `$ ` are commands, and what follows is their output. A
 comment before the block says how it is run:
 
-    <!-- slow -->                       by `pytest -m slow` only
+    <!-- slow -->                       at night only
     <!-- exit 2 -->                     the last command ends so
     <!-- run by tests/repo/x.py -->     not here: that test runs it
     <!-- not run: why -->

@@ -31,6 +31,7 @@ def listen(agent: subprocess.Popen[str], wanted: list[str]) -> str:
     return text
 
 
+@pytest.mark.slow
 def test_multi_node() -> None:
     with Cluster([1, 1]) as box:  # its own ranks are idle
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]

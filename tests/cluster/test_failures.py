@@ -15,6 +15,7 @@ import tokenyard
 from tests.cases.clock import scaled
 from tests.cases.conformance import check
 from tests.cases.exchange import Case, job
+from tests.cases.lanes import at_night
 from tokenyard.testing import Cluster, Exited, why_no_cluster
 from tokenyard.testing.cluster import _NAMESPACES, _PREFIX
 
@@ -53,7 +54,7 @@ def in_a_new_group(group: Any, case: Case) -> dict[str, Any]:
     return job(dist.new_group(), case)
 
 
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", at_night([0, 1], gate=(1,)))
 def test_partition(node: int) -> None:
     """Five seconds without a network, and a time limit of two."""
     with Cluster([2, 2], rate="200mbit", timeout=scaled(120)) as box:
@@ -87,7 +88,14 @@ def warm_up(group: Any, sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes, node", [([2, 2], 0), ([2, 2], 1), ([2, 2, 2], 2), ([2, 1, 1], 1)], ids=str
+    "sizes, node",
+    [
+        ([2, 2], 0),
+        ([2, 1, 1], 1),
+        pytest.param([2, 2], 1, marks=pytest.mark.slow),
+        pytest.param([2, 2, 2], 2, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_killed_node(sizes: list[int], node: int) -> None:
     with Cluster(sizes, rate="200mbit", timeout=scaled(120)) as box:

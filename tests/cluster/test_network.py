@@ -15,6 +15,7 @@ from benchmarks.per_expert import PerExpert
 from tests.cases.clock import scaled
 from tests.cases.conformance import SAMPLED, case_of, check
 from tests.cases.exchange import Case, job
+from tests.cases.lanes import at_night
 from tokenyard.testing import Cluster, numbered_tokens, routing, why_no_cluster
 
 pytestmark = [
@@ -29,7 +30,7 @@ def on(cluster: Cluster, name: str) -> Case:
     return replace(case, ranks_per_node=nodes, transport="hierarchical", kernels="numba")
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2-nodes", "4-nodes"])
+@pytest.fixture(scope="module", params=at_night([2, 4], gate=(2,)), ids=["2-nodes", "4-nodes"])
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     with Cluster([2] * request.param, timeout=scaled(120)) as box:
         yield box

@@ -91,6 +91,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_spawned_processes_find_it_too(wheels: Wheels, tmp_path: Path) -> None:
     script = tmp_path / "spawn.py"
@@ -103,6 +104,7 @@ def test_spawned_processes_find_it_too(wheels: Wheels, tmp_path: Path) -> None:
     assert run(by_wheel.python, script) == OURS
 
 
+@pytest.mark.slow
 def test_by_wheels_the_last_one_is_in_force(wheels: Wheels, tmp_path: Path) -> None:
     """pip lets a wheel overwrite another one's files without a word."""
     place = Environment(tmp_path / "venv")

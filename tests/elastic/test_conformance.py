@@ -11,6 +11,7 @@ import torch
 from tests.cases.conformance import BASE
 from tests.cases.elastic import ElasticCase, check, job
 from tests.cases.exchange import FP8
+from tests.cases.lanes import at_night
 from tests.cases.processes import Pools
 from tokenyard.testing import poisoned, run_virtual
 from tokenyard.transports import available
@@ -50,14 +51,14 @@ def check_virtual(case: ElasticCase) -> None:
     check(case, outs)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", at_night([1, 2, 4], gate=(1, 4)))
 @pytest.mark.parametrize("name", CASES)
 @EVERY_WAY
 def test_virtual_ranks(name: str, way: str, num_ranks: int) -> None:
     check_virtual(case_of(name, way, num_ranks))
 
 
-@pytest.mark.parametrize("num_ranks", [3, 5, 6, 7, 8])
+@pytest.mark.parametrize("num_ranks", at_night([3, 5, 6, 7, 8], gate=(5,)))
 @pytest.mark.parametrize("name", ["plain", "holes"])
 @EVERY_WAY
 def test_more_virtual_ranks(name: str, way: str, num_ranks: int) -> None:
@@ -74,7 +75,7 @@ def test_many_virtual_ranks(name: str, way: str, num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("transport", ["direct", "ring"])
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", at_night([1, 3], gate=(3,)))
 @pytest.mark.parametrize("name", ["plain", "float32", "fp8", "holes", "no-tokens-at-all"])
 @EVERY_WAY
 def test_virtual_ranks_that_share_memory(
@@ -108,7 +109,7 @@ def check_processes(case: ElasticCase, processes: Pools) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("transport", available())
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", at_night([2, 4], gate=(4,)))
 @pytest.mark.parametrize("name", ["plain", "float32", "fp8", "holes"])
 @pytest.mark.parametrize("way", ["compact", "expanded"])
 def test_processes(name: str, way: str, num_ranks: int, transport: str, processes: Pools) -> None:

@@ -1,4 +1,4 @@
-"""Random programs on real processes: 60 in CI, 5,000 by hand (pytest -m slow, or
+"""Random programs on real processes: 60 in the gate, 5,000 at night (or
 `python -m tests.fuzz`, which shows each step of a program that fails).
 """
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cases.clock import scaled
+from tests.cases.lanes import at_night
 
 PROGRAM = """
 from typing import NamedTuple
@@ -59,7 +60,9 @@ def program(tmp_path: Path) -> Path:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["a script", "standard input", "python -c"])
+@pytest.mark.parametrize(
+    "kind", at_night(["a script", "standard input", "python -c"], gate=("standard input",))
+)
 def test_programs(kind: str, program: Path) -> None:
     given = {
         "a script": [str(program)],

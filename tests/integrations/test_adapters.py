@@ -15,6 +15,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from safetensors.torch import load_file
 
+from tests.cases.lanes import at_night
 from tests.cases.processes import Pools
 from tests.cases.transformers import families, family_checks, family_jobs
 from tokenyard.integrations.transformers import expert_parallel
@@ -42,7 +43,7 @@ def two_ranks(processes: Pools) -> Processes:
     [
         "llama4",
         "switch_transformers",
-        *[pytest.param(one, marks=pytest.mark.slow) for one in SLOWER],
+        *at_night(SLOWER),
     ],
 )
 def test_saving_and_loading(two_ranks: Processes, tmp_path: Path, family: str) -> None:

@@ -21,6 +21,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExp
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHConfig, NemotronHExperts
 
 from tests.cases.clock import scaled
+from tests.cases.lanes import at_night
 from tests.cases.processes import Pools
 from tests.cases.transformers import moe as jobs
 from tokenyard import Replicas
@@ -33,7 +34,7 @@ KINDS = pytest.mark.parametrize("kind", jobs.MODELS)
 TOKENS = pytest.mark.parametrize("tokens", ["own", "same"])
 
 
-@pytest.fixture(params=[1, 2, 4], ids=lambda n: f"{n}-ranks")
+@pytest.fixture(params=at_night([1, 2, 4], gate=(2,)), ids=lambda n: f"{n}-ranks")
 def ranks(request: Any, processes: Pools) -> Processes:
     return processes(request.param)
 

@@ -20,6 +20,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHConfig, 
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
 
 from tests.cases.clock import scaled
+from tests.cases.lanes import at_night
 from tests.cases.processes import Pools
 from tests.cases.transformers import distributed as jobs
 from tests.cases.transformers import families, moe
@@ -28,7 +29,9 @@ from tokenyard.testing import Exited, Processes, assert_same
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
-LAYOUTS = pytest.mark.parametrize("layout", jobs.LAYOUTS)
+LAYOUTS = pytest.mark.parametrize(
+    "layout", at_night(jobs.LAYOUTS, gate=("one batch, 4", "a batch for two, sharded experts"))
+)
 # Those that transformers tests its expert parallelism with, by the names of their folders.
 TYPES = [
     "cohere2_moe",
@@ -131,10 +134,10 @@ def test_kinds_of_experts(
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", at_night([2, 4], gate=(4,)))
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(one, marks=[] if one == "glm4_moe" else pytest.mark.slow) for one in TYPES],
+    at_night(TYPES, gate=("glm4_moe",)),
 )
 def test_types_that_transformers_tests(
     processes: Pools, tmp_path: Path, family: str, num_ranks: int, tied: bool

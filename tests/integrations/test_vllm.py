@@ -1,7 +1,7 @@
 """vLLM's server on CPUs with expert parallelism, as a user starts it.
 
-CI makes one start (.ci/vllm-env makes its environment); the rest takes a minute a start or more,
-and is run by hand: pytest -m slow tests/integrations/test_vllm.py
+A start takes a minute, so they are of the nightly lane; the gate runs test_vllm_layers.py.
+.ci/vllm-env makes the environment.
 
 In float32: there sums in another order change the sixth digit, which no greedy token notices. In
 bfloat16 one process differs from itself when requests are batched another way.
@@ -70,6 +70,7 @@ def tokens(answers: list[dict[str, Any]]) -> list[list[int]]:
     return [answer["token_ids"] for answer in answers]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # of transformers and torch, on their way in
 def test_two_ranks_answer_as_transformers_does(model: Any, tmp_path: Path) -> None:
     given, directory = prompts(12), model("qwen3")

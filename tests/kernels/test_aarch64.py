@@ -68,6 +68,7 @@ def check_order(name: str, code: Code) -> None:
         assert not flow.leaves_dirty(code.symbol, False), name
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_chosen_kernels(tmp_path: Path) -> None:
     """One test, since it is the compilation that takes time."""

@@ -50,7 +50,8 @@ def check(name: str, folder: Path, limit: float, *tests: str) -> None:
     assert " passed" in done.stdout
 
 
-@pytest.mark.parametrize("name", ["generic", pytest.param("haswell", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["generic", "haswell"])
 def test_a_few_kernels_and_two_processes(name: str, tmp_path: Path) -> None:
     check(name, tmp_path, 250, *QUICK)
 

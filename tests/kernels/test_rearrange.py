@@ -24,6 +24,7 @@ from torch import Tensor
 
 import tokenyard
 from tests.cases.kernel_sets import SETS
+from tests.cases.lanes import random_cases
 from tokenyard import spec
 from tokenyard.kernels import rearrange_plan as planning
 from tokenyard.kernels.base import interprets_triton
@@ -141,7 +142,7 @@ def check(dst: Layout, src: np.ndarray, move: Move, reference: Move = np.copyto)
 
 @pytest.mark.parametrize("name", SETS)
 @given(case=pairs(60, st.integers(0, 7), 8))
-@settings(max_examples=200 if interprets_triton() else 1000, deadline=None)
+@settings(max_examples=random_cases(100 if interprets_triton() else 300), deadline=None)
 def test_agrees_with_spec(name: str, case: tuple[Layout, np.ndarray]) -> None:
     check(*case, partial(tokenyard.rearrange, kernels=name), spec.rearrange)
 
@@ -153,7 +154,7 @@ LENGTHS = st.one_of(
 
 
 @given(case=pairs(6000, LENGTHS, 4), cut=st.floats(0, 1))
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=random_cases(400), deadline=None)
 def test_small_boxes_agree_with_numpy(case: tuple[Layout, np.ndarray], cut: float) -> None:
     check(*case, partial(in_small_boxes, cut=cut))
 

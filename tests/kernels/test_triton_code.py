@@ -25,7 +25,7 @@ AMD = [name for name in TARGETS if name.startswith("gfx")]
 SUMMING = ("reduce", "unpermute", "gradients", "sum_slots")
 COUNTING = ("_outside_kernel", "_zero_kernel", "_find_kernel")  # of those that move rows
 
-IN_CI = ("sm_90", "gfx942")  # one of each maker; the others are compiled by hand
+IN_CI = ("sm_90", "gfx942")  # one of each maker; the others are compiled at night
 
 
 def by(targets: Iterable[str]) -> pytest.MarkDecorator:

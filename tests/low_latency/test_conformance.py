@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.cases.kernel_sets import SETS
+from tests.cases.lanes import at_night
 from tests.cases.low_latency import Case, check, job
 from tests.cases.processes import Pools
 from tokenyard.testing import Processes, poisoned, run_virtual
@@ -94,7 +95,7 @@ def test_several_nodes(ranks: Processes, how: str) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "num_ranks",
-    [1, 2, pytest.param(4, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow), 8],
+    at_night([1, 2, 4, 5, 8], gate=(2, 8)),
 )
 def test_ranks_and_batches(num_ranks: int, processes: Pools) -> None:
     """1 to 8 processes, 1 to 128 tokens, bfloat16 and FP8, in shared memory."""

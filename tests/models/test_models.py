@@ -71,6 +71,7 @@ def assert_holds(said: str) -> None:
         pytest.param(f"-DBLOCK {COMBINE_OF_THREE}", "invalid end state", id="combine that blocks"),
     ],
 )
+@pytest.mark.slow
 def test_a_broken_rule_of_the_ring_is_caught(tmp_path: Path, options: str, error: str) -> None:
     said = check(tmp_path, options)
     assert f"pan:1: {error}" in said
@@ -107,6 +108,7 @@ BROKEN_EXCHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options, error", BROKEN_EXCHANGES.values(), ids=BROKEN_EXCHANGES.keys())
 def test_a_broken_rule_of_exchanges_is_caught(tmp_path: Path, options: str, error: str) -> None:
     said = check(tmp_path, options, EXCHANGE)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tokenyard
+from tests.cases.lanes import at_night
 from tests.cases.nn import clipping as jobs
 from tests.cases.nn.moe import make_model
 from tests.cases.processes import Pools
@@ -25,7 +26,7 @@ def one_rank() -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", at_night([2, 4], gate=(2,)))
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_clipped_training_is_that_of_one_rank(
     processes: Pools, one_rank: Any, kind: str, num_ranks: int

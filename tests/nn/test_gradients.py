@@ -92,14 +92,14 @@ def test_gradcheck_on_virtual_ranks(name: str) -> None:
 @pytest.mark.parametrize(
     "name, transport",
     [
-        ("dispatched_both", "direct"),
-        ("dispatched_both", "collective"),
-        ("combined", "direct"),
-        ("combined", "collective"),
         ("combined", "ring"),
-        ("dispatched_by_expert", "direct"),
-        ("dispatched_by_expert", "collective"),
         ("layer_by_expert", "direct"),
+        pytest.param("dispatched_both", "direct", marks=pytest.mark.slow),
+        pytest.param("dispatched_both", "collective", marks=pytest.mark.slow),
+        pytest.param("combined", "direct", marks=pytest.mark.slow),
+        pytest.param("combined", "collective", marks=pytest.mark.slow),
+        pytest.param("dispatched_by_expert", "direct", marks=pytest.mark.slow),
+        pytest.param("dispatched_by_expert", "collective", marks=pytest.mark.slow),
     ],
 )
 def test_gradcheck_on_processes(two_processes: Processes, name: str, transport: str) -> None:

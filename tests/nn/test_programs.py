@@ -1,5 +1,5 @@
-"""Random programs of the layer against loops over tokens and experts: 50 in CI, 2,050 by hand
-(pytest -m slow, or `python -m tests.nn.programs`, which prints a program that fails).
+"""Random programs of the layer against loops over tokens and experts: 25 in the gate, 2,100 at
+night (or `python -m tests.nn.programs`, which prints a program that fails).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tokenyard
+from tests.cases.lanes import at_night
 from tests.nn.programs.draw import Layer, Program, Step, draw
 from tests.nn.programs.oracle import NearTie, Record, expect
 from tests.nn.programs.run import Ranks, run
@@ -25,7 +26,7 @@ def check(seeds: range, num_processes: int = 0) -> None:
 
 
 @pytest.mark.timeout(600)  # kernels are compiled, where nobody has done so yet
-@pytest.mark.parametrize("first", range(0, 50, 25))
+@pytest.mark.parametrize("first", at_night(range(0, 50, 25), gate=(0,)))
 def test_programs(first: int) -> None:
     check(range(first, first + 25))
 

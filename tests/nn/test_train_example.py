@@ -49,6 +49,7 @@ def test_a_checkpoint_goes_on_on_more_ranks(processes: Pools, tmp_path: Path) ->
             assert losses == pytest.approx(want[3:], abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.docs
 def test_the_script(tmp_path: Path) -> None:
     """As its first lines say: with torchrun and without, saved and loaded."""

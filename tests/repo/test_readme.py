@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cases.clock import scaled
+from tests.cases.lanes import at_night
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -71,7 +72,7 @@ def test_the_package_is_the_installed_one(installed: dict[str, str]) -> None:
     assert str(home).startswith(installed["PYTHONPATH"])
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("num_ranks", at_night([1, 4], gate=(4,)))
 def test_quickstart(installed: dict[str, str], num_ranks: int) -> None:
     out = torchrun(num_ranks, ROOT / "examples" / "quickstart.py", installed)
     got = re.findall(r"rank (\d): (\d+) rows, \[([\d, ]+)\] by expert", out)
@@ -81,7 +82,9 @@ def test_quickstart(installed: dict[str, str], num_ranks: int) -> None:
     assert out.count("combine gave back the right sums: True") == num_ranks
 
 
-@pytest.mark.parametrize("how", ["file", "text", "without a network"])
+@pytest.mark.parametrize(
+    "how", at_night(["file", "text", "without a network"], gate=("without a network",))
+)
 def test_quickstart_without_a_launcher(installed: dict[str, str], how: str) -> None:
     command = [sys.executable, str(ROOT / "examples" / "quickstart.py")]
     if how == "text":
@@ -110,6 +113,7 @@ def test_a_stranger_reads_it_in_a_minute() -> None:
     assert README.count("![") == 1
 
 
+@pytest.mark.slow
 def test_trace_moe_names_the_slow_rank(installed: dict[str, str]) -> None:
     out = torchrun(4, ROOT / "examples" / "trace_moe.py", installed)
     named = dict(re.findall(r"rank (\d): .* most of it for rank (\d)", out))

@@ -17,6 +17,7 @@ PAGE = ROOT / "docs" / "guide" / "routing.md"
 STEPS = "20"  # a third of what the page shows
 
 
+@pytest.mark.slow
 @pytest.mark.docs
 def test_commands_do_what_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

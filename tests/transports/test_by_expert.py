@@ -11,6 +11,7 @@ import tokenyard
 from tests.cases.by_expert import check, job
 from tests.cases.conformance import BASE, CASES, case_of
 from tests.cases.exchange import Case
+from tests.cases.lanes import at_night
 from tests.cases.processes import Pools
 from tokenyard.testing import assert_same, numbered_tokens, poisoned, routing, run_virtual
 from tokenyard.transports import available
@@ -27,14 +28,14 @@ def check_virtual(case: Case) -> None:
     check(case, outs)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 5])
+@pytest.mark.parametrize("num_ranks", at_night([1, 2, 5], gate=(1, 5)))
 @EVERY_CASE
 def test_virtual_ranks(name: str, num_ranks: int) -> None:
     check_virtual(case_of(name, num_ranks))
 
 
 @pytest.mark.parametrize("transport", ["direct", "ring"])
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", at_night([1, 3], gate=(3,)))
 @EVERY_CASE
 def test_virtual_ranks_that_share_memory(name: str, num_ranks: int, transport: str) -> None:
     case = replace(case_of(name, num_ranks), transport=transport, kernels="numba")
@@ -73,7 +74,7 @@ def test_in_one_step_and_not(name: str, processes: Pools) -> None:
 
 
 @pytest.mark.parametrize("way", ["compiled", "general", "mixed"])
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", at_night([1, 3], gate=(3,)))
 @EVERY_CASE
 def test_few_rows(name: str, num_ranks: int, way: str) -> None:
     """Dispatched as rows of tokens, and then copied to their places."""
@@ -82,7 +83,7 @@ def test_few_rows(name: str, num_ranks: int, way: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("way", ["compiled", "general", "mixed"])
+@pytest.mark.parametrize("way", at_night(["compiled", "general", "mixed"], gate=("mixed",)))
 @pytest.mark.parametrize("name", FEW)
 def test_few_rows_of_processes(name: str, way: str, processes: Pools) -> None:
     case = replace(case_of(name, 4), transport="direct", way=way)

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.cases.conformance import BASE, CASES, SAMPLED, case_of, check
+from tests.cases.conformance import BASE, CASES, FEW, SAMPLED, case_of, check
 from tests.cases.exchange import Case, job
+from tests.cases.lanes import at_night
 from tests.cases.processes import Pools
 from tokenyard.testing import Processes, poisoned, run_virtual
 from tokenyard.transports import available
@@ -19,13 +20,13 @@ def check_virtual(case: Case) -> None:
     check(case, outs)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("num_ranks", at_night([1, 2, 3, 5, 8], gate=(1, 3, 8)))
 @pytest.mark.parametrize("name", CASES)
 def test_virtual_ranks(name: str, num_ranks: int) -> None:
     check_virtual(case_of(name, num_ranks))
 
 
-@pytest.mark.parametrize("num_ranks", [4, 17, 64])
+@pytest.mark.parametrize("num_ranks", at_night([4, 17, 64], gate=(17,)))
 @pytest.mark.parametrize("name", SAMPLED)
 def test_more_virtual_ranks(name: str, num_ranks: int) -> None:
     check_virtual(case_of(name, num_ranks))
@@ -39,7 +40,7 @@ WAYS = pytest.mark.parametrize(
 
 
 @WAYS
-@pytest.mark.parametrize("num_ranks", [1, 2, 5])
+@pytest.mark.parametrize("num_ranks", at_night([1, 2, 5], gate=(1, 5)))
 @pytest.mark.parametrize("name", CASES)
 def test_virtual_ranks_that_share_memory(
     name: str, num_ranks: int, transport: str, way: str
@@ -48,7 +49,7 @@ def test_virtual_ranks_that_share_memory(
 
 
 @WAYS
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("name", FEW)
 def test_17_virtual_ranks_that_share_memory(name: str, transport: str, way: str) -> None:
     check_sharing(name, 17, transport, way)
 
@@ -83,13 +84,19 @@ def parameter(request: pytest.FixtureRequest) -> int:
 
 
 # Of the module, so that tests with as many processes follow each other.
-num_processes = pytest.fixture(parameter, scope="module", params=[1, 2, 3, 8])
-between = pytest.fixture(parameter, scope="module", params=[4, 5, 6, 7])
+NUMBERS = at_night(range(1, 9), gate=(1, 3, 8))
+num_processes = pytest.fixture(parameter, scope="module", params=NUMBERS)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_that_share_memory(name: str, processes: Pools) -> None:
+    check_processes(name, "direct", processes(2))
 
 
 @pytest.mark.processes
 @TRANSPORTS
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SAMPLED)
 def test_processes(name: str, transport: str, processes: Pools, num_processes: int) -> None:
     check_processes(name, transport, processes(num_processes))
 
@@ -99,13 +106,6 @@ def test_processes(name: str, transport: str, processes: Pools, num_processes: i
 def test_processes_that_make_calls_in_two_ways(name: str, processes: Pools) -> None:
     case = replace(case_of(name, 3), transport="direct", kernels="numba", way="mixed")
     check(case, processes(3).run(job, case))
-
-
-@pytest.mark.processes
-@TRANSPORTS
-@pytest.mark.parametrize("name", SAMPLED)
-def test_numbers_between(name: str, transport: str, processes: Pools, between: int) -> None:
-    check_processes(name, transport, processes(between))
 
 
 def check_processes(name: str, transport: str, ranks: Processes) -> None:

@@ -16,6 +16,7 @@ import tokenyard
 from tests.cases.clock import scaled
 from tests.cases.conformance import CASES, case_of, check
 from tests.cases.exchange import Case, open_buffer, rounds
+from tests.cases.lanes import at_night
 from tests.cases.processes import Pools
 from tokenyard import spec
 from tokenyard.kernels import numba as kernels
@@ -60,7 +61,7 @@ def on_nodes(name: str, sizes: tuple[int, ...]) -> Case:
     return replace(case, ranks_per_node=sizes, transport="hierarchical", kernels="numba")
 
 
-@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+@pytest.mark.parametrize("sizes", at_night(SHAPES, gate=[(3, 2, 1)]), ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_all_rows_are_enclosed(
     name: str, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
@@ -70,7 +71,7 @@ def test_all_rows_are_enclosed(
     check_calls(on_nodes(name, sizes), {"dispatch": 1, "cached dispatch": 1, "combine": 4})
 
 
-@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+@pytest.mark.parametrize("sizes", at_night(SHAPES, gate=[(2, 2)]), ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_no_rows_are_enclosed(
     name: str, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
@@ -198,7 +199,7 @@ def drawn_on_processes(group: Any, seeds: range, sizes: tuple[int, ...], bound: 
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("sizes", at_night([(1, 1), (2, 2), (3, 1)], gate=[(3, 1)]), ids=str)
 def test_processes_fit_and_do_not_fit_in_turn(sizes: tuple[int, ...], processes: Pools) -> None:
     seeds = range(100, 120)
     answers = processes(sum(sizes)).run(drawn_on_processes, seeds, sizes, 1000)

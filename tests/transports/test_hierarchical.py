@@ -10,6 +10,7 @@ import torch
 from tests.cases.clock import scaled
 from tests.cases.conformance import CASES, SAMPLED, case_of, check
 from tests.cases.exchange import Case, inputs, job
+from tests.cases.lanes import at_night
 from tests.cases.processes import Pools
 from tokenyard import spec
 from tokenyard.testing import Processes, run_virtual
@@ -36,7 +37,7 @@ def test_virtual_ranks(name: str, sizes: tuple[int, ...]) -> None:
     check_virtual(on_nodes(name, sizes))
 
 
-@pytest.mark.parametrize("sizes", MORE_SHAPES + SMALL_SHAPES, ids=name_of)
+@pytest.mark.parametrize("sizes", at_night(MORE_SHAPES + SMALL_SHAPES, SMALL_SHAPES), ids=name_of)
 @pytest.mark.parametrize("name", SAMPLED)
 def test_more_shapes(name: str, sizes: tuple[int, ...]) -> None:
     check_virtual(on_nodes(name, sizes))
@@ -62,7 +63,7 @@ def test_many_chunks(name: str, sizes: tuple[int, ...], monkeypatch: pytest.Monk
     check_virtual(on_nodes(name, sizes))
 
 
-@pytest.mark.parametrize("num_nodes", [1, 2, 8, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_nodes", at_night([1, 2, 8, 32], gate=(1, 2)))
 @pytest.mark.parametrize("few", [True, False], ids=["few-rows", "many-rows"])
 @pytest.mark.timeout(300)
 def test_nodes_of_8(num_nodes: int, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,20 +122,15 @@ def parameter(request: pytest.FixtureRequest) -> tuple[int, ...]:
 
 
 # Of the module, so that tests with as many processes follow each other.
-nodes = pytest.fixture(parameter, scope="module", params=SHAPES, ids=name_of)
-more_nodes = pytest.fixture(parameter, scope="module", params=MORE_SHAPES, ids=name_of)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("name", CASES)
-def test_processes(name: str, nodes: tuple[int, ...], processes: Pools) -> None:
-    check_processes(name, nodes, processes(sum(nodes)))
+nodes = pytest.fixture(
+    parameter, scope="module", params=at_night(SHAPES + MORE_SHAPES, SHAPES), ids=name_of
+)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", SAMPLED)
-def test_more_processes(name: str, more_nodes: tuple[int, ...], processes: Pools) -> None:
-    check_processes(name, more_nodes, processes(sum(more_nodes)))
+def test_processes(name: str, nodes: tuple[int, ...], processes: Pools) -> None:
+    check_processes(name, nodes, processes(sum(nodes)))
 
 
 def check_processes(name: str, sizes: tuple[int, ...], ranks: Processes) -> None:

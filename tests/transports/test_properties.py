@@ -1,4 +1,4 @@
-"""Random cases on virtual ranks against `spec`: 50 in CI, 20,000 by hand (pytest -m slow)."""
+"""Random cases on virtual ranks against `spec`: 50 in the gate, 20,000 at night."""
 
 from __future__ import annotations
 

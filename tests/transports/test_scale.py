@@ -17,6 +17,7 @@ import tokenyard
 from tests.cases.clock import scaled
 from tests.cases.conformance import check
 from tests.cases.exchange import Case, expected, inputs, job
+from tests.cases.lanes import at_night
 from tests.cases.processes import Pools
 from tests.cases.programs import run_python
 from tokenyard import spec
@@ -26,7 +27,7 @@ from tools import scale
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("num_nodes", [16, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_nodes", at_night([8, 16, 32], gate=(8,)))
 def test_nodes_of_8_ranks(num_nodes: int) -> None:
     num_ranks = 8 * num_nodes
     case = Case(
@@ -109,7 +110,7 @@ def sum_of_experts(group: Any) -> float:
         return float(buffer.combine(got.recv_x, got.handle).x.sum())
 
 
-@pytest.mark.parametrize("num_ranks", [256, pytest.param(512, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", at_night([256, 512], gate=(256,)))
 def test_many_nodes_of_8_take_seconds(num_ranks: int) -> None:
     """Of this process's own time, since how busy the machine is says nothing."""
     one = scale.measure(num_ranks, "collective")
@@ -205,6 +206,5 @@ except TimeoutError as error:
 
 
 def test_a_run_that_does_not_end_lets_the_interpreter_end() -> None:
-    for _ in range(2):
-        done = run_python("-c", STUCK)
-        assert (done.stdout, done.returncode) == ("late: virtual ranks 0, 1, \n", 0), done.stderr
+    done = run_python("-c", STUCK)
+    assert (done.stdout, done.returncode) == ("late: virtual ranks 0, 1, \n", 0), done.stderr

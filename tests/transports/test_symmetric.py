@@ -19,6 +19,7 @@ from tests.cases.clock import scaled
 from tests.cases.conformance import check
 from tests.cases.exchange import FP8, Case
 from tests.cases.exchange import job as exchange
+from tests.cases.lanes import at_night
 from tests.cases.processes import Pools
 from tokenyard import spec
 from tokenyard.comm import connect
@@ -74,7 +75,7 @@ def go_round(group: Any, seeds: range) -> list[tuple[Tensor, ...]]:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("num_routings", [10, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_routings", at_night([4, 50], gate=(4,)))
 def test_random_routings(num_ranks: int, num_routings: int, processes: Pools) -> None:
     """Both chunk sizes by turns; blocks grow between calls."""
     got = processes(num_ranks, timeout=380).run(go_round, range(num_routings))

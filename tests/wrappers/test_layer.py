@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 
 from tests.cases.clock import scaled
+from tests.cases.lanes import at_night
 from tests.cases.processes import Pools
 from tests.cases.wrappers import layer as jobs
 from tests.cases.wrappers import pipeline as pipeline_jobs
@@ -16,17 +17,13 @@ from tokenyard.testing import run_virtual
 
 pytestmark = pytest.mark.processes
 
-IN_CI = {"ddp", "fsdp_layers", "fsdp_bfloat16"}
-
 
 @cache
 def one_process(kind: str = "none") -> Outcome:
     return run_virtual(jobs.train, 1, kind).results[0]
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(one, marks=() if one in IN_CI else pytest.mark.slow) for one in LAYER]
-)
+@pytest.mark.parametrize("kind", at_night(LAYER, gate=("ddp", "fsdp_layers")))
 def test_twenty_steps(processes: Pools, kind: str) -> None:
     if kind == "fsdp_bfloat16":  # one process rounds as well
         (want,) = processes(1).run(jobs.train, kind)
@@ -54,14 +51,7 @@ def test_sharded_experts_are_noticed(processes: Pools, where: str) -> None:
         assert "Experts.gate_up was sharded by fully_shard" in said
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(one, marks=() if one == ("1f1b", "ddp") else pytest.mark.slow)
-        for one in PIPELINE
-    ],
-    ids="-".join,
-)
+@pytest.mark.parametrize("case", at_night(PIPELINE, gate=[("1f1b", "ddp")]), ids="-".join)
 def test_twenty_steps_in_stages(processes: Pools, case: tuple[str, str]) -> None:
     (want_losses, want) = run_virtual(pipeline_jobs.alone, 1).results[0]
     stages = processes(4).run(pipeline_jobs.train, *case)

@@ -15,14 +15,13 @@ pytest.importorskip("peft", reason="peft is not installed")
 
 from safetensors.torch import load_file
 
+from tests.cases.lanes import at_night
 from tests.cases.processes import Pools
 from tests.cases.wrappers import model as jobs
 from tests.cases.wrappers.compare import Outcome, assert_like_one_process
 from tests.cases.wrappers.table import MODEL, REFUSED
 
 pytestmark = pytest.mark.processes
-
-IN_CI = {"ddp", "trainer", "trainer_lora", "lora_experts_before", "lora_experts_after"}
 
 
 def run(processes: Pools, kind: str, folder: Path) -> tuple[list[Outcome], Outcome]:
@@ -51,7 +50,7 @@ def run(processes: Pools, kind: str, folder: Path) -> tuple[list[Outcome], Outco
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(one, marks=() if one in IN_CI else pytest.mark.slow) for one in MODEL]
+    "kind", at_night(MODEL, gate=("trainer", "trainer_lora", "lora_experts_before"))
 )
 def test_twenty_steps(processes: Pools, tmp_path: Path, kind: str) -> None:
     results, want = run(processes, kind, tmp_path)
