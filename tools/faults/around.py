@@ -1,0 +1,127 @@
+"""Faults of rounding, of checks, of other shapes of the API, and of other people's libraries."""
+
+from __future__ import annotations
+
+from tools.faults.fault import Fault
+
+_TRANSFORMERS = "integrations/transformers/"
+_VLLM = "integrations/vllm/"
+
+FAULTS = (
+    Fault(
+        "rounding-ties-go-up",
+        "rounding",
+        "kernels/numba/llvm/vectors.py",
+        "up = builder.add(builder.add(bits, splat(I32, 0x7FFF, lanes)), odd)",
+        "up = builder.add(bits, splat(I32, 0x8000, lanes))",
+    ),
+    Fault(
+        "rounding-of-a-node-is-left-out",
+        "rounding",
+        "kernels/numba/llvm/sums.py",
+        """            term = vectors.narrow(
+                builder, vectors.load(builder, partial, index, wide, lanes), dtype, lanes
+            )
+            term = vectors.widen(builder, term, dtype, lanes)
+""",
+        "            term = vectors.load(builder, partial, index, wide, lanes)\n",
+    ),
+    Fault(
+        "rounding-doubles-exact-fp8-scales",
+        "rounding",
+        "kernels/numba/quantize.py",
+        "scale = bits_float((bits + _FRACTION) & _INF)",
+        "scale = bits_float((bits + _FRACTION + 1) & _INF)",
+    ),
+    Fault(
+        "align-padding-of-many-has-a-hole",
+        "align",
+        "kernels/numba/align.py",
+        "_fill(entries, at, end, numel)",
+        "_fill(entries, at + 1, end, numel)",
+    ),
+    Fault(
+        "permute-takes-rows-for-neighbours",
+        "permute",
+        "kernels/numba/permute.py",
+        "y, y_stride = y_MD.data_ptr(), y_MD.stride(0) * size",
+        "y, y_stride = y_MD.data_ptr(), hidden * size",
+    ),
+    Fault(
+        "async-goes-on-after-a-failure",
+        "async",
+        "runtime/events.py",
+        "        if self.failure is not None:\n            raise self.failure\n",
+        "",
+    ),
+    Fault(
+        "elastic-last-lane-is-not-compared",
+        "elastic",
+        "engine/lane_order.py",
+        "for ahead in range(1, num_topk):",
+        "for ahead in range(1, num_topk - 1):",
+    ),
+    Fault(
+        "elastic-sends-into-a-slot-in-use",
+        "elastic",
+        "elastic/pipes.py",
+        "self._block.wait([2 + here], [to], number + 1 - self._num_slots, SEND)",
+        "self._block.wait([2 + here], [to], number - self._num_slots, SEND)",
+    ),
+    Fault(
+        "hybrid-ep-keeps-a-row-past-the-limit",
+        "hybrid_ep",
+        "hybrid_ep/buffer.py",
+        "row_of = row_of.masked_fill(row_of >= limit, -1)",
+        "row_of = row_of.masked_fill(row_of > limit, -1)",
+    ),
+    Fault(
+        "transformers-saves-the-first-experts",
+        "transformers",
+        _TRANSFORMERS + "saving.py",
+        "whole[plan.ids] = own",
+        "whole[: len(plan.ids)] = own",
+    ),
+    Fault(
+        "transformers-unrouted-means-the-last-expert",
+        "transformers",
+        _TRANSFORMERS + "experts.py",
+        "local = plan.local_of_expert[topk_idx].masked_fill(topk_idx < 0, -1)",
+        "local = plan.local_of_expert[topk_idx]",
+    ),
+    Fault(
+        "vllm-map-is-of-another-rank",
+        "vLLM",
+        _VLLM + "exchange.py",
+        "        mine = self.ep_ranks[self.buffer.rank]\n",
+        "        mine = self.buffer.rank\n",
+    ),
+    Fault(
+        "vllm-untested-version-is-hooked",
+        "vLLM",
+        _VLLM + "plugin.py",
+        "if not first <= _release(version) < end:",
+        "if not first <= _release(version) <= end:",
+    ),
+    Fault(
+        "vllm-blames-ranks-while-it-ends",
+        "vLLM",
+        _VLLM + "watch.py",
+        "if dead and not self._end.wait(_CONFIRM):",
+        "if dead:",
+    ),
+    Fault(
+        "validation-lets-one-expert-too-many-pass",
+        "validation",
+        "validate/calls.py",
+        "if low < -1 or high >= counted:",
+        "if low < -1 or high > counted:",
+    ),
+    Fault(
+        "validation-names-another-token",
+        "validation",
+        "validate/calls.py",
+        "token, k = divmod(place, topk_idx_TK.shape[1])",
+        "token, k = divmod(place, topk_idx_TK.shape[0])",
+    ),
+)

@@ -1,0 +1,201 @@
+"""Faults of what carries rows: fences, memory, liveness, transports, and the low-latency mode."""
+
+from __future__ import annotations
+
+from tools.faults.fault import Fault
+
+_LIVENESS = "shm/liveness.py"
+_POOL = "runtime/pool.py"
+_RING = "kernels/numba/ring/"
+_SLOTS = "kernels/numba/low_latency/"
+
+FAULTS = (
+    Fault(
+        "fence-missing-before-signals",
+        "fences",
+        "kernels/numba/signals.py",
+        "    fence_stores()\n    signals = pointer(outgoing, INT64)",
+        "    signals = pointer(outgoing, INT64)",
+    ),
+    Fault(
+        "fence-missing-after-a-scatter",
+        "fences",
+        "kernels/numba/rows.py",
+        "copy_row(target, row, width, much and width >= _LONG_ROW)\n    fence_stores()\n",
+        "copy_row(target, row, width, much and width >= _LONG_ROW)\n",
+    ),
+    Fault(
+        "fence-signals-are-not-released",
+        "fences",
+        "kernels/numba/llvm/atomics.py",
+        'builder.store_atomic(args[1], pointer, "release", 8)',
+        'builder.store_atomic(args[1], pointer, "monotonic", 8)',
+    ),
+    Fault(
+        "liveness-does-not-wait-for-busy-ranks",
+        "liveness",
+        _LIVENESS,
+        "deadline, beats = now + self._timeout, self._beats()",
+        "beats = self._beats()",
+    ),
+    Fault(
+        "liveness-repeats-the-next-rank",
+        "liveness",
+        _LIVENESS,
+        "kind, culprit = _FAILURES[told % 4 % 3], told // 4 - 1",
+        "kind, culprit = _FAILURES[told % 4 % 3], told // 4",
+    ),
+    Fault(
+        "liveness-names-a-late-rank-by-its-place",
+        "liveness",
+        _LIVENESS,
+        "return Stopped(PeerTimeout, self.names(missing()))",
+        "return Stopped(PeerTimeout, tuple(missing()))",
+    ),
+    Fault(
+        "liveness-sees-a-death-at-the-deadline",
+        "liveness",
+        _LIVENESS,
+        "if dead_since is not None and now > dead_since + _GRACE:",
+        "if dead_since is not None and now > deadline:",
+    ),
+    Fault(
+        "pool-lends-what-one-still-holds",
+        "pool",
+        _POOL,
+        "if _num_holders(one) == _ALONE:",
+        "if _num_holders(one) <= _ALONE + 1:",
+    ),
+    Fault(
+        "pool-keeps-its-lock",
+        "pool",
+        _POOL,
+        """            try:
+                self._settle()
+            finally:
+                self._lock.release()
+""",
+        "            self._settle()\n",
+    ),
+    Fault(
+        "segment-may-be-larger-than-told",
+        "segment",
+        "shm/segment.py",
+        "if os.fstat(mine).st_size != num_bytes:",
+        "if os.fstat(mine).st_size < num_bytes:",
+    ),
+    Fault(
+        "segment-dropped-first-stays-mapped",
+        "segment",
+        "shm/attached.py",
+        "for number in range(max(seen, drops - NUM_DROPS), drops):",
+        "for number in range(max(seen, drops - NUM_DROPS) + 1, drops):",
+    ),
+    Fault(
+        "segment-messages-are-not-copied",
+        "segment",
+        "shm/mailbox.py",
+        "return inbox[:, : message_RM.shape[1]].copy()",
+        "return inbox[:, : message_RM.shape[1]]",
+    ),
+    Fault(
+        "ring-tail-comes-before-records",
+        "ring",
+        _RING + "protocol.py",
+        "    for _ in range(count):\n        number, row = next_row(call, peer, channel)\n",
+        "    store_release(ring + _TAIL, lane[_SENT] + count)\n    for _ in range(count):\n"
+        "        number, row = next_row(call, peer, channel)\n",
+    ),
+    Fault(
+        "ring-does-not-wait-for-earlier-calls",
+        "ring",
+        _RING + "protocol.py",
+        "    if lane[_SENT] == lane[_SENT_BEFORE] and not _is_drained(call, peer):\n"
+        "        return np.int64(0)\n",
+        "",
+    ),
+    Fault(
+        "ring-blames-who-gives-no-room",
+        "ring",
+        _RING + "dispatch.py",
+        "return np.flatnonzero(rows if rows.any() else rooms).tolist()",
+        "return np.flatnonzero(rooms if rooms.any() else rows).tolist()",
+    ),
+    Fault(
+        "hierarchical-second-chunk-reads-the-first",
+        "hierarchical",
+        "transports/hierarchical/stream.py",
+        "bases_H[hop] = at - int(self._chunks.first_hop[chunk, node]) * self.width",
+        "bases_H[hop] = at",
+    ),
+    Fault(
+        "hierarchical-marks-begin-a-rank-late",
+        "hierarchical",
+        "transports/hierarchical/route.py",
+        "starts_RL = dict(enumerate(before_TL[firsts]))",
+        "starts_RL = dict(enumerate(before_TL[firsts[1:]]))",
+    ),
+    Fault(
+        "low-latency-posts-before-rows-are-there",
+        "low latency",
+        _SLOTS + "calls.py",
+        "    stage_rows(table, like)\n    publish(table)\n",
+        "    publish(table)\n    stage_rows(table, like)\n",
+    ),
+    Fault(
+        "low-latency-writes-over-what-is-unread",
+        "low latency",
+        _SLOTS + "posts.py",
+        "size, number = words[at.SIZE], words[at.NUMBER] - 2",
+        "size, number = words[at.SIZE], words[at.NUMBER] - 3",
+    ),
+    Fault(
+        "low-latency-combine-wants-the-same-lanes",
+        "low latency",
+        _SLOTS + "steps.py",
+        "to[i] = was[numel + found]",
+        "to[i] = was[numel + i]",
+    ),
+    Fault(
+        "low-latency-records-stand-for-tokens",
+        "low latency",
+        "low_latency/exchanged.py",
+        "num_tokens.append(1 + int(numbers[-1]) if len(records) else 0)",
+        "num_tokens.append(len(records))",
+    ),
+    Fault(
+        "low-latency-forgets-a-call-it-owes",
+        "low latency",
+        "low_latency/posts.py",
+        "self._kernels.signal(post.read, max(number, self.owed[post.place]))",
+        "self._kernels.signal(post.read, number)",
+    ),
+    Fault(
+        "by-expert-takes-its-own-alignment-for-all",
+        "by expert",
+        "engine/pair_counts.py",
+        "alignment_R1 = np.maximum(told_RM[:, -1:], 1)",
+        "alignment_R1 = np.maximum(told_RM[rank, -1:], 1)",
+    ),
+    Fault(
+        "by-expert-first-row-of-padding-stays",
+        "by expert",
+        "engine/by_expert.py",
+        "column[begin + count : end].view(torch.uint8).zero_()",
+        "column[begin + count + 1 : end].view(torch.uint8).zero_()",
+    ),
+    Fault(
+        "by-expert-weighs-whatever-was-asked",
+        "by expert",
+        "kernels/numba/reduce.py",
+        "factors[count] = weights[i] if kinds[r] == WEIGHED else 1",
+        "factors[count] = weights[i]",
+    ),
+    Fault(
+        "comm-later-note-replaces-the-first",
+        "comm",
+        "comm/failure_board.py",
+        "        if last is not None and last.culprits and last.still_holds:\n            return\n",
+        "",
+    ),
+)
