@@ -21,7 +21,7 @@ with warnings.catch_warnings():
     )
     from vllm.platforms import current_platform
 
-    from tokenyard.integrations.vllm import prepare_finalize
+    from tokenyard.integrations.vllm import hooks, prepare_finalize
     from tokenyard.integrations.vllm.prepare_finalize import (
         ExchangingPrepareAndFinalize,
         LocalPrepareAndFinalize,
@@ -203,3 +203,45 @@ def test_results_do_not_depend_on_the_rank() -> None:
 
     first, second = run_virtual(job, 2).results
     assert_same(first, second)
+
+
+class Manager:
+    """As TokenyardManager: it knows which ranks have tokens of their own, and who has died."""
+
+    def exchange(self, is_sequence_parallel: bool) -> Any:
+        return SimpleNamespace(everyone=is_sequence_parallel)
+
+    def explain(self, stage: str, error: RuntimeError) -> RuntimeError:
+        return RuntimeError(f"{stage}: rank 1 died, and {error}")
+
+
+def test_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vLLM asks for in its own words is ours, unless a kernel routes by itself."""
+
+    def broken(*_: Any) -> Tensor:
+        raise RuntimeError("connection closed")
+
+    utils, runner = hooks.all2all_utils, hooks.MoERunner
+    around = "make_moe_prepare_and_finalize_"
+    monkeypatch.setattr(utils, f"{around}naive_dp_ep", lambda *given: ("vLLM's", *given))
+    monkeypatch.setattr(utils, f"{around}no_dp_ep", lambda *given: ("vLLM's", *given))
+    monkeypatch.setattr(runner, "_select_forward", runner._select_forward)
+    monkeypatch.setattr(hooks.dp_utils, "_run_ar", broken)
+    communicator = SimpleNamespace(all2all_manager=Manager())
+    group = SimpleNamespace(device_communicator=communicator)
+    monkeypatch.setattr(hooks, "get_ep_group", lambda: group)
+    for _ in range(2):  # the second time changes nothing
+        hooks.install()
+    naive, local = (getattr(utils, around + name) for name in ("naive_dp_ep", "no_dp_ep"))
+    for everyone in (False, True):
+        made = naive(False, is_sequence_parallel=everyone)
+        assert isinstance(made, ExchangingPrepareAndFinalize)
+        assert made._exchange.everyone is everyone
+    assert isinstance(local(False), LocalPrepareAndFinalize)
+    assert naive(True, True, 4) == ("vLLM's", True, True, 4)
+    assert local(True) == ("vLLM's", True)
+    for shared, name in ((None, "moe_forward"), (torch.nn.Identity(), "moe_forward_shared")):
+        chosen = runner._select_forward(SimpleNamespace(_shared_experts=shared))
+        assert chosen is getattr(torch.ops.vllm, name)
+    with pytest.raises(RuntimeError, match="ranks: rank 1 died, and connection closed"):
+        hooks.dp_utils._run_ar(False, 1, 1, 0, None)

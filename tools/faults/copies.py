@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.faults.fault import Fault
+from tools.faults.fault import Fault, NoPlace
 from tools.faults.stages import Stage
 
 SOURCE = "src/tokenyard"
@@ -24,6 +24,8 @@ LIMIT = 900.0  # seconds of a stage
 TEST_LIMIT = 150  # seconds of a test, unless it has its own
 PATIENCE = 20  # seconds that ranks wait for one that shows no life
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.*?)(?: - (.*))?$", re.MULTILINE)
+# Made by .ci/vllm-env. (absolute(): the link to Python must not be followed out of it.)
+_VLLM = Path(os.environ.get("TOKENYARD_CI_VLLM_VENV", ".ci/vllm-venv"), "bin/python").absolute()
 _NO_TESTS = 5  # pytest's status
 
 
@@ -82,7 +84,10 @@ class Copy:
         paths = list(tests) or [one for one in stage.paths if (self.folder / one).exists()]
         if not paths:
             return Seen()
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *paths]
+        python = str(_VLLM if stage.needs_vllm else sys.executable)
+        if not Path(python).exists():
+            raise NoPlace(f"{stage} needs vLLM, want its environment at {_VLLM.parents[1]}")
+        command = [python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *paths]
         command += ["-m", stage.marks, f"--timeout={TEST_LIMIT}", "-n", str(self._workers)]
         if "not processes" not in stage.marks:
             command.append("--dist=loadfile")

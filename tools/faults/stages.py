@@ -11,6 +11,7 @@ class Stage(NamedTuple):
     paths: tuple[str, ...]
     marks: str  # the marks that .ci/run asks for, or some of them
     interprets_triton: bool = False
+    needs_vllm: bool = False
 
     def __str__(self) -> str:
         return f"{' '.join(self.paths)} ({self.marks})"
@@ -91,6 +92,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
     "integrations/transformers/": (_all("tests/integrations"), _all("tests/wrappers")),
     "integrations/vllm/": (
         _all("tests/integrations/test_vllm_plugin.py", "tests/integrations/test_vllm_exchange.py"),
+        Stage(("tests/integrations/test_vllm_layers.py",), "not slow", needs_vllm=True),
     ),
     "kernels/numba/": (_quick("tests/kernels"), *_EXCHANGE),
     "kernels/numba/between_nodes/": _BETWEEN_NODES,
