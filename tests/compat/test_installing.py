@@ -59,6 +59,7 @@ def test_tokenyards_wheel_owns_no_deep_ep(wheels: Wheels) -> None:
     assert "Requires-Dist: tokenyard\n" in told
 
 
+@pytest.mark.slow
 def test_by_pythonpath_ours_is_in_force_for_one_run(wheels: Wheels, tmp_path: Path) -> None:
     place = Environment(tmp_path / "venv")
     place.install(wheels.tokenyard)

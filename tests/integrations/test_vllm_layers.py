@@ -234,9 +234,9 @@ def test_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
         hooks.install()
     naive, local = (getattr(utils, around + name) for name in ("naive_dp_ep", "no_dp_ep"))
     for everyone in (False, True):
-        made = naive(False, is_sequence_parallel=everyone)
+        made: Any = naive(False, is_sequence_parallel=everyone)
         assert isinstance(made, ExchangingPrepareAndFinalize)
-        assert made._exchange.everyone is everyone
+        assert vars(made)["_exchange"].everyone is everyone
     assert isinstance(local(False), LocalPrepareAndFinalize)
     assert naive(True, True, 4) == ("vLLM's", True, True, 4)
     assert local(True) == ("vLLM's", True)

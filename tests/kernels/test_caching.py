@@ -119,6 +119,7 @@ def test_a_folder_of_ones_own_holds_kernels_where_no_other_can_be_written(
     assert "set NUMBA_CACHE_DIR" in line
 
 
+@pytest.mark.slow
 def test_kernels_that_come_with_the_package_are_found_from_elsewhere(
     tree: Path, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from functools import cache
 
 import pytest
 
+from tests.cases.lanes import at_night
 from tokenyard.kernels.base import has_triton, interprets_triton
 
 if not has_triton() or interprets_triton():
@@ -25,14 +26,10 @@ AMD = [name for name in TARGETS if name.startswith("gfx")]
 SUMMING = ("reduce", "unpermute", "gradients", "sum_slots")
 COUNTING = ("_outside_kernel", "_zero_kernel", "_find_kernel")  # of those that move rows
 
-IN_CI = ("sm_90", "gfx942")  # one of each maker; the others are compiled at night
-
 
 def by(targets: Iterable[str]) -> pytest.MarkDecorator:
-    marks = {name: () if name in IN_CI else (pytest.mark.slow,) for name in targets}
-    return pytest.mark.parametrize(
-        "target", [pytest.param(name, marks=marks[name]) for name in targets]
-    )
+    """One target of each maker in the gate."""
+    return pytest.mark.parametrize("target", at_night(targets, gate=("sm_90", "gfx942")))
 
 
 by_target = by(TARGETS)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.cases.clock import scaled
+from tests.cases.lanes import at_night
 from tests.cases.package import cold
 from tokenyard.kernels.numba.turns import turn
 
@@ -82,7 +83,7 @@ def test_a_turn_goes_on_when_its_process_dies(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("how", ["stopped", "stuck"])
+@pytest.mark.parametrize("how", at_night(["stopped", "stuck"], gate=("stopped",)))
 def test_nobody_waits_for_a_process_that_does_not_get_on(tmp_path: Path, how: str) -> None:
     path = tmp_path / "one.turn"
     with holder(path, how) as process:

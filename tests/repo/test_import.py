@@ -46,6 +46,7 @@ def test_importing_starts_nothing() -> None:
     run(code)
 
 
+@pytest.mark.slow
 def test_import_costs_at_most_a_tenth_of_torchs() -> None:
     """On top of torch, which takes a second or so: the best of three, on a machine that others
     use too.

@@ -49,20 +49,19 @@ def test_names_are_unique() -> None:
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_a_fault_has_a_place_and_can_be_read(fault: Fault) -> None:
-    text = (SOURCE / fault.path).read_text()
-    faulty = fault.plant(text)
-    assert ast.dump(ast.parse(faulty)) != ast.dump(ast.parse(text))
+def test_faults_have_a_place_and_can_be_read() -> None:
+    for fault in FAULTS:
+        text = (SOURCE / fault.path).read_text()
+        faulty = fault.plant(text)
+        assert ast.dump(ast.parse(faulty)) != ast.dump(ast.parse(text)), fault.name
 
 
-@pytest.mark.parametrize("path", sorted({fault.path for fault in FAULTS}))
-def test_there_are_tests_for_a_file(path: str) -> None:
-    stages = stages_of(path)
-    assert stages
-    for stage in stages:
-        missing = [one for one in stage.paths if not (ROOT / one).exists()]
-        assert not missing, f"{path}: no {missing}"
+def test_there_are_tests_for_their_files() -> None:
+    for fault in FAULTS:
+        stages = stages_of(fault.path)
+        assert stages, fault.path
+        missing = [one for stage in stages for one in stage.paths if not (ROOT / one).exists()]
+        assert not missing, f"{fault.path}: no {missing}"
 
 
 def test_a_file_without_tests_is_named() -> None:
@@ -100,6 +99,7 @@ def test_a_fault_is_caught(toy: Any) -> None:
     assert (copy.folder / "src/tokenyard/toy.py").read_text() == MODULE
 
 
+@pytest.mark.slow
 def test_a_test_that_fails_once_is_told(toy: Any) -> None:
     copy = toy()
     first = "import pathlib\n\n\ndef test_first():\n    place = pathlib.Path('was-here')\n"
@@ -116,12 +116,14 @@ def test_a_fault_survives(toy: Any) -> None:
     assert mutants.table([found])[1].split() == ["toy", "1", "0", "a-fault"]
 
 
+@pytest.mark.slow
 def test_a_test_that_never_ends_has_found_a_fault(toy: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(copies, "TEST_LIMIT", scaled(1))
     found = mutants.hunt(toy(), planted("number -= 1", "number += 1"), [STAGE])
     assert (found.result, found.test) == ("hung", "tests/test_toy.py::test_wait")
 
 
+@pytest.mark.slow
 def test_a_stage_that_never_ends_is_ended(toy: Any) -> None:
     begin = time.monotonic()
     script = "import time; print('begun', flush=True); time.sleep(1000)"
@@ -130,6 +132,7 @@ def test_a_stage_that_never_ends_is_ended(toy: Any) -> None:
     assert time.monotonic() - begin < scaled(60)
 
 
+@pytest.mark.slow
 def test_a_test_that_fails_anyway_has_found_nothing(toy: Any) -> None:
     copy = toy()
     tests = copy.folder / "tests/test_toy.py"

@@ -110,7 +110,7 @@ def test_results_may_die_in_cycles_and_on_any_thread(pool: Pool[memory.LocalRegi
     wrong: list[int] = []
 
     def work(number: int) -> None:
-        for turn in range(40):
+        for turn in range(15):
             got = large()
             got.fill_(number)
             cycle: list[Any] = [got]

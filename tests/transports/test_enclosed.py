@@ -172,7 +172,7 @@ def expected(seed: int, sizes: tuple[int, ...], bound: int) -> list[list[Tensor]
     return out
 
 
-@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+@pytest.mark.parametrize("sizes", at_night(SHAPES, gate=[(3, 2, 1)]), ids=str)
 def test_ranks_fit_and_do_not_fit_in_turn(
     sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
