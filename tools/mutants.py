@@ -126,7 +126,7 @@ def run_all(faults: Sequence[Fault], copies: Sequence[Copy], out: Path | None) -
     def one(fault: Fault) -> Outcome:
         copy = idle.get()
         try:
-            found = hunt(copy, fault, stages_of(fault.path))
+            found = hunt(copy, fault, stages_of(fault))
         finally:
             idle.put(copy)
         text = f"{found.name}: {found.result} {found.test}".rstrip()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def test_faults_have_a_place_and_can_be_read() -> None:
 
 def test_there_are_tests_for_their_files() -> None:
     for fault in FAULTS:
-        stages = stages_of(fault.path)
+        stages = stages_of(fault)
         assert stages, fault.path
         missing = [one for stage in stages for one in stage.paths if not (ROOT / one).exists()]
         assert not missing, f"{fault.path}: no {missing}"
@@ -66,7 +67,7 @@ def test_there_are_tests_for_their_files() -> None:
 
 def test_a_file_without_tests_is_named() -> None:
     with pytest.raises(ValueError, match="no tests are known for nowhere/here"):
-        stages_of("nowhere/here")
+        stages_of(replace(FAULTS[0], path="nowhere/here"))
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ FAULTS = (
         "kernels/numba/llvm/vectors.py",
         "up = builder.add(builder.add(bits, splat(I32, 0x7FFF, lanes)), odd)",
         "up = builder.add(bits, splat(I32, 0x8000, lanes))",
+        first="tests/kernels/test_kernels.py",
     ),
     Fault(
         "rounding-of-a-node-is-left-out",
@@ -25,6 +26,7 @@ FAULTS = (
             term = vectors.widen(builder, term, dtype, lanes)
 """,
         "            term = vectors.load(builder, partial, index, wide, lanes)\n",
+        first="tests/kernels/test_kernels.py",
     ),
     Fault(
         "rounding-doubles-exact-fp8-scales",
@@ -32,6 +34,7 @@ FAULTS = (
         "kernels/numba/quantize.py",
         "scale = bits_float((bits + _FRACTION) & _INF)",
         "scale = bits_float((bits + _FRACTION + 1) & _INF)",
+        first="tests/kernels/test_quantize.py",
     ),
     Fault(
         "align-padding-of-many-has-a-hole",
@@ -39,6 +42,7 @@ FAULTS = (
         "kernels/numba/align.py",
         "_fill(entries, at, end, numel)",
         "_fill(entries, at + 1, end, numel)",
+        first="tests/kernels/test_align.py",
     ),
     Fault(
         "permute-takes-rows-for-neighbours",
@@ -46,6 +50,7 @@ FAULTS = (
         "kernels/numba/permute.py",
         "y, y_stride = y_MD.data_ptr(), y_MD.stride(0) * size",
         "y, y_stride = y_MD.data_ptr(), hidden * size",
+        first="tests/kernels/test_permute.py",
     ),
     Fault(
         "async-goes-on-after-a-failure",
@@ -53,6 +58,7 @@ FAULTS = (
         "runtime/events.py",
         "        if self.failure is not None:\n            raise self.failure\n",
         "",
+        first="tests/engine/test_async.py",
     ),
     Fault(
         "elastic-last-lane-is-not-compared",
@@ -67,6 +73,7 @@ FAULTS = (
         "elastic/pipes.py",
         "self._block.wait([2 + here], [to], number + 1 - self._num_slots, SEND)",
         "self._block.wait([2 + here], [to], number - self._num_slots, SEND)",
+        first="tests/elastic/test_parts.py",
     ),
     Fault(
         "hybrid-ep-keeps-a-row-past-the-limit",
@@ -81,6 +88,7 @@ FAULTS = (
         _TRANSFORMERS + "saving.py",
         "whole[plan.ids] = own",
         "whole[: len(plan.ids)] = own",
+        first="tests/integrations/test_transformers.py",
     ),
     Fault(
         "transformers-unrouted-means-the-last-expert",
@@ -88,6 +96,7 @@ FAULTS = (
         _TRANSFORMERS + "experts.py",
         "local = plan.local_of_expert[topk_idx].masked_fill(topk_idx < 0, -1)",
         "local = plan.local_of_expert[topk_idx]",
+        first="tests/integrations/test_transformers_distributed.py",
     ),
     Fault(
         "vllm-map-is-of-another-rank",
@@ -144,6 +153,7 @@ FAULTS = (
         "validate/calls.py",
         "if low < -1 or high >= counted:",
         "if low < -1 or high > counted:",
+        first="tests/faults/test_bad_input.py",
     ),
     Fault(
         "validation-names-another-token",
@@ -151,5 +161,6 @@ FAULTS = (
         "validate/calls.py",
         "token, k = divmod(place, topk_idx_TK.shape[1])",
         "token, k = divmod(place, topk_idx_TK.shape[0])",
+        first="tests/faults/test_bad_input.py",
     ),
 )

@@ -15,6 +15,7 @@ FAULTS = (
         _DISPATCH,
         "    for r in range(size):\n        taken[r] = 0\n",
         "    for r in range(1, size):\n        taken[r] = 0\n",
+        first="tests/engine/test_compiled.py",
     ),
     Fault(
         "compiled-post-takes-experts-in-order",
@@ -22,6 +23,7 @@ FAULTS = (
         _DISPATCH,
         "told[1 + i] = pairs[experts[r * most + i]]",
         "told[1 + i] = pairs[min(r * most + i, num_experts)]",
+        first="tests/engine/test_rebalance.py",
     ),
     Fault(
         "compiled-hear-believes-any-count",
@@ -29,6 +31,7 @@ FAULTS = (
         _DISPATCH,
         "if count < 0 or count > tokens[r]:",
         "if count < 0:",
+        first="tests/faults/test_lying_posts.py",
     ),
     Fault(
         "compiled-find-takes-a-small-block",
@@ -36,6 +39,7 @@ FAULTS = (
         _DISPATCH,
         "if needed > room or room > 2 * _size_class(needed):",
         "if room > 2 * _size_class(needed):",
+        first="tests/transports/test_combine_out.py",
     ),
     Fault(
         "compiled-write-uses-own-row-count",
@@ -43,6 +47,7 @@ FAULTS = (
         _DISPATCH,
         "target += column_bytes(rows[r], 4 * num_topk)",
         "target += column_bytes(rows[words[at.RANK]], 4 * num_topk)",
+        first="tests/transports/test_conformance.py",
     ),
     Fault(
         "compiled-localise-keeps-weights-of-others",
@@ -50,6 +55,7 @@ FAULTS = (
         _DISPATCH,
         "        if here < 0:\n            weights[i] = 0.0",
         "        if expert < 0:\n            weights[i] = 0.0",
+        first="tests/transports/test_conformance.py",
     ),
     Fault(
         "compiled-load-is-of-the-last-rank",
@@ -57,6 +63,7 @@ FAULTS = (
         _DISPATCH,
         "load[i] += told[i]",
         "load[i] = told[i]",
+        first="tests/test_stats.py",
     ),
     Fault(
         "compiled-same-call-ignores-worst-tokens",
@@ -64,6 +71,7 @@ FAULTS = (
         "kernels/numba/exchange/protocol.py",
         "return told[say.WORST] == 0",
         "return True",
+        first="tests/transports/test_conformance.py",
     ),
     Fault(
         "compiled-offer-forgets-where-rows-begin",
@@ -71,6 +79,7 @@ FAULTS = (
         _COMBINE,
         "= begin + before * row_bytes\n        before",
         "= before * row_bytes\n        before",
+        first="tests/transports/test_conformance.py",
     ),
     Fault(
         "compiled-copy-leaves-out-a-rank",
@@ -78,6 +87,7 @@ FAULTS = (
         _COMBINE,
         "        if r < rank:\n            before += sent[r * size + rank]\n        total",
         "        if r <= rank:\n            before += sent[r * size + rank]\n        total",
+        first="tests/transports/test_conformance.py",
     ),
     Fault(
         "compiled-sum-from-the-last-rank",
@@ -85,6 +95,7 @@ FAULTS = (
         _COMBINE,
         "for c in range(starts[t], starts[t + 1]):",
         "for c in range(starts[t + 1] - 1, starts[t] - 1, -1):",
+        first="tests/transports/test_conformance.py",
     ),
     Fault(
         "compiled-combine-leaves-before-others-read",
@@ -92,6 +103,7 @@ FAULTS = (
         _COMBINE,
         "    if not passes(table, at.SUMMED, READ):\n        return verdict(LATE, READ)\n",
         "",
+        first="tests/transports/test_direct.py",
     ),
     Fault(
         "compiled-plans-outlive-a-placement",
@@ -99,6 +111,7 @@ FAULTS = (
         "engine/plans.py",
         "    def forget(self) -> None:\n        self._known.clear()",
         "    def forget(self) -> None:\n        self._known.copy()",
+        first="tests/engine/test_rebalance.py",
     ),
     Fault(
         "compiled-dispatch-overtakes-the-thread",
@@ -106,6 +119,7 @@ FAULTS = (
         "engine/compiled.py",
         "and topk_weights.is_cpu\n            and self._engine.worker.pending is None\n",
         "and topk_weights.is_cpu\n",
+        first="tests/engine/test_async.py",
     ),
     Fault(
         "nodes-take-writes-past-the-result",
@@ -113,6 +127,7 @@ FAULTS = (
         _NODES + "dispatch.py",
         "                if row == end:\n                    return verdict(at.STRAY, s)\n",
         "",
+        first="tests/faults/test_enclosed_rows.py",
     ),
     Fault(
         "layout-counts-256-tokens-in-a-byte",
@@ -120,6 +135,7 @@ FAULTS = (
         "kernels/numba/layout.py",
         "    room = 255\n    for t in range(num_tokens):",
         "    room = 256\n    for t in range(num_tokens):",
+        first="tests/kernels/test_kernels.py",
     ),
     Fault(
         "layout-lanes-leave-slots-behind",
@@ -127,6 +143,7 @@ FAULTS = (
         "kernels/numba/layout.py",
         "ranks[later], slots[later] = ranks[later + 1], slots[later + 1]",
         "ranks[later] = ranks[later + 1]",
+        first="tests/elastic/test_conformance.py",
     ),
     Fault(
         "layout-triton-forgets-earlier-blocks",
@@ -141,6 +158,7 @@ FAULTS = (
         "engine/agreement.py",
         "self.number = int(answer[:, at.NUMBER].max()) + 1",
         "self.number = self.number + 1",
+        first="tests/faults/test_misuse.py",
     ),
     Fault(
         "agreement-swaps-who-differs",
@@ -148,6 +166,7 @@ FAULTS = (
         "engine/agreement.py",
         "raise differ(stage, term, (self._rank, own), (rank, theirs))",
         "raise differ(stage, term, (rank, own), (self._rank, theirs))",
+        first="tests/faults/test_misuse.py",
     ),
     Fault(
         "agreement-stays-engaged-after-bad-input",
@@ -155,5 +174,6 @@ FAULTS = (
         "engine/agreement.py",
         "        self.engaged = False\n        if own is not None:",
         "        if own is not None:",
+        first="tests/faults/test_refuse.py",
     ),
 )

@@ -16,6 +16,7 @@ FAULTS = (
         "kernels/numba/signals.py",
         "    fence_stores()\n    signals = pointer(outgoing, INT64)",
         "    signals = pointer(outgoing, INT64)",
+        first="tests/kernels/test_fences.py",
     ),
     Fault(
         "fence-missing-after-a-scatter",
@@ -23,6 +24,7 @@ FAULTS = (
         "kernels/numba/rows.py",
         "copy_row(target, row, width, much and width >= _LONG_ROW)\n    fence_stores()\n",
         "copy_row(target, row, width, much and width >= _LONG_ROW)\n",
+        first="tests/kernels/test_fences.py",
     ),
     Fault(
         "fence-signals-are-not-released",
@@ -30,6 +32,7 @@ FAULTS = (
         "kernels/numba/llvm/atomics.py",
         'builder.store_atomic(args[1], pointer, "release", 8)',
         'builder.store_atomic(args[1], pointer, "monotonic", 8)',
+        first="tests/kernels/test_atomics.py",
     ),
     Fault(
         "liveness-does-not-wait-for-busy-ranks",
@@ -37,6 +40,7 @@ FAULTS = (
         _LIVENESS,
         "deadline, beats = now + self._timeout, self._beats()",
         "beats = self._beats()",
+        first="tests/faults/test_busy_ranks.py",
     ),
     Fault(
         "liveness-repeats-the-next-rank",
@@ -44,6 +48,7 @@ FAULTS = (
         _LIVENESS,
         "kind, culprit = _FAILURES[told % 4 % 3], told // 4 - 1",
         "kind, culprit = _FAILURES[told % 4 % 3], told // 4",
+        first="tests/faults/test_culprits.py",
     ),
     Fault(
         "liveness-names-a-late-rank-by-its-place",
@@ -51,6 +56,7 @@ FAULTS = (
         _LIVENESS,
         "return Stopped(PeerTimeout, self.names(missing()))",
         "return Stopped(PeerTimeout, tuple(missing()))",
+        first="tests/faults/test_peers.py",
     ),
     Fault(
         "liveness-sees-a-death-at-the-deadline",
@@ -58,6 +64,7 @@ FAULTS = (
         _LIVENESS,
         "if dead_since is not None and now > dead_since + _GRACE:",
         "if dead_since is not None and now > deadline:",
+        first="tests/faults/test_peers.py",
     ),
     Fault(
         "pool-lends-what-one-still-holds",
@@ -65,6 +72,7 @@ FAULTS = (
         _POOL,
         "if _num_holders(one) == _ALONE:",
         "if _num_holders(one) <= _ALONE + 1:",
+        first="tests/runtime/test_memory.py",
     ),
     Fault(
         "pool-keeps-its-lock",
@@ -76,6 +84,7 @@ FAULTS = (
                 self._lock.release()
 """,
         "            self._settle()\n",
+        first="tests/runtime/test_pool.py",
     ),
     Fault(
         "segment-may-be-larger-than-told",
@@ -83,6 +92,7 @@ FAULTS = (
         "shm/segment.py",
         "if os.fstat(mine).st_size != num_bytes:",
         "if os.fstat(mine).st_size < num_bytes:",
+        first="tests/shm/test_shared_memory.py",
     ),
     Fault(
         "segment-dropped-first-stays-mapped",
@@ -97,6 +107,7 @@ FAULTS = (
         "shm/mailbox.py",
         "return inbox[:, : message_RM.shape[1]].copy()",
         "return inbox[:, : message_RM.shape[1]]",
+        first="tests/transports/test_conformance.py",
     ),
     Fault(
         "ring-tail-comes-before-records",
@@ -105,6 +116,7 @@ FAULTS = (
         "    for _ in range(count):\n        number, row = next_row(call, peer, channel)\n",
         "    store_release(ring + _TAIL, lane[_SENT] + count)\n    for _ in range(count):\n"
         "        number, row = next_row(call, peer, channel)\n",
+        first="tests/kernels/test_ring.py",
     ),
     Fault(
         "ring-does-not-wait-for-earlier-calls",
@@ -113,6 +125,7 @@ FAULTS = (
         "    if lane[_SENT] == lane[_SENT_BEFORE] and not _is_drained(call, peer):\n"
         "        return np.int64(0)\n",
         "",
+        first="tests/transports/test_ring.py",
     ),
     Fault(
         "ring-blames-who-gives-no-room",
@@ -120,6 +133,7 @@ FAULTS = (
         _RING + "dispatch.py",
         "return np.flatnonzero(rows if rows.any() else rooms).tolist()",
         "return np.flatnonzero(rooms if rooms.any() else rows).tolist()",
+        first="tests/faults/test_culprits.py",
     ),
     Fault(
         "hierarchical-second-chunk-reads-the-first",
@@ -127,6 +141,7 @@ FAULTS = (
         "transports/hierarchical/stream.py",
         "bases_H[hop] = at - int(self._chunks.first_hop[chunk, node]) * self.width",
         "bases_H[hop] = at",
+        first="tests/transports/test_hierarchical.py",
     ),
     Fault(
         "hierarchical-marks-begin-a-rank-late",
@@ -134,6 +149,7 @@ FAULTS = (
         "transports/hierarchical/route.py",
         "starts_RL = dict(enumerate(before_TL[firsts]))",
         "starts_RL = dict(enumerate(before_TL[firsts[1:]]))",
+        first="tests/transports/test_hierarchical.py",
     ),
     Fault(
         "low-latency-posts-before-rows-are-there",
@@ -141,6 +157,7 @@ FAULTS = (
         _SLOTS + "calls.py",
         "    stage_rows(table, like)\n    publish(table)\n",
         "    publish(table)\n    stage_rows(table, like)\n",
+        first="tests/faults/test_low_latency_order.py",
     ),
     Fault(
         "low-latency-writes-over-what-is-unread",
@@ -148,6 +165,7 @@ FAULTS = (
         _SLOTS + "posts.py",
         "size, number = words[at.SIZE], words[at.NUMBER] - 2",
         "size, number = words[at.SIZE], words[at.NUMBER] - 3",
+        first="tests/faults/test_low_latency_order.py",
     ),
     Fault(
         "low-latency-combine-wants-the-same-lanes",
@@ -155,6 +173,7 @@ FAULTS = (
         _SLOTS + "steps.py",
         "to[i] = was[numel + found]",
         "to[i] = was[numel + i]",
+        first="tests/low_latency/test_v1_ways.py",
     ),
     Fault(
         "low-latency-records-stand-for-tokens",
@@ -162,6 +181,7 @@ FAULTS = (
         "low_latency/exchanged.py",
         "num_tokens.append(1 + int(numbers[-1]) if len(records) else 0)",
         "num_tokens.append(len(records))",
+        first="tests/low_latency/test_exchanged.py",
     ),
     Fault(
         "low-latency-forgets-a-call-it-owes",
@@ -169,6 +189,7 @@ FAULTS = (
         "low_latency/posts.py",
         "self._kernels.signal(post.read, max(number, self.owed[post.place]))",
         "self._kernels.signal(post.read, number)",
+        first="tests/faults/test_low_latency_breaks.py",
     ),
     Fault(
         "by-expert-takes-its-own-alignment-for-all",
@@ -176,6 +197,7 @@ FAULTS = (
         "engine/pair_counts.py",
         "alignment_R1 = np.maximum(told_RM[:, -1:], 1)",
         "alignment_R1 = np.maximum(told_RM[rank, -1:], 1)",
+        first="tests/faults/test_by_expert.py",
     ),
     Fault(
         "by-expert-first-row-of-padding-stays",
@@ -183,6 +205,7 @@ FAULTS = (
         "engine/by_expert.py",
         "column[begin + count : end].view(torch.uint8).zero_()",
         "column[begin + count + 1 : end].view(torch.uint8).zero_()",
+        first="tests/transports/test_by_expert.py",
     ),
     Fault(
         "by-expert-weighs-whatever-was-asked",
@@ -190,6 +213,7 @@ FAULTS = (
         "kernels/numba/reduce.py",
         "factors[count] = weights[i] if kinds[r] == WEIGHED else 1",
         "factors[count] = weights[i]",
+        first="tests/transports/test_by_expert.py",
     ),
     Fault(
         "comm-later-note-replaces-the-first",

@@ -18,6 +18,7 @@ class Fault:
     path: str  # under src/tokenyard
     old: str
     new: str
+    first: str = ""  # the file of tests that should find it, which runs before all others
     reason: str = ""  # why no test can see it, if none can
 
     def plant(self, text: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tools.faults.fault import Fault
+
 
 class Stage(NamedTuple):
     """One run of pytest."""
@@ -120,9 +122,10 @@ STAGES: dict[str, tuple[Stage, ...]] = {
 }
 
 
-def stages_of(path: str) -> tuple[Stage, ...]:
-    """Of a file under src/tokenyard."""
-    known = [one for one in STAGES if path.startswith(one)]
+def stages_of(fault: Fault) -> tuple[Stage, ...]:
+    """The file that should find it, and then all that can see the fault's file."""
+    known = [one for one in STAGES if fault.path.startswith(one)]
     if not known:
-        raise ValueError(f"no tests are known for {path}, want an entry in STAGES")
-    return STAGES[max(known, key=len)]
+        raise ValueError(f"no tests are known for {fault.path}, want an entry in STAGES")
+    first = (_all(fault.first),) if fault.first else ()
+    return first + STAGES[max(known, key=len)]

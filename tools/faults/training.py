@@ -13,6 +13,7 @@ FAULTS = (
         "engine/choice.py",
         "slots += near or copies",
         "slots += copies",
+        first="tests/transports/test_replicas.py",
     ),
     Fault(
         "replicas-second-copy-is-not-summed",
@@ -20,6 +21,7 @@ FAULTS = (
         "nn/replica_gradients.py",
         "for local in locals_[1:]:",
         "for local in locals_[2:]:",
+        first="tests/nn/test_rebalance.py",
     ),
     Fault(
         "replicas-old-handles-stay-good",
@@ -27,6 +29,7 @@ FAULTS = (
         "engine/stages.py",
         '        self.origin = self.origin._replace(place=digest(f"{self.origin.place} {mark}"))\n',
         "",
+        first="tests/engine/test_rebalance.py",
     ),
     Fault(
         "gradients-of-expert-0-are-lost",
@@ -34,6 +37,7 @@ FAULTS = (
         "nn/operators/exchange.py",
         "grad_weights = grad_weights.masked_fill(topk_idx < 0, 0.0)",
         "grad_weights = grad_weights.masked_fill(topk_idx <= 0, 0.0)",
+        first="tests/nn/test_gradients.py",
     ),
     Fault(
         "gradients-are-not-averaged",
@@ -41,6 +45,7 @@ FAULTS = (
         "nn/share.py",
         "return grad / ctx.number, None",
         "return grad, None",
+        first="tests/nn/test_training.py",
     ),
     Fault(
         "gradients-norm-counts-every-copy",
@@ -48,6 +53,7 @@ FAULTS = (
         "nn/clipping.py",
         "one.grad if places is None else one.grad[places]\n",
         "one.grad\n",
+        first="tests/nn/test_clipping.py",
     ),
     Fault(
         "gradients-dot-adds-halves-crosswise",
@@ -55,6 +61,7 @@ FAULTS = (
         "kernels/numba/permute_backward.py",
         "sums[lane] += sums[half + lane]",
         "sums[lane] += sums[2 * half - 1 - lane]",
+        first="tests/kernels/test_permute_backward.py",
     ),
     Fault(
         "checkpoint-leaves-out-buffers",
@@ -62,6 +69,7 @@ FAULTS = (
         "nn/checkpoint.py",
         "module.state_dict(keep_vars=True).items()",
         "module.named_parameters()",
+        first="tests/nn/test_checkpoint.py",
     ),
     Fault(
         "checkpoint-leaves-out-options",
@@ -69,6 +77,7 @@ FAULTS = (
         _OPTIMISER,
         '"options": _options(self._group),',
         '"options": {},',
+        first="tests/nn/test_checkpoint.py",
     ),
     Fault(
         "checkpoint-loses-the-step",
@@ -76,6 +85,7 @@ FAULTS = (
         _OPTIMISER,
         "            self._room[key].copy_(one)\n",
         "",
+        first="tests/nn/test_checkpoint.py",
     ),
     Fault(
         "router-masks-groups-by-zero",
@@ -83,6 +93,7 @@ FAULTS = (
         "nn/router.py",
         "scores = groups.masked_fill(~kept[:, :, None], -torch.inf).flatten(1)",
         "scores = groups.masked_fill(~kept[:, :, None], 0.0).flatten(1)",
+        first="tests/nn/test_router.py",
     ),
     Fault(
         "planner-counts-one-node-of-relays",
