@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ import torch.distributed as dist
 
 import tokenyard
 from tests.cases.clock import scaled
-from tests.cases.inside import transport_of
+from tests.cases.inside import transport_of, without_compiled_calls
 from tokenyard.shm import attached
 from tokenyard.testing import Processes
+from tokenyard.wire import message as say
 
 pytestmark = [pytest.mark.faults, pytest.mark.processes]
 
@@ -152,3 +154,49 @@ def test_offers_outside_their_memory_are_refused() -> None:
         "PeerError: dispatch: rank 1 wrote what no rank writes, on rank 0",
     ]
     assert all("rank 1 wrote what no rank writes" in text for text in liar), liar
+
+
+# What rank 1 says that it sends to rank 0, and to itself, of its 5 tokens, and that it has so many.
+COUNTS = {
+    "more rows than tokens": ((6, 5), 5),
+    "more rows to another rank than tokens": ((5, 6), 5),
+    "fewer rows than none": ((-1, 5), 5),
+    "more tokens than there can be": ((5, 5), 1 << 44),
+    "fewer tokens than none": ((5, 5), -1),
+}
+
+
+def tell(exchange: Any, counts: tuple[int, int], num_tokens: int, message: Any, stage: str) -> Any:
+    """Another message than the one that is right."""
+    message[:, say.PAYLOAD] = counts
+    message[:, say.PAYLOAD + 2 : say.PAYLOAD + 4] = counts
+    message[:, say.TOKENS] = num_tokens
+    return exchange(message, stage)
+
+
+def miscount(group: Any) -> dict[str, str]:
+    """Rank 1 makes its call step by step, with wrong counts; for rank 0 it is a compiled one."""
+    heard = {}
+    routed: Any = {"topk_idx": torch.tensor([[0, 1]] * 5), "topk_weights": torch.ones(5, 2)}
+    for name, (counts, num_tokens) in COUNTS.items():
+        with tokenyard.Buffer(group, transport="direct", timeout=scaled(60)) as buffer:
+            for _ in range(2):
+                buffer.dispatch(torch.ones(5, 8), **routed, num_experts=2)
+            mailbox = transport_of(buffer).node.mailbox
+            if group.rank() == 1:
+                without_compiled_calls(buffer)
+                mailbox.exchange = partial(tell, mailbox.exchange, counts, num_tokens)
+            try:
+                buffer.dispatch(torch.ones(5, 8), **routed, num_experts=2)
+                heard[name] = f"nothing, in a call that was {buffer.stats()['ways']}"
+            except tokenyard.PeerError as error:
+                heard[name] = f"{type(error).__name__}: {error}"
+        dist.barrier(group)
+    return heard
+
+
+def test_counts_that_cannot_be_are_refused_by_a_compiled_call() -> None:
+    with Processes(2, timeout=scaled(120)) as ranks:
+        honest, _ = ranks.run(miscount, may_die=True)
+    said = "PeerError: dispatch: rank 1 wrote what no rank writes, on rank 0"
+    assert honest == dict.fromkeys(COUNTS, said)

@@ -31,7 +31,7 @@ FAULTS = (
         _DISPATCH,
         "if count < 0 or count > tokens[r]:",
         "if count < 0:",
-        first="tests/faults/test_lying_posts.py",
+        first="tests/faults/test_stray_writes.py",
     ),
     Fault(
         "compiled-find-takes-a-small-block",
