@@ -19,7 +19,7 @@ from tools import mutants
 from tools.faults import FAULTS, copies
 from tools.faults.copies import Copy
 from tools.faults.fault import Fault
-from tools.faults.stages import Stage, stages_of
+from tools.faults.stages import Stage, file_of, stages_of
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "tokenyard"
@@ -61,7 +61,9 @@ def test_there_are_tests_for_their_files() -> None:
     for fault in FAULTS:
         stages = stages_of(fault)
         assert stages, fault.path
-        missing = [one for stage in stages for one in stage.paths if not (ROOT / one).exists()]
+        missing = [
+            one for stage in stages for one in stage.paths if not (ROOT / file_of(one)).exists()
+        ]
         assert not missing, f"{fault.path}: no {missing}"
 
 

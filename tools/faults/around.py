@@ -14,7 +14,7 @@ FAULTS = (
         "kernels/numba/llvm/vectors.py",
         "up = builder.add(builder.add(bits, splat(I32, 0x7FFF, lanes)), odd)",
         "up = builder.add(bits, splat(I32, 0x8000, lanes))",
-        first="tests/kernels/test_kernels.py",
+        first="tests/kernels/test_kernels.py::test_reduce",
     ),
     Fault(
         "rounding-of-a-node-is-left-out",
@@ -26,7 +26,7 @@ FAULTS = (
             term = vectors.widen(builder, term, dtype, lanes)
 """,
         "            term = vectors.load(builder, partial, index, wide, lanes)\n",
-        first="tests/kernels/test_kernels.py",
+        first="tests/kernels/test_kernels.py::test_reduce",
     ),
     Fault(
         "rounding-doubles-exact-fp8-scales",

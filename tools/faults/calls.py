@@ -31,7 +31,7 @@ FAULTS = (
         _DISPATCH,
         "if count < 0 or count > tokens[r]:",
         "if count < 0:",
-        first="tests/faults/test_stray_writes.py",
+        first="tests/faults/test_stray_writes.py::test_counts_that_cannot_be_are_refused_by_a_compiled_call",
     ),
     Fault(
         "compiled-find-takes-a-small-block",
@@ -47,7 +47,7 @@ FAULTS = (
         _DISPATCH,
         "target += column_bytes(rows[r], 4 * num_topk)",
         "target += column_bytes(rows[words[at.RANK]], 4 * num_topk)",
-        first="tests/transports/test_conformance.py",
+        first="tests/transports/test_conformance.py::test_virtual_ranks_that_share_memory",
     ),
     Fault(
         "compiled-localise-keeps-weights-of-others",
@@ -55,7 +55,7 @@ FAULTS = (
         _DISPATCH,
         "        if here < 0:\n            weights[i] = 0.0",
         "        if expert < 0:\n            weights[i] = 0.0",
-        first="tests/transports/test_conformance.py",
+        first="tests/transports/test_conformance.py::test_virtual_ranks_that_share_memory",
     ),
     Fault(
         "compiled-load-is-of-the-last-rank",
@@ -71,7 +71,7 @@ FAULTS = (
         "kernels/numba/exchange/protocol.py",
         "return told[say.WORST] == 0",
         "return True",
-        first="tests/transports/test_conformance.py",
+        first="tests/transports/test_conformance.py::test_virtual_ranks_that_share_memory",
     ),
     Fault(
         "compiled-offer-forgets-where-rows-begin",
@@ -79,7 +79,7 @@ FAULTS = (
         _COMBINE,
         "= begin + before * row_bytes\n        before",
         "= before * row_bytes\n        before",
-        first="tests/transports/test_conformance.py",
+        first="tests/transports/test_conformance.py::test_virtual_ranks_that_share_memory",
     ),
     Fault(
         "compiled-copy-leaves-out-a-rank",
@@ -87,7 +87,7 @@ FAULTS = (
         _COMBINE,
         "        if r < rank:\n            before += sent[r * size + rank]\n        total",
         "        if r <= rank:\n            before += sent[r * size + rank]\n        total",
-        first="tests/transports/test_conformance.py",
+        first="tests/transports/test_conformance.py::test_virtual_ranks_that_share_memory",
     ),
     Fault(
         "compiled-sum-from-the-last-rank",
@@ -95,7 +95,7 @@ FAULTS = (
         _COMBINE,
         "for c in range(starts[t], starts[t + 1]):",
         "for c in range(starts[t + 1] - 1, starts[t] - 1, -1):",
-        first="tests/transports/test_conformance.py",
+        first="tests/transports/test_conformance.py::test_virtual_ranks_that_share_memory",
     ),
     Fault(
         "compiled-combine-leaves-before-others-read",
@@ -135,7 +135,7 @@ FAULTS = (
         "kernels/numba/layout.py",
         "    room = 255\n    for t in range(num_tokens):",
         "    room = 256\n    for t in range(num_tokens):",
-        first="tests/kernels/test_kernels.py",
+        first="tests/kernels/test_kernels.py::test_layout",
     ),
     Fault(
         "layout-lanes-leave-slots-behind",
@@ -143,7 +143,7 @@ FAULTS = (
         "kernels/numba/layout.py",
         "ranks[later], slots[later] = ranks[later + 1], slots[later + 1]",
         "ranks[later] = ranks[later + 1]",
-        first="tests/elastic/test_conformance.py",
+        first="tests/elastic/test_conformance.py::test_virtual_ranks",
     ),
     Fault(
         "layout-triton-forgets-earlier-blocks",

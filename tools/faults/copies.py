@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.faults.fault import Fault, NoPlace
-from tools.faults.stages import Stage
+from tools.faults.stages import Stage, file_of
 
 SOURCE = "src/tokenyard"
 LIMIT = 900.0  # seconds of a stage
@@ -81,7 +81,7 @@ class Copy:
 
     def run(self, stage: Stage, settings: dict[str, str], tests: Sequence[str] = ()) -> Seen:
         """Run a stage, or only these tests of it, until the first that fails."""
-        paths = list(tests) or [one for one in stage.paths if (self.folder / one).exists()]
+        paths = list(tests) or [one for one in stage.paths if (self.folder / file_of(one)).exists()]
         if not paths:
             return Seen()
         python = str(_VLLM if stage.needs_vllm else sys.executable)

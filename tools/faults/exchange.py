@@ -107,7 +107,7 @@ FAULTS = (
         "shm/mailbox.py",
         "return inbox[:, : message_RM.shape[1]].copy()",
         "return inbox[:, : message_RM.shape[1]]",
-        first="tests/transports/test_conformance.py",
+        first="tests/transports/test_conformance.py::test_virtual_ranks_that_share_memory",
     ),
     Fault(
         "ring-tail-comes-before-records",
@@ -141,7 +141,7 @@ FAULTS = (
         "transports/hierarchical/stream.py",
         "bases_H[hop] = at - int(self._chunks.first_hop[chunk, node]) * self.width",
         "bases_H[hop] = at",
-        first="tests/transports/test_hierarchical.py",
+        first="tests/transports/test_hierarchical.py::test_many_chunks",
     ),
     Fault(
         "hierarchical-marks-begin-a-rank-late",
@@ -149,7 +149,7 @@ FAULTS = (
         "transports/hierarchical/route.py",
         "starts_RL = dict(enumerate(before_TL[firsts]))",
         "starts_RL = dict(enumerate(before_TL[firsts[1:]]))",
-        first="tests/transports/test_hierarchical.py",
+        first="tests/transports/test_hierarchical.py::test_virtual_ranks",
     ),
     Fault(
         "low-latency-posts-before-rows-are-there",
@@ -205,7 +205,7 @@ FAULTS = (
         "engine/by_expert.py",
         "column[begin + count : end].view(torch.uint8).zero_()",
         "column[begin + count + 1 : end].view(torch.uint8).zero_()",
-        first="tests/transports/test_by_expert.py",
+        first="tests/transports/test_by_expert.py::test_few_rows",
     ),
     Fault(
         "by-expert-weighs-whatever-was-asked",
@@ -213,7 +213,7 @@ FAULTS = (
         "kernels/numba/reduce.py",
         "factors[count] = weights[i] if kinds[r] == WEIGHED else 1",
         "factors[count] = weights[i]",
-        first="tests/transports/test_by_expert.py",
+        first="tests/transports/test_by_expert.py::test_virtual_ranks_that_share_memory",
     ),
     Fault(
         "comm-later-note-replaces-the-first",

@@ -18,7 +18,7 @@ class Fault:
     path: str  # under src/tokenyard
     old: str
     new: str
-    first: str = ""  # the file of tests that should find it, which runs before all others
+    first: str = ""  # tests that should find it, file.py or file.py::test: they run first
     reason: str = ""  # why no test can see it, if none can
 
     def plant(self, text: str) -> str:

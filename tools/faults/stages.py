@@ -10,13 +10,17 @@ from tools.faults.fault import Fault
 class Stage(NamedTuple):
     """One run of pytest."""
 
-    paths: tuple[str, ...]
+    paths: tuple[str, ...]  # files, folders, or file.py::test
     marks: str  # the marks that .ci/run asks for, or some of them
     interprets_triton: bool = False
     needs_vllm: bool = False
 
     def __str__(self) -> str:
         return f"{' '.join(self.paths)} ({self.marks})"
+
+
+def file_of(path: str) -> str:
+    return path.split("::")[0]
 
 
 def _quick(*paths: str) -> Stage:
