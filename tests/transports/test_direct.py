@@ -59,6 +59,21 @@ def test_a_result_that_is_held_is_never_overwritten(ranks: Processes) -> None:
         assert segments <= 8  # dead results' memory was used again
 
 
+def combine_a_slice(group: Any) -> dict[str, int]:
+    with tokenyard.Buffer(group, transport="direct") as buffer:
+        large, small = dispatch(buffer, 0), dispatch(buffer, 1, num_tokens=10)
+        want = buffer.combine(small.recv_x, small.handle).x
+        rows = large.recv_x[3 : 3 + len(small.recv_x)]
+        rows.copy_(small.recv_x)
+        assert_same(buffer.combine(rows, small.handle).x, want)
+        return buffer.stats()["ways"]["combine"]
+
+
+def test_rows_may_lie_anywhere_in_another_result(ranks: Processes) -> None:
+    for ways in ranks.run(combine_a_slice):
+        assert ways == {"compiled": 2, "enclosed": 0, "general": 0}
+
+
 def resident_after(group: Any, rounds: int) -> tuple[int, int]:
     """Pages of this process after half of the rounds, when it has what it needs, and after all."""
 

@@ -79,7 +79,7 @@ FAULTS = (
         _COMBINE,
         "= begin + before * row_bytes\n        before",
         "= before * row_bytes\n        before",
-        first="tests/transports/test_conformance.py::test_virtual_ranks_that_share_memory",
+        first="tests/transports/test_direct.py::test_rows_may_lie_anywhere_in_another_result",
     ),
     Fault(
         "compiled-copy-leaves-out-a-rank",
