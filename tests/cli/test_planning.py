@@ -203,6 +203,7 @@ def test_files_of_another_kind(tmp_path: Path) -> None:
     assert "has shape [2, 2, 2], want [experts]" in run("balance", path).stderr
 
 
+@pytest.mark.slow
 def test_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/guide/planning.md: every command runs, and prints what is shown."""
     monkeypatch.chdir(tmp_path)

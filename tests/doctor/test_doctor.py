@@ -47,6 +47,7 @@ def one_of(found: list[Finding], part: str, level: str) -> Finding:
     return next(one for one in found if (one.part, one.level) == (part, level))
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_without_permission_to_make_memory() -> None:
     code, found = run(before=f"{SECCOMP}\nrefuse({MEMFD_CREATE}, {MAY_NOT})")
@@ -59,6 +60,7 @@ def test_without_permission_to_make_memory() -> None:
     assert "ranks cannot share memory" in chosen.advice
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.skipif(NOT_HERE is not None, reason=str(NOT_HERE))
 def test_without_a_route() -> None:

@@ -166,6 +166,7 @@ def test_save_pretrained(
     ]
 
 
+@pytest.mark.slow
 def test_loading_takes_the_memory_of_its_experts(tmp_path: Path) -> None:
     path = str(tmp_path / "large")
     large = {"hidden_size": 256, "moe_intermediate_size": 512, "num_experts": 32}

@@ -72,7 +72,7 @@ def test_generation_and_bfloat16(processes: Pools, saved: str, layout: str) -> N
     processes(2).run(jobs.infer, saved, jobs.LAYOUTS[layout])
 
 
-@TWO
+@pytest.mark.parametrize("layout", at_night(["batches of their own", "one batch"], ("one batch",)))
 def test_compiled(processes: Pools, saved: str, layout: str) -> None:
     processes(2).run(jobs.compile_it, saved, jobs.LAYOUTS[layout])
 

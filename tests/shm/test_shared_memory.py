@@ -15,6 +15,7 @@ import torch
 
 import tokenyard
 from tests.cases.clock import scaled
+from tests.cases.lanes import at_night
 from tests.cases.processes import Pools
 from tests.cases.shared_memory import shared_bytes
 from tokenyard.testing import Processes
@@ -68,7 +69,7 @@ def grow(group: Any, transport: str) -> dict[str, tuple[int, int]]:
     return out
 
 
-@pytest.mark.parametrize("transport", ["direct", "hierarchical"])
+@pytest.mark.parametrize("transport", at_night(["direct", "hierarchical"], gate=("direct",)))
 def test_memory_returns_when_less_is_needed(pair: Processes, transport: str) -> None:
     mib = 1 << 20
     for answer in pair.run(grow, transport):
@@ -177,7 +178,9 @@ def drop(
     return grown, after[0] - memory[0], after[1] - memory[1], threads
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "asynchronous", at_night([False, True], gate=(True,)), ids=["sync", "async"]
+)
 @pytest.mark.parametrize(
     "options",
     [

@@ -20,6 +20,7 @@ from tokenyard.transports import available
 NAMES = [name for name in CASES if name not in ("worst-tokens", "one-channel")]
 EVERY_CASE = pytest.mark.parametrize("name", NAMES)
 FEW = ("plain", "fp8", "alignment", "holes", "no-tokens-on-some", "no-tokens-at-all", "two-a-node")
+FEWER = at_night(FEW, gate=("fp8", "alignment", "no-tokens-on-some", "two-a-node"))
 
 
 def check_virtual(case: Case) -> None:
@@ -57,7 +58,7 @@ def test_placement(placement: tuple[int, ...], transport: str) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("transport", available())
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", FEWER)
 def test_processes(name: str, transport: str, processes: Pools) -> None:
     case = replace(case_of(name, 4), transport=transport)
     if transport == "hierarchical":

@@ -16,7 +16,7 @@ import tokenyard
 from tests.cases.clock import scaled
 from tests.cases.conformance import CASES, case_of, check
 from tests.cases.exchange import Case, open_buffer, rounds
-from tests.cases.lanes import at_night
+from tests.cases.lanes import at_night, random_cases
 from tests.cases.processes import Pools
 from tokenyard import spec
 from tokenyard.kernels import numba as kernels
@@ -181,7 +181,7 @@ def test_ranks_fit_and_do_not_fit_in_turn(
     monkeypatch.setattr(enclosed, "_MOST_STAGED", 4 * bound // 64 * 64)
     monkeypatch.setattr(enclosed, "_LEAST", 256)
     calls = Counter[str]()
-    for seed in range(8):
+    for seed in range(random_cases(8)):
         run = run_virtual(run_drawn, sum(sizes), seed, sizes, bound, timeout=scaled(120))
         for rank, (got, want) in enumerate(zip(run.results, expected(seed, sizes, bound))):
             assert_same(got[0], want, f"seed {seed}, rank {rank}")
@@ -201,7 +201,7 @@ def drawn_on_processes(group: Any, seeds: range, sizes: tuple[int, ...], bound: 
 @pytest.mark.processes
 @pytest.mark.parametrize("sizes", at_night([(1, 1), (2, 2), (3, 1)], gate=[(3, 1)]), ids=str)
 def test_processes_fit_and_do_not_fit_in_turn(sizes: tuple[int, ...], processes: Pools) -> None:
-    seeds = range(100, 120)
+    seeds = range(100, 100 + random_cases(8))
     answers = processes(sum(sizes)).run(drawn_on_processes, seeds, sizes, 1000)
     for seed, *results in zip(seeds, *answers):
         for rank, (got, want) in enumerate(zip(results, expected(seed, sizes, 1000))):

@@ -51,7 +51,7 @@ def test_sharded_experts_are_noticed(processes: Pools, where: str) -> None:
         assert "Experts.gate_up was sharded by fully_shard" in said
 
 
-@pytest.mark.parametrize("case", at_night(PIPELINE, gate=[("1f1b", "ddp")]), ids="-".join)
+@pytest.mark.parametrize("case", at_night(PIPELINE), ids="-".join)
 def test_twenty_steps_in_stages(processes: Pools, case: tuple[str, str]) -> None:
     (want_losses, want) = run_virtual(pipeline_jobs.alone, 1).results[0]
     stages = processes(4).run(pipeline_jobs.train, *case)
