@@ -50,11 +50,11 @@ def be_busy(group: Any, transport: str, limit: float, low_latency: bool) -> floa
     "transport, low_latency",
     [
         ("direct", False),
-        ("ring", False),
         ("collective", False),
         ("hierarchical", False),
         ("direct", True),
-        ("collective", True),
+        pytest.param("ring", False, marks=pytest.mark.slow),
+        pytest.param("collective", True, marks=pytest.mark.slow),
     ],
 )
 def test_a_busy_rank_is_waited_for(processes: Pools, transport: str, low_latency: bool) -> None:

@@ -10,6 +10,8 @@ from tests.fuzz.run import run
 
 pytestmark = [pytest.mark.processes, pytest.mark.faults]
 
+FIRST = {2: (0, 10), 3: (34, 44), 4: (67, 77)}  # seeds, by the number of processes
+
 
 def check(seeds: range, num_ranks: int) -> None:
     failures = [failure for *_, failure in run(seeds, num_ranks, ()) if failure is not None]
@@ -19,8 +21,8 @@ def check(seeds: range, num_ranks: int) -> None:
 @pytest.mark.timeout(600)  # kernels are compiled, where nobody has done so yet
 @pytest.mark.parametrize(
     "num_ranks, seeds",
-    [(2, range(0, 20)), (3, range(34, 54)), (4, range(67, 87))],
-    ids=["2-processes", "3-processes", "4-processes"],
+    [(ranks, range(first, first + 10)) for ranks in FIRST for first in FIRST[ranks]],
+    ids=str,
 )
 def test_programs(num_ranks: int, seeds: range) -> None:
     check(seeds, num_ranks)

@@ -133,7 +133,7 @@ def test_kinds_of_experts(
     processes(2).run(jobs.run_kind, experts, way, same, all_to)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", at_night([False, True], (True,)), ids=["untied", "tied"])
 @pytest.mark.parametrize("num_ranks", at_night([2, 4], gate=(4,)))
 @pytest.mark.parametrize(
     "family",
