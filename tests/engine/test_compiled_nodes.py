@@ -57,8 +57,8 @@ def test_a_switch_leaves_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.results == [dict.fromkeys(PLAIN, False)] * 2
 
 
-def lie(group: Any) -> str:
-    """Rank 1 tells of more rows than its parcel has."""
+def lie(group: Any, more: int) -> str:
+    """Rank 1 tells of so many rows more than its parcel has."""
     with open_buffer(group, (1, 1)) as buffer:
         compiled = engine_of(buffer).compiled
         given = inputs(group.rank())
@@ -71,7 +71,7 @@ def lie(group: Any) -> str:
             def pack() -> int:
                 verdict = plan.steps.pack()
                 sent = compiled._enclosures.staging.sent[0].numpy().view("int64")
-                sent[BEFORE + PAYLOAD] += 1
+                sent[BEFORE + PAYLOAD] += more
                 return int(verdict)
 
             compiled._plans[key] = plan._replace(steps=plan.steps._replace(pack=pack))
@@ -82,6 +82,7 @@ def lie(group: Any) -> str:
         return "nothing"
 
 
-def test_counts_that_cannot_be() -> None:
-    told = run_virtual(lie, 2).results[0]
+@pytest.mark.parametrize("more", [1, -1])
+def test_counts_that_cannot_be(more: int) -> None:
+    told = run_virtual(lie, 2, more).results[0]
     assert told == "dispatch: rank 1 enclosed what no rank encloses, on rank 0"
