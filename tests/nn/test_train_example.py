@@ -31,7 +31,7 @@ def check(processes: Pools, num_steps: int, timeout: float) -> None:
 
 
 def test_losses_and_gradients_are_those_of_one_rank(processes: Pools) -> None:
-    check(processes, num_steps=5, timeout=scaled(110))
+    check(processes, num_steps=12, timeout=scaled(110))
 
 
 @pytest.mark.slow

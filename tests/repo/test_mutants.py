@@ -123,7 +123,7 @@ def test_a_fault_survives(toy: Any) -> None:
 def test_a_test_that_never_ends_has_found_a_fault(toy: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(copies, "TEST_LIMIT", scaled(1))
     found = mutants.hunt(toy(), planted("number -= 1", "number += 1"), [STAGE])
-    assert (found.result, found.test) == ("hung", "tests/test_toy.py::test_wait")
+    assert found.result == "hung"
 
 
 @pytest.mark.slow
