@@ -6,9 +6,9 @@
     python -m tools.mutants --tree ../before               # by the tests of another checkout
 
 A fault is planted in a copy of the tree. The tests that can see its file (`tools.faults.stages`)
-run from cheap to dear, until one fails. That test must pass without the fault, or it has found
-nothing. A test that never ends has found the fault too. A run with the same --out goes on where
-the last one stopped. The status is 1 if a fault survives that has no reason to.
+run from cheap to dear, until one fails. That test must fail twice with the fault and pass without
+it, or it has found nothing. A test that never ends has found the fault too. A run with the same
+--out goes on where the last one stopped. The status is 1 if a fault survives without a reason.
 
 A stage has 10 minutes: on a machine that does much else, tests that never end are told from slow
 ones by a run without the fault.

@@ -127,7 +127,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
 
 
 def stages_of(fault: Fault) -> tuple[Stage, ...]:
-    """The file that should find it, and then all that can see the fault's file."""
+    """The tests that should find it, and then all that can see its file."""
     known = [one for one in STAGES if fault.path.startswith(one)]
     if not known:
         raise ValueError(f"no tests are known for {fault.path}, want an entry in STAGES")
