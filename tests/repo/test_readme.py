@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ import pytest
 
 from tests.cases.clock import scaled
 from tests.cases.lanes import at_night
+from tests.cases.package import SOURCE
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -24,7 +26,9 @@ pytestmark = pytest.mark.docs
 
 @pytest.fixture(scope="module")
 def installed() -> Iterator[dict[str, str]]:
-    """An environment in which tokenyard is what `pip install .` makes, not this checkout."""
+    """An environment in which tokenyard is what `pip install .` makes, not this checkout. Kernels
+    that this checkout has compiled come with it: tests/kernels has what is cold.
+    """
     with tempfile.TemporaryDirectory() as site:
         pip = [
             sys.executable,
@@ -38,6 +42,10 @@ def installed() -> Iterator[dict[str, str]]:
             str(ROOT),
         ]
         subprocess.run(pip, check=True, timeout=scaled(250), stdout=subprocess.DEVNULL)
+        for kernel in SOURCE.glob("tokenyard/**/__pycache__/*.nb[ci]"):
+            place = Path(site, kernel.relative_to(SOURCE))
+            place.parent.mkdir(exist_ok=True)
+            shutil.copy2(kernel, place)
         yield {**os.environ, "PYTHONPATH": site, "OMP_NUM_THREADS": "1"}
 
 

@@ -28,9 +28,11 @@ CELLS = ENDS + BETWEEN
 
 
 def jobs() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Those that run here. A job that calls another workflow has no steps of its own."""
     for name, workflow in WORKFLOWS.items():
         for job, what in workflow["jobs"].items():
-            yield f"{name}.yml, {job}", what
+            if "uses" not in what:
+                yield f"{name}.yml, {job}", what
 
 
 def steps() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -46,7 +48,7 @@ def commands() -> Iterator[tuple[str, str]]:
 
 
 def test_there_is_one_for_each_purpose() -> None:
-    assert set(WORKFLOWS) == {"ci", "nightly", "docs", "release"}
+    assert set(WORKFLOWS) == {"ci", "nightly", "versions", "docs", "release"}
     assert "schedule" in WORKFLOWS["nightly"][True]  # YAML reads the key `on` as a truth
     assert WORKFLOWS["release"][True]["push"] == {"tags": ["v*"]}
 
@@ -82,6 +84,14 @@ def test_commands_name_what_exists() -> None:
         for extras in re.findall(r"\.\[([\w,]+)\]", command):
             for extra in extras.split(","):
                 assert re.search(rf"^{extra} = \[", PROJECT, re.MULTILINE), f"{where}: [{extra}]"
+
+
+def test_both_lanes_call_the_workflow_of_versions_with_what_it_asks_for() -> None:
+    asked = set(WORKFLOWS["versions"][True]["workflow_call"]["inputs"])
+    for lane in ("ci", "nightly"):
+        job = WORKFLOWS[lane]["jobs"]["versions"]
+        assert job["uses"] == "./.github/workflows/versions.yml"
+        assert job["with"] == {name: f"${{{{ matrix.{name} }}}}" for name in asked}
 
 
 def test_settings_are_those_of_ci() -> None:
