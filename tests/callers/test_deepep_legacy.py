@@ -16,7 +16,7 @@ USUAL = ("--num-tokens", "128", "--hidden", "2048", "--num-topk", "8", "--num-ex
 INTRANODE = 2 * 2 * 2 * 3
 
 
-@pytest.mark.parametrize("num_processes", at_night([2, 4], gate=(4,)))
+@pytest.mark.parametrize("num_processes", at_night([2, 4], gate=(2,)))
 def test_intranode(num_processes: int) -> None:
     said = run_file("legacy/test_intranode.py", num_processes, *SMALL)
     assert said.count("... passed") == INTRANODE

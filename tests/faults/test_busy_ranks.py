@@ -51,7 +51,7 @@ def be_busy(group: Any, transport: str, limit: float, low_latency: bool) -> floa
     [
         ("direct", False),
         ("collective", False),
-        ("hierarchical", False),
+        pytest.param("hierarchical", False, marks=pytest.mark.slow),
         ("direct", True),
         pytest.param("ring", False, marks=pytest.mark.slow),
         pytest.param("collective", True, marks=pytest.mark.slow),

@@ -11,6 +11,7 @@ import torch
 
 import tokenyard
 from tests.cases.clock import scaled
+from tests.cases.lanes import at_night
 from tests.cases.low_latency_rounds import Rounds
 from tests.cases.processes import Pools
 from tokenyard.testing import Processes
@@ -64,7 +65,7 @@ def interrupted(group: Any, kind: str, by_hook: bool) -> tuple[list[str], float]
 
 
 @pytest.mark.parametrize("kind", ["dispatch", "combine"])
-@pytest.mark.parametrize("by_hook", [False, True], ids=["sync", "hook"])
+@pytest.mark.parametrize("by_hook", at_night([False, True], gate=(True,)))
 def test_ctrl_c_inside_a_call(pair: Processes, kind: str, by_hook: bool) -> None:
     (waits, seconds), (interrupts, _) = pair.run(interrupted, kind, by_hook)
     assert interrupts[0].startswith("KeyboardInterrupt")

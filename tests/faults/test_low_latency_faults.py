@@ -16,6 +16,7 @@ import torch
 
 import tokenyard
 from tests.cases.clock import scaled
+from tests.cases.lanes import at_night
 from tests.cases.low_latency_rounds import Rounds
 from tests.cases.peers import kill_once_stopped
 from tests.cases.processes import Pools
@@ -419,7 +420,7 @@ def one_stops(group: Any, is_killed: bool) -> tuple[str, tuple[int, ...], float]
 
 @pytest.mark.alone
 @pytest.mark.processes
-@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "stopped"])
+@pytest.mark.parametrize("is_killed", at_night([True, False], gate=(True,)))
 def test_without_shrinking_all_are_told(is_killed: bool) -> None:
     with Processes(3, timeout=scaled(120)) as ranks:
         if not is_killed:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import tokenyard
 from tests.cases.clock import scaled
+from tests.cases.lanes import at_night
 from tests.cases.peers import exchange, kill_once_stopped
 from tokenyard.engine.agreement import Agreement
 from tokenyard.testing import Exited, Processes, RankFailed, run_virtual
@@ -116,7 +117,7 @@ def one_stops(group: Any, transport: str, nodes: int | None = None) -> dict[str,
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("transport", ["direct", "ring", "collective"])
+@pytest.mark.parametrize("transport", at_night(["direct", "ring", "collective"], gate=("direct",)))
 def test_stopped_peer(transport: str) -> None:
     with Processes(3, timeout=scaled(120)) as ranks:
         ranks.run(start_up, transport, timeout=scaled(250))

@@ -9,8 +9,8 @@ from tests.cases.places import PLACES, run, why_not
 
 NOT_HERE = why_not()
 # One for each way that rows take, and for each reason that a rank gives.
-OWN = {"python -OO", "two users", "two containers", "not to be looked into", "no /proc"}
-OWN |= {"no memfd", "no pidfd", "2 threads", "a mock of Windows"}
+OWN = {"two users", "two containers", "not to be looked into", "no /proc", "no memfd", "no pidfd"}
+OWN |= {"a mock of Windows"}
 
 
 @pytest.mark.timeout(250)

@@ -22,7 +22,7 @@ def test_the_table_has_every_optimiser_of_torch() -> None:
     ("name", "want"),
     [
         ("torch.optim.AdamW", table.WORKS),
-        ("torch.optim.SGD", table.WORKS),
+        pytest.param("torch.optim.SGD", table.WORKS, marks=pytest.mark.slow),
         ("torch.optim.Adafactor", table.TOGETHER),
     ],
 )

@@ -23,7 +23,7 @@ def one_process(kind: str = "none") -> Outcome:
     return run_virtual(jobs.train, 1, kind).results[0]
 
 
-@pytest.mark.parametrize("kind", at_night(LAYER, gate=("ddp", "fsdp_layers")))
+@pytest.mark.parametrize("kind", at_night(LAYER, gate=("fsdp_layers",)))
 def test_twenty_steps(processes: Pools, kind: str) -> None:
     if kind == "fsdp_bfloat16":  # one process rounds as well
         (want,) = processes(1).run(jobs.train, kind)

@@ -49,7 +49,7 @@ def run(processes: Pools, kind: str, folder: Path) -> tuple[list[Outcome], Outco
     return processes(2).run(job, *many), alone
 
 
-@pytest.mark.parametrize("kind", at_night(MODEL, gate=("trainer_lora", "lora_experts_before")))
+@pytest.mark.parametrize("kind", at_night(MODEL, gate=("trainer_lora",)))
 def test_twenty_steps(processes: Pools, tmp_path: Path, kind: str) -> None:
     results, want = run(processes, kind, tmp_path)
     assert_like_one_process(results, want, MODEL[kind].within)
