@@ -85,3 +85,14 @@ def test_mappings_of_segments_leave_no_addresses_behind() -> None:
         one.close()
         del one
     assert num_mappings() <= before + 2  # of the allocator
+
+
+@pytest.mark.parametrize("more", [-4096, 4096], ids=["less", "more"])
+def test_a_segment_of_another_size_than_told_is_not_mapped(more: int) -> None:
+    one = segment.Segment(1 << 16)
+    fd, num_bytes, identity = one.told
+    try:
+        with pytest.raises(segment.Gone, match="not as large as was told"):
+            segment.attach(os.getpid(), fd, num_bytes + more, identity)
+    finally:
+        one.close()

@@ -92,7 +92,7 @@ FAULTS = (
         "shm/segment.py",
         "if os.fstat(mine).st_size != num_bytes:",
         "if os.fstat(mine).st_size < num_bytes:",
-        first="tests/shm/test_shared_memory.py",
+        first="tests/shm/test_pages.py",
     ),
     Fault(
         "segment-dropped-first-stays-mapped",
