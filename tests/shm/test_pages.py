@@ -60,17 +60,23 @@ def test_large_results_of_this_process_ask_for_huge_pages() -> None:
 
 @pytest.mark.parametrize("more", [0, 5000], ids=["whole", "with-a-rest"])
 def test_segments_have_huge_pages_where_the_system_grants_them(more: int) -> None:
-    """For their owner, and for a peer that maps them."""
-    one = segment.Segment(MUCH + more)
-    try:
-        peers = segment.attach(os.getpid(), *one.told)
-        want = MUCH if grants_huge_pages() else 0
-        assert (huge_bytes(one.address), huge_bytes(peers.ctypes.data)) == (want, want)
-        one.array()[:] = 7
-        assert len(peers) == MUCH + more
-        assert (peers == 7).all()
-    finally:
-        one.close()
+    """For their owner, and for a peer that maps them. While others use its memory, a system may
+    refuse one segment what it grants the next.
+    """
+    want = MUCH if grants_huge_pages() else 0
+    for _ in range(5):
+        one = segment.Segment(MUCH + more)
+        try:
+            peers = segment.attach(os.getpid(), *one.told)
+            found = huge_bytes(one.address), huge_bytes(peers.ctypes.data)
+            one.array()[:] = 7
+            assert len(peers) == MUCH + more
+            assert (peers == 7).all()
+        finally:
+            one.close()
+        if found == (want, want):
+            break
+    assert found == (want, want)
 
 
 def test_mappings_of_segments_leave_no_addresses_behind() -> None:
