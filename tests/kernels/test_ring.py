@@ -339,6 +339,15 @@ def test_nobody_waits_for_ever_for_a_rank_that_never_comes(num_channels: int) ->
     stall(kernels.ring_combine, [machine.plan_combine(r, xs[r], None, [])[0] for r in (0, 1)])
 
 
+def test_who_owes_rows_is_named_before_who_gives_no_room() -> None:
+    """Rank 1 may wait for rows itself, of rank 2 for one."""
+    many = torch.tensor([[False, True, False]]).expand(20, 3)
+    machine = Machine([many, many[:0], torch.tensor([[True, False, False]])])
+    plan, _ = machine.plan_dispatch(0, columns_of([20], (64,))[0])
+    assert kernels.ring_dispatch(plan, 0, 1, 5) > 0
+    assert plan.awaited() == [2]
+
+
 def test_slots_are_what_fits_beside_the_counters() -> None:
     assert kernels.ring_slots(128 + 3 * 64 + 63, [8, 40]) == 3
     assert kernels.ring_slots(128 + 128, [64]) == 1

@@ -14,6 +14,7 @@ from tests.cases.clock import scaled
 from tests.cases.inside import slots_of
 from tests.cases.processes import Pools
 from tests.cases.shared_memory import shared_bytes
+from tokenyard.testing import run_virtual
 
 NUM_MAX, STEP, STEPS = 16, 2048, 20
 
@@ -53,6 +54,36 @@ def test_outgrown_memory_comes_back(processes: Pools) -> None:
         last = 2 * (2 * block + 2 * 2 * block + 2 * 2 * block)
         assert mapped < 2 * last, f"{mapped} bytes for {last}"
         assert known <= 24
+
+
+def ahead(group: Any) -> list[float]:
+    """Rank 0 sends a third call while rank 1 has read none: what rank 1 reads of the first."""
+    with tokenyard.Buffer(group, low_latency_mode=True, timeout=scaled(60)) as buffer:
+        topk_idx = torch.full((NUM_MAX, 1), 1 - group.rank())
+
+        def send(number: int) -> Any:
+            x = torch.full((NUM_MAX, STEP), float(number))
+            return buffer.low_latency_dispatch(
+                x, topk_idx, NUM_MAX, 2, use_fp8=False, return_recv_hook=True
+            )
+
+        calls = [send(1), send(2)]
+        if group.rank() == 1:
+            time.sleep(scaled(0.5))  # nobody tells this rank that the other one waits
+        found = []
+        for number in (3, 4):
+            first = calls.pop(0)
+            first.hook()
+            rows = first.recv_x[0, : int(first.recv_count)]
+            found += [float(rows.min()), float(rows.max())]
+            calls.append(send(number))
+        for call in calls:
+            call.hook()
+        return found
+
+
+def test_nobody_writes_over_rows_that_are_not_read() -> None:
+    assert run_virtual(ahead, 2).results == [[1, 1, 2, 2]] * 2
 
 
 def descend(group: Any) -> list[int]:

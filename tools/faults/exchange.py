@@ -133,7 +133,7 @@ FAULTS = (
         _RING + "dispatch.py",
         "return np.flatnonzero(rows if rows.any() else rooms).tolist()",
         "return np.flatnonzero(rooms if rooms.any() else rows).tolist()",
-        first="tests/faults/test_culprits.py",
+        first="tests/kernels/test_ring.py",
     ),
     Fault(
         "hierarchical-second-chunk-reads-the-first",
@@ -165,7 +165,7 @@ FAULTS = (
         _SLOTS + "posts.py",
         "size, number = words[at.SIZE], words[at.NUMBER] - 2",
         "size, number = words[at.SIZE], words[at.NUMBER] - 3",
-        first="tests/faults/test_low_latency_order.py",
+        first="tests/low_latency/test_memory.py",
     ),
     Fault(
         "low-latency-combine-wants-the-same-lanes",
