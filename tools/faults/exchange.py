@@ -164,7 +164,7 @@ FAULTS = (
         "low latency",
         _SLOTS + "posts.py",
         "size, number = words[at.SIZE], words[at.NUMBER] - 2",
-        "size, number = words[at.SIZE], words[at.NUMBER] - 3",
+        "size, number = words[at.SIZE], words[at.NUMBER] - 4",
         first="tests/low_latency/test_memory.py",
     ),
     Fault(
