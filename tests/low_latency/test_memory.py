@@ -61,7 +61,8 @@ def ahead(group: Any) -> list[float]:
     with tokenyard.Buffer(
         group, low_latency_mode=True, transport="direct", timeout=scaled(60)
     ) as buffer:
-        topk_idx, found = torch.full((NUM_MAX, 1), 1 - group.rank()), []
+        topk_idx = torch.full((NUM_MAX, 1), 1 - group.rank())
+        found: list[float] = []
 
         def call(number: int, later: bool = False) -> Any:
             x = torch.full((NUM_MAX, STEP), float(number), dtype=torch.bfloat16)
