@@ -11,6 +11,7 @@ import tokenyard
 from tests.cases.by_expert import check, job
 from tests.cases.conformance import BASE, CASES, case_of
 from tests.cases.exchange import Case
+from tests.cases.inside import write_by_expert_in_one_step
 from tests.cases.lanes import at_night
 from tests.cases.processes import Pools
 from tokenyard.testing import assert_same, numbered_tokens, poisoned, routing, run_virtual
@@ -89,6 +90,28 @@ def test_few_rows(name: str, num_ranks: int, way: str) -> None:
 def test_few_rows_of_processes(name: str, way: str, processes: Pools) -> None:
     case = replace(case_of(name, 4), transport="direct", way=way)
     check(case, processes(4).run(job, case, (False, False)))
+
+
+def aligned(group: Any, at_once: bool) -> tuple[Any, ...]:
+    """Each rank has an alignment of its own, and memory that rows have lain in before."""
+    with tokenyard.Buffer(group, transport="direct", kernels="numba") as buffer:
+        topk_idx, weights = routing("uniform", 30, 2, 8, seed=buffer.rank)
+        x = numbered_tokens(30, 64, first=1 + 100 * buffer.rank)
+        for alignment in (1, 2 + 3 * buffer.rank):
+            write_by_expert_in_one_step(buffer, at_once)
+            got: Any = buffer.dispatch_by_expert(
+                x, topk_idx, weights, num_experts=8, expert_alignment=alignment
+            )
+            if alignment == 1:
+                del got
+        return got.x.clone(), got.offsets, got.num_tokens_per_expert
+
+
+def test_ranks_may_align_differently() -> None:
+    one, other = (run_virtual(aligned, 3, at_once).results for at_once in (True, False))
+    assert_same(one, other)
+    for rank, (_, offsets, _) in enumerate(one):
+        assert (offsets % (2 + 3 * rank) == 0).all()
 
 
 def mixed(group: Any, transport: str) -> None:

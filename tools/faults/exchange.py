@@ -197,7 +197,7 @@ FAULTS = (
         "engine/pair_counts.py",
         "alignment_R1 = np.maximum(told_RM[:, -1:], 1)",
         "alignment_R1 = np.maximum(told_RM[rank, -1:], 1)",
-        first="tests/faults/test_by_expert.py",
+        first="tests/transports/test_by_expert.py::test_ranks_may_align_differently",
     ),
     Fault(
         "by-expert-first-row-of-padding-stays",
@@ -205,7 +205,7 @@ FAULTS = (
         "engine/by_expert.py",
         "column[begin + count : end].view(torch.uint8).zero_()",
         "column[begin + count + 1 : end].view(torch.uint8).zero_()",
-        first="tests/transports/test_by_expert.py::test_few_rows",
+        first="tests/transports/test_by_expert.py::test_ranks_may_align_differently",
     ),
     Fault(
         "by-expert-weighs-whatever-was-asked",
