@@ -60,6 +60,12 @@ def test_router(config: RouterConfig, biased: bool) -> None:
     assert got.topk_weights.dtype == torch.float32
 
 
+def test_groups_that_are_left_out_stay_so_where_biases_are_below_zero() -> None:
+    config = RouterConfig(num_experts=4, num_topk=2, num_groups=2, num_kept_groups=1)
+    scores = torch.tensor([[0.1, 0.2, 0.6, 0.7]])
+    assert choose(scores, config, torch.full((4,), -5.0)).tolist() == [[3, 2]]
+
+
 def test_scores_are_float32_however_narrow_x_is() -> None:
     """256 + 0.5 is 256 in bfloat16: what decides here is lost there."""
     router = Router(2, RouterConfig(num_experts=2, num_topk=1), dtype=torch.bfloat16)
