@@ -65,7 +65,7 @@ def interrupted(group: Any, kind: str, by_hook: bool) -> tuple[list[str], float]
 
 
 @pytest.mark.parametrize("kind", ["dispatch", "combine"])
-@pytest.mark.parametrize("by_hook", at_night([False, True], gate=(True,)))
+@pytest.mark.parametrize("by_hook", at_night([False, True], gate=(True,)), ids=["waits", "hook"])
 def test_ctrl_c_inside_a_call(pair: Processes, kind: str, by_hook: bool) -> None:
     (waits, seconds), (interrupts, _) = pair.run(interrupted, kind, by_hook)
     assert interrupts[0].startswith("KeyboardInterrupt")

@@ -420,7 +420,9 @@ def one_stops(group: Any, is_killed: bool) -> tuple[str, tuple[int, ...], float]
 
 @pytest.mark.alone
 @pytest.mark.processes
-@pytest.mark.parametrize("is_killed", at_night([True, False], gate=(True,)))
+@pytest.mark.parametrize(
+    "is_killed", at_night([True, False], gate=(True,)), ids=["killed", "stopped"]
+)
 def test_without_shrinking_all_are_told(is_killed: bool) -> None:
     with Processes(3, timeout=scaled(120)) as ranks:
         if not is_killed:
