@@ -1,6 +1,6 @@
 """A release: its tag, its text, its files, and what they consist of.
 
-    python -m tools.release check v0.1.0          # the tag fits the version and the changelog
+    python -m tools.release check v0.1.0          # the tag fits the versions and the changelog
     python -m tools.release notes v0.1.0          # what the changelog says of it
     python -m tools.release build dist            # wheels and sdists of both distributions, checked
     python -m tools.release sbom dist sbom.json   # what an installation of them consists of
@@ -44,6 +44,17 @@ def check(tag: str, changelog: str) -> None:
         raise NotReady(f"{version()} is not the version of a release")
     if not notes(tag, changelog).strip():
         raise NotReady(f"CHANGELOG.md says nothing of {version()}")
+
+
+def check_pin(project: str) -> None:
+    """Raise NotReady unless tokenyard-deep-ep asks for the tokenyard of its own version.
+
+    `project` is the text of its pyproject.toml. Hatchling takes the version of both from one file,
+    but dependencies only as they are written.
+    """
+    wanted = f'dependencies = ["tokenyard=={version()}"]'
+    if wanted not in project.splitlines():
+        raise NotReady(f"compat/deep_ep/pyproject.toml does not say {wanted}")
 
 
 def notes(tag: str, changelog: str) -> str:
@@ -94,6 +105,7 @@ def main(given: Sequence[str] | None = None) -> None:
     try:
         if args.command == "check":
             check(args.tag, CHANGELOG.read_text())
+            check_pin((PROJECTS["tokenyard-deep-ep"] / "pyproject.toml").read_text())
         elif args.command == "notes":
             print(notes(args.tag, CHANGELOG.read_text()), end="")
         elif args.command == "build":

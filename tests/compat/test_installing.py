@@ -56,7 +56,7 @@ def test_tokenyards_wheel_owns_no_deep_ep(wheels: Wheels) -> None:
     metadata = next(name for name in installed if name.endswith("METADATA"))
     told = zipfile.ZipFile(wheels.alias).read(metadata).decode()
     assert f"Version: {tokenyard.__version__}\n" in told
-    assert "Requires-Dist: tokenyard\n" in told
+    assert f"Requires-Dist: tokenyard=={tokenyard.__version__}\n" in told
 
 
 @pytest.mark.slow

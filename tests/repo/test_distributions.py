@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import json
 import subprocess
 import sys
@@ -59,6 +60,26 @@ def test_a_wheel_has_the_source_and_nothing_else(made: dict[str, Path]) -> None:
     assert not [name for name in names if name.endswith((".nbc", ".nbi", ".pyc", ".so"))]
 
 
+def test_the_alias_asks_for_the_version_that_it_has(made: dict[str, Path]) -> None:
+    inside = content(made[f"tokenyard_deep_ep-{VERSION}-py3-none-any.whl"])
+    (metadata,) = [text for name, text in inside.items() if name.endswith("/METADATA")]
+    told = email.message_from_bytes(metadata)
+    assert told.get_all("Requires-Dist") == [f"tokenyard=={VERSION}"]
+
+
+def test_no_release_has_an_alias_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    project = (release.PROJECTS["tokenyard-deep-ep"] / "pyproject.toml").read_text()
+    release.check_pin(project)
+    for other in ("tokenyard", f"tokenyard>={VERSION}", f"tokenyard=={VERSION}.post1"):
+        with pytest.raises(release.NotReady, match="does not say"):
+            release.check_pin(project.replace(f"tokenyard=={VERSION}", other))
+    # The command compares too: nobody runs tests between a tag and its release.
+    monkeypatch.setattr(release, "version", lambda: "9.9.9")
+    monkeypatch.setattr(release, "check", lambda tag, changelog: None)
+    with pytest.raises(SystemExit, match=r"does not say .*tokenyard==9\.9\.9"):
+        release.main(["check", "v9.9.9"])
+
+
 def test_an_sdist_can_be_tested_and_makes_the_same_wheel(
     made: dict[str, Path], unpacked: Path, tmp_path: Path
 ) -> None:
@@ -94,3 +115,16 @@ def test_installed_from_an_index_the_extras_suffice(made: dict[str, Path], tmp_p
     assert told
     first = run(python, ROOT / "examples" / "quickstart.py")
     assert "combine gave back the right sums: True" in first
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the list is that of Python 3.11")
+def test_what_builds_a_release_installs_by_its_hashes() -> None:
+    """Needs a package index. A list that lacks a package would only fail after the tag.
+
+    What pip builds from source would bring packages whose hashes nobody compares: there must be a
+    wheel of everything.
+    """
+    pip = (sys.executable, "-m", "pip", "install", "-q", "--dry-run", "--ignore-installed")
+    listed = ROOT / ".github" / "release.txt"
+    run(*pip, "--only-binary", ":all:", "--require-hashes", "-r", listed)
