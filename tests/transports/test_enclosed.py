@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import time
+import weakref
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,14 +20,16 @@ import tokenyard
 from tests.cases.clock import scaled
 from tests.cases.conformance import CASES, case_of, check
 from tests.cases.exchange import Case, open_buffer, rounds
+from tests.cases.inside import transport_of
 from tests.cases.lanes import at_night, random_cases
+from tests.cases.peers import exchange
 from tests.cases.processes import Pools
 from tokenyard import spec
 from tokenyard.kernels import numba as kernels
 from tokenyard.runtime.memory import as_bytes
 from tokenyard.shm.mailbox import Mailbox
 from tokenyard.shm.node import SharedNode
-from tokenyard.testing import assert_same, numbered_tokens, routing, run_virtual
+from tokenyard.testing import Processes, assert_same, numbered_tokens, routing, run_virtual
 from tokenyard.transports.hierarchical import enclosed
 from tokenyard.transports.hierarchical.route import pack_marks
 from tokenyard.transports.hierarchical.staging import Staging
@@ -92,7 +98,7 @@ def test_a_node_without_memory_to_share(monkeypatch: pytest.MonkeyPatch) -> None
     def none(*_: Any) -> None:
         raise tokenyard.SharedMemoryError("nothing is left")
 
-    monkeypatch.setattr(SharedNode, "share", none)
+    monkeypatch.setattr(SharedNode, "share_arrays", none)
     check_calls(on_nodes("plain", (2, 2)), {})
 
 
@@ -240,3 +246,31 @@ def test_parcels(num_ranks: int) -> None:
             counts[1] += wrong
             assert kernels.take_parcels(*arguments, counts, num_ranks, place, got) == 1
             counts[1] -= wrong
+
+
+def late_message(group: Any) -> bool:
+    """After PeerTimeout gloo may still receive: whether it does so into memory of its own."""
+    buffer = tokenyard.Buffer(
+        group, transport="hierarchical", ranks_per_node=1, timeout=scaled(1.0)
+    )
+    if group.rank() == 1:
+        time.sleep(scaled(2.5))
+        with suppress(tokenyard.PeerError):
+            exchange(buffer)
+        return True
+    received = transport_of(buffer).enclosures.staging.received[0][0]
+    owner = weakref.ref(transport_of(buffer).enclosures.staging._own)
+    with pytest.raises(tokenyard.PeerTimeout):
+        exchange(buffer)
+    del buffer
+    gc.collect()
+    is_held = owner() is not None  # as long as the tensor that gloo was given
+    received.sum()
+    del received
+    return is_held
+
+
+@pytest.mark.processes
+def test_late_messages_find_the_memory_that_they_were_meant_for() -> None:
+    with Processes(2, timeout=scaled(60)) as ranks:
+        assert ranks.run(late_message, may_die=True) == [True, True]

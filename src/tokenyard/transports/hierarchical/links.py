@@ -75,7 +75,7 @@ class Links:
         """
         answer = {}
         for rail in self.numbers:
-            out = torch.zeros(sum(sizes[rail]), 1, dtype=torch.uint8)
+            out = torch.zeros(sum(sizes[rail]), 1, dtype=torch.uint8, device="cpu")
             sent, counts = out[:0], [0] * len(parcels)
             if rail == self.own:
                 sent = torch.from_numpy(np.concatenate(parcels))[:, None]

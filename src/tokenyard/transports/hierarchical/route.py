@@ -101,7 +101,7 @@ class TwoLevelRoute:
             for node, hop in enumerate(self.hops.hop_of_node):
                 if hop >= 0:
                     order.append(of_hop[hop][begin[node] : end[node]])
-        flat = torch.cat(order) if order else torch.empty(0, dtype=torch.int32)
+        flat = torch.cat(order) if order else torch.empty(0, dtype=torch.int32, device="cpu")
         sent = np.diff(first_hop, axis=0).tolist()
         return Chunks(tokens, flat, sent, relayed, first_hop, num_chunks)
 

@@ -14,7 +14,6 @@ import ctypes
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import torch
@@ -56,22 +55,22 @@ class Staging:
         rail_bytes = self.begin_of_node[-1]
         most_rails = max(len(topology.rails_of(one)) for one in members)
         turn_bytes = staged + most_rails * rail_bytes
-        begins_L = np.zeros(len(members), np.int64)
+        begins_L, arrays = np.zeros(len(members), np.int64), []
         if enclosed:
             with suppress(SharedMemoryError):
-                begins_L = node.share(2 * turn_bytes, stage, "staging")
-        self.is_shared = bool(begins_L.all())
-        self._own: np.ndarray | None = None
+                arrays = node.share_arrays(2 * turn_bytes, stage, "staging")
+                begins_L[:] = [array.ctypes.data for array in arrays]
+        self.is_shared = bool(arrays)
         place = topology.place(rank)
-        if not self.is_shared:
-            self._own = memory.empty_array(2 * turn_bytes, np.uint8)
-            begins_L[place] = self._own.ctypes.data
+        own = arrays[place] if arrays else memory.empty_array(2 * turn_bytes, np.uint8)
+        begins_L[place] = own.ctypes.data
+        self._own = own
         # By turn: [L] where each local rank's staged rows are, [R] where the parcel of each rank
         # is, and, by rail, where messages to this rank land.
         self.staged_at = [begins_L, begins_L + turn_bytes]
         self.parcels = [np.zeros(topology.num_ranks, np.int64) for _ in range(2)]
         self.received: list[list[Tensor]] = []
-        for at_L, parcels_R in zip(self.staged_at, self.parcels):
+        for turn, (at_L, parcels_R) in enumerate(zip(self.staged_at, self.parcels)):
             for member, at in zip(members, at_L.tolist()):
                 parcels_R[member] = at
                 rails = topology.rails_of(member)
@@ -79,15 +78,12 @@ class Staging:
                     message = self.begin_of_node[topology.node_of_rank[source]]
                     before = staged + rails.index(rail) * rail_bytes + message
                     parcels_R[source] = at + before + words
-            first = int(at_L[place]) + staged
-            self.received.append(
-                [
-                    torch.from_numpy(_array(first + nth * rail_bytes, rail_bytes, ctypes.c_uint8))[
-                        :, None
-                    ]
-                    for nth in range(len(topology.rails_of(rank)))
-                ]
-            )
+            # Slices, which keep the memory: after a failure gloo may receive into it long after
+            # the Buffer is closed.
+            begin = turn * turn_bytes + staged
+            num_rails = len(topology.rails_of(rank))
+            messages = torch.from_numpy(own[begin : begin + num_rails * rail_bytes])
+            self.received.append(list(messages.view(num_rails, rail_bytes, 1)))
         # By turn: the words of each partner, for the ranks of this node.
         self.words: list[list[np.ndarray]] = [[], []]
         rails = topology.rails_of(rank)
@@ -102,10 +98,5 @@ class Staging:
 
 
 def header(address: int) -> np.ndarray:
-    """What a rank says of the rows that it has staged for a combine."""
-    return _array(address, HEADER, ctypes.c_int64)
-
-
-def _array(address: int, length: int, kind: Any) -> np.ndarray:
-    """Numbers in memory that lives as long as the node."""
-    return np.ctypeslib.as_array((kind * length).from_address(address))
+    """What a rank says of the rows that it has staged for a combine, in memory of the node."""
+    return np.ctypeslib.as_array((ctypes.c_int64 * HEADER).from_address(address))

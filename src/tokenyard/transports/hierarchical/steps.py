@@ -17,6 +17,7 @@ from tokenyard.transports.hierarchical.enclosed import Enclosures
 from tokenyard.transports.hierarchical.links import Links
 from tokenyard.transports.hierarchical.messages import WIDTH, Message, swap
 from tokenyard.transports.hierarchical.staging import Staging
+from tokenyard.wire import int64s
 from tokenyard.wire import nodes_table as at
 from tokenyard.wire.signals import STAGED
 
@@ -49,7 +50,7 @@ class EnclosedSteps:
         self._counts, self._rows = np.zeros_like(relays), np.zeros_like(relays)
         firsts = np.cumsum([0, *map(len, nodes)])
         self._kept: list[np.ndarray] = []
-        words = self.words = array("q", bytes(8 * at.TABLE_WORDS))
+        words = self.words = int64s.new(at.TABLE_WORDS)
         words[at.RANK], words[at.SIZE] = rank, topology.num_ranks
         words[at.HOME], words[at.NUM_NODES] = self._home, len(nodes)
         words[at.NUM_RANKS], words[at.PLACE] = len(self._locals), topology.place(rank)
