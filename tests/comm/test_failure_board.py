@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -48,12 +49,12 @@ def test_the_first_note_that_names_somebody_stays() -> None:
 def test_who_left_after_an_exchange_is_not_missed_in_it() -> None:
     part = object.__new__(GlooPart)
     part.members, part.label = (0, 1, 2), "rows"
-    left = {1: FailureNote(PeerLeft, (1,), time.time(), {"rows": 4})}
+    left = {1: FailureNote(PeerLeft, (1,), time.monotonic(), {"rows": 4})}
     assert part._concern(left, 4) == {}
     assert part._concern(left, 5) == left
     assert part._concern(left, None) == {}  # an exchange of the user's
     assert part._concern({3: left[1]}, 5) == {}  # whom nobody waits for here
-    died = {3: FailureNote(PeerDied, (5,), time.time(), {"rows": 9})}
+    died = {3: FailureNote(PeerDied, (5,), time.monotonic(), {"rows": 9})}
     assert part._concern(died, 4) == died
 
 
@@ -69,6 +70,79 @@ def test_a_lost_store_is_asked_once() -> None:
         with pytest.raises(StoreLost):
             board.post(PeerDied, (), {})
     assert asked == [1]
+
+
+class SlowStore:
+    """A mock of a store whose operations take so many seconds each."""
+
+    seconds = 0.0
+
+    def __init__(self) -> None:
+        self._kept: dict[str, bytes] = {}
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(self.seconds)
+        return all(key in self._kept for key in keys)
+
+    def set(self, key: str, value: str) -> None:
+        self._kept[key] = value.encode()
+
+    def get(self, key: str) -> Any:
+        return self._kept[key]
+
+
+def test_a_store_that_was_slow_once_is_asked_again() -> None:
+    store = SlowStore()
+    store.seconds = 0.8
+    board = board_of(store, 0, "7")  # type: ignore[arg-type]
+    with pytest.raises(StoreLost):
+        board.read([0, 1])
+    with pytest.raises(StoreLost):
+        board.read([0, 1])  # at once, while the first has not ended
+    store.seconds = 0.0
+    time.sleep(scaled(1))
+    assert board.read([0, 1]) == {}
+
+
+def test_many_ranks_may_take_longer_than_one_operation() -> None:
+    store = SlowStore()
+    author = board_of(store, 800, "7")  # type: ignore[arg-type]
+    author.post(PeerDied, (3,), {})
+    store.seconds = 0.001
+    reader = board_of(store, 0, "7")  # type: ignore[arg-type]
+    assert list(reader.read(range(1000))) == [800]
+
+
+def test_a_note_is_taken_back_when_its_author_gets_on() -> None:
+    store = dist.HashStore()
+    author, reader = board_of(store, 0, "7"), board_of(store, 1, "7")
+    author.post(PeerTimeout, (2,), {})
+    assert list(reader.read([0])) == [0]
+    author.withdraw()
+    assert reader.read([0]) == {}
+    author.post(PeerDied, (2,), {})
+    author.withdraw()  # whoever died never comes back
+    assert list(reader.read([0])) == [0]
+
+
+def test_late_ranks_of_an_earlier_opening_are_not_news() -> None:
+    store = dist.HashStore()
+    author = FailureBoard(lambda: store, 0, opening=1)
+    author.post(PeerTimeout, (1,), {})
+    assert list(FailureBoard(lambda: store, 1, opening=1).read([0])) == [0]
+    assert FailureBoard(lambda: store, 1, opening=2).read([0]) == {}
+
+
+def test_who_is_busy_says_so_again_and_again() -> None:
+    store = dist.HashStore()
+    author, reader = board_of(store, 0, "7"), board_of(store, 1, "7")
+    author.post_busy()  # long ago, for all that the reader knows
+    assert not reader.is_busy()
+    author.post_busy()
+    assert reader.is_busy()
+    assert not author.is_busy()
+    reader.forget_busy()
+    assert not reader.is_busy()
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="there is no table of processes")

@@ -86,16 +86,18 @@ def test_a_rank_that_is_merely_busy_is_not_named(transport: str) -> None:
     assert answers == [("PeerDied", (1,))] * 2
 
 
-def on_machines(group: Any, machines: list[int], busy: int) -> Told:
+def on_machines(
+    group: Any, machines: list[int], busy: tuple[int, ...], transport: str = "collective"
+) -> Told:
     """As if ranks were on these machines: whether others live must be heard, and is not seen."""
     real = opening._machine
     opening._machine = lambda: machines[group.rank()]
     try:
-        with tokenyard.Buffer(group, transport="collective", timeout=scaled(60)) as buffer:
+        with tokenyard.Buffer(group, transport=transport, timeout=scaled(60)) as buffer:
             exchange(buffer)
             if group.rank() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if group.rank() == busy:
+            if group.rank() in busy:
                 time.sleep(scaled(2))
             return told(buffer)
     finally:
@@ -106,7 +108,17 @@ def on_machines(group: Any, machines: list[int], busy: int) -> Told:
 def test_ranks_of_a_machine_speak_for_each_other() -> None:
     """Rank 3 is busy; rank 2, on the same machine, sees that it lives."""
     with Processes(4, timeout=scaled(120)) as ranks:
-        answers = ranks.run(on_machines, [5, 5, 7, 7], 3, may_die=True)
+        answers = ranks.run(on_machines, [5, 5, 7, 7], (3,), may_die=True)
+    assert answers.pop(1) == Exited(-signal.SIGKILL)
+    assert answers == [("PeerDied", (1,))] * 3
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("transport", ["collective", "hierarchical"])
+def test_ranks_that_nobody_sees_and_that_compute_are_not_named(transport: str) -> None:
+    """Four machines of one rank, as the Buffer sees them: ranks 0 and 2 come two seconds late."""
+    with Processes(4, timeout=scaled(120)) as ranks:
+        answers = ranks.run(on_machines, [5, 6, 7, 8], (0, 2), transport, may_die=True)
     assert answers.pop(1) == Exited(-signal.SIGKILL)
     assert answers == [("PeerDied", (1,))] * 3
 

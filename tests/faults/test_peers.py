@@ -267,3 +267,25 @@ def test_a_death_at_the_end_of_opening_is_told_in_the_first_call() -> None:
         answers = ranks.run(one_misses_the_end_of_opening)
     for kind, named, text in answers:
         assert (kind, named) == ("PeerDied", (2,)), text
+
+
+def jumped(group: Any) -> float:
+    """The clock of the machine is set by an hour while rank 0 waits."""
+    with tokenyard.Buffer(group, transport="collective", timeout=scaled(30)) as buffer:
+        exchange(buffer)
+        real, begin = time.time, time.monotonic()
+        if group.rank() == 1:
+            time.sleep(scaled(1))
+        else:
+            time.time = lambda: real() + 3600 * (time.monotonic() > begin + scaled(0.4))
+        try:
+            exchange(buffer)
+        finally:
+            time.time = real
+        return time.monotonic() - begin
+
+
+@pytest.mark.processes
+def test_a_clock_that_is_set_breaks_nothing() -> None:
+    with Processes(2, timeout=scaled(120)) as ranks:
+        assert max(ranks.run(jumped)) < scaled(20)

@@ -31,10 +31,12 @@ _LET_GO = 0.1  # seconds to close connections that nobody uses
 _AT_END = 2.0  # seconds that the end of the process waits for that
 _GRACE = 0.5  # seconds in which the other ranks may post that they live, after an exchange failed
 _FILES = 12  # that gloo opens besides connections
+_BUSY = 5.0  # seconds before the time limit from which on a rank asks whether others are busy
 _LONGEST = 120.0  # seconds that a rank may need to compile what a call needs
-_BEFORE = 1.0  # a note may be this many seconds older than the exchange that it concerns
+_BEFORE = 1.0  # a note may have been seen this many seconds before the exchange that it concerns
 
 _closing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that close connections
+_openings: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 class _Noticed(RuntimeError):
@@ -73,6 +75,8 @@ class _TorchExchange(Communicator):
             except RuntimeError as error:
                 raise self._explain(stage, error, number) from error
             self.done = number
+            with suppress(StoreLost):
+                self._whole.board.withdraw()
 
         return finish
 
@@ -98,8 +102,9 @@ class _TorchExchange(Communicator):
             # The stream waits, not the host; NCCL's own watchdog sees to peers.
             work.wait()  # no GPU has run this
             return  # no GPU has run this
-        begin = time.time()
+        board, begin = self._whole.board, time.monotonic()
         deadline = begin + self._timeout
+        board.forget_busy()
         while True:
             try:
                 work.wait(timedelta(seconds=min(_LOOK, self._timeout)))
@@ -107,23 +112,22 @@ class _TorchExchange(Communicator):
             except RuntimeError as error:
                 if "timed out" not in str(error).lower():
                     raise
-                if time.time() >= deadline:
-                    if not self._is_waiting_for_busy():
+                # Whether a rank compiles: one that does not come may in turn wait for that one.
+                is_busy = False
+                if time.monotonic() >= deadline - _BUSY:
+                    with suppress(StoreLost):
+                        is_busy = board.is_busy()
+                if time.monotonic() >= deadline:
+                    if not is_busy:
                         raise
-                    deadline = time.time() + self._timeout
+                    deadline = time.monotonic() + self._timeout
             if self._look is not None:
                 self._look(stage)
             with suppress(StoreLost):  # the exchange will fail by itself
-                notes = self._concern(self._whole.board.read(self._all_ranks()), number)
+                notes = self._concern(board.read(self._all_ranks()), number)
                 for note in notes.values():
-                    if note.when > begin - _BEFORE or note.is_final:
+                    if note.seen > begin - _BEFORE or note.is_final:
                         raise _Noticed("timeout" if note.kind is PeerTimeout else "death")
-
-    def _is_waiting_for_busy(self) -> bool:
-        """Whether a rank compiles kernels: one that does not come may in turn wait for that one."""
-        with suppress(StoreLost):
-            return self._whole.board.is_busy(self._all_ranks())
-        return False
 
     def _concern(
         self, notes: Mapping[int, FailureNote], number: int | None
@@ -151,7 +155,8 @@ class _TorchExchange(Communicator):
 
         Gloo says only that something failed. So every rank that notices posts a note, and all raise
         the same. They name the ranks that a note blames, else those that are seen to be dead, else
-        those that posted no note, members of this communicator first.
+        the one that posted no note. Ranks that compute post theirs when they come, so as long as
+        several have posted none, nobody is named before the time limit.
         """
         if isinstance(error, BufferClosed):
             raise error
@@ -172,7 +177,7 @@ class _TorchExchange(Communicator):
         self, stage: str, kind: type[PeerError], number: int | None
     ) -> tuple[type[PeerError], tuple[int, ...], str]:
         """The kind of a failure, who is to blame, and a clause that says so."""
-        whole, deadline = self._whole, time.monotonic() + _GRACE
+        whole, begin = self._whole, time.monotonic()
         notes: dict[int, FailureNote] = {}
         is_lost = False
         with suppress(StoreLost):
@@ -183,13 +188,13 @@ class _TorchExchange(Communicator):
             except StoreLost:
                 is_lost = True
             blaming = [
-                note
-                for note in self._concern(notes, number).values()
-                if note.culprits and note.still_holds
+                (KINDS.index(note.kind), author, note.culprits)
+                for author, note in self._concern(notes, number).items()
+                if note.culprits and note.still_holds and not self._belies(note, notes)
             ]
             if blaming:
-                first = min(blaming, key=lambda note: (KINDS.index(note.kind), note.when))
-                return first.kind, first.culprits, _say(first.kind, first.culprits)
+                place, _, culprits = min(blaming)
+                return KINDS[place], culprits, _say(KINDS[place], culprits)
             left = {rank for rank, note in notes.items() if note.kind is PeerLeft}
             dead = tuple(rank for rank in self.dead_ranks() if rank not in left)
             if dead:
@@ -197,7 +202,11 @@ class _TorchExchange(Communicator):
             if self._look is not None:
                 self._look(stage)
             silent = self._silent(kind, notes, is_lost)
-            if time.monotonic() > deadline or (not silent and kind is PeerTimeout):
+            waited = time.monotonic() - begin
+            is_known = len(silent) == 1 or is_lost or kind is PeerTimeout
+            if waited > (_GRACE if is_known else max(_GRACE, self._timeout)):
+                break
+            if not silent and (kind is PeerTimeout or waited > _GRACE):
                 break
             time.sleep(0.01)
         if is_lost:
@@ -206,6 +215,13 @@ class _TorchExchange(Communicator):
                 who += f", nor do{'es' * (len(silent) == 1)} {name_ranks(silent)}"
             return kind, silent, who
         return kind, silent, _say(PeerTimeout, silent) if silent else "every rank still answers"
+
+    def _belies(self, note: FailureNote, notes: Mapping[int, FailureNote]) -> bool:
+        """Whether a rank lives that a note calls dead: after the time limit its author guessed."""
+        alive = {rank for rank, other in notes.items() if other.is_fresh}
+        return note.kind is PeerDied and bool(
+            {self.members[self.rank], *alive} & set(note.culprits)
+        )
 
     def _silent(
         self, kind: type[PeerError], notes: Mapping[int, FailureNote], is_lost: bool
@@ -221,15 +237,12 @@ class _TorchExchange(Communicator):
         me = self.members[self.rank]
         silent = tuple(rank for rank in self._all_ranks() if rank not in alive and rank != me)
         here = tuple(rank for rank in silent if rank in self.members)
-        if is_lost:  # a part has few ranks, one of them silent; in a large group it cannot be told
-            return here if self.size == 2 or self._is_part() else ()
+        if is_lost:  # of several ranks it cannot be told which
+            return here if len(here) == 1 else ()
         return here or silent
 
     def _all_ranks(self) -> Sequence[int]:
         return self._whole.members
-
-    def _is_part(self) -> bool:
-        return len(self._all_ranks()) > self.size
 
 
 class TorchCommunicator(_TorchExchange):
@@ -252,7 +265,8 @@ class TorchCommunicator(_TorchExchange):
         self.processes = ProcessWatch(self.rank, range(self.size), ())  # nobody is watched yet
         self._parts: list[GlooPart] = []
         # A connection of its own: an operation that never ends must not block the user's.
-        self.board = FailureBoard(lambda: _own_connection(self._store, timeout), self.rank)
+        _openings[group] = opening = _openings.get(group, 0) + 1
+        self.board = FailureBoard(lambda: _own_connection(self._store, timeout), self.rank, opening)
         if self.size > 1:
             busy.listen(self.beat)
 
