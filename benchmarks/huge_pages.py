@@ -32,7 +32,7 @@ import tokenyard
 from tokenyard.shm import segment
 from tokenyard.testing import run_processes
 
-HUGE, LIBC = segment._huge_page(), segment._libc()
+HUGE, LIBC = segment._huge_page(), segment.system()
 ROW = 14336  # bytes: 7168 elements of bfloat16
 
 
@@ -55,11 +55,11 @@ def huge_bytes(address: int) -> int:
 
 def measure(num_bytes: int, collapse: bool) -> tuple[list[float], int]:
     """Milliseconds of each step, and how much lies in huge pages."""
-    address, fd = segment._find_place(num_bytes, HUGE), os.memfd_create("huge_pages")
+    address, fd = segment.find_place(num_bytes, HUGE), os.memfd_create("huge_pages")
 
     def make() -> None:
         os.posix_fallocate(fd, 0, num_bytes)
-        flags = mmap.MAP_SHARED | segment._MAP_FIXED | (0 if collapse else mmap.MAP_POPULATE)
+        flags = mmap.MAP_SHARED | segment.MAP_FIXED | (0 if collapse else mmap.MAP_POPULATE)
         both = mmap.PROT_READ | mmap.PROT_WRITE
         if LIBC.mmap(address, num_bytes, both, flags, fd, 0) != address:
             raise OSError(ctypes.get_errno(), "mmap")

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.huge_pages import measure
 from tokenyard.runtime import memory
 from tokenyard.shm import segment
+from tokenyard.shm.segment import Segment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux has segments")
 MUCH = 16 << 20
@@ -102,3 +103,15 @@ def test_a_segment_of_another_size_than_told_is_not_mapped(more: int) -> None:
             segment.attach(os.getpid(), fd, num_bytes + more, identity)
     finally:
         one.close()
+
+
+def test_ctrl_c_while_memory_is_reserved_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            Segment(1 << 20)
+    assert os.listdir("/proc/self/fd") == before

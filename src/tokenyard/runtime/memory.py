@@ -2,7 +2,8 @@
 
 `tokenyard.testing.poisoned` replaces `empty`, `empty_like`, `empty_array` and `take_bytes` with
 functions that fill what they give with NaN or -2**31, so that a value which nobody wrote cannot
-pass for a zero. Therefore call them through the module, as `memory.empty`.
+pass for a zero, and `shm.guard` with some that see writes outside. Therefore call them through the
+module, as `memory.empty`.
 
 Large results come from a pool, and their memory is used again when they have died. Memory that is
 new costs much: the system fills each page with zeros when it is first touched, and malloc gives
@@ -21,7 +22,8 @@ from torch import Tensor
 from tokenyard.runtime import limits, pool
 from tokenyard.wire.columns import LINE
 
-# For small results on CPU: torch.empty takes twice as long as torch.empty_like, and as
+small = torch.empty  # results that are surely small; wants device="cpu"
+# Quicker still for those on CPU: torch.empty takes twice as long as torch.empty_like, and as
 # torch.from_numpy(np.empty), which knows fewer dtypes.
 empty_like = torch.empty_like
 empty_array = np.empty

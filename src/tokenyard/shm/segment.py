@@ -7,6 +7,9 @@ through /proc/<pid>/fd: nothing has a name, so nothing is left behind, whoever d
 Linux uses the number of a closed descriptor again. So a rank that tells of a segment also tells its
 *identity*, a number that no other segment has. The segment has it as its label, and a peer that
 opens the descriptor compares the label.
+
+A forked child has no part in it: there its descriptors are closed, and its addresses stay taken but
+have no memory, so that a child which reads a result dies of it instead of reading later rows.
 """
 
 from __future__ import annotations
@@ -34,7 +37,11 @@ except ImportError:  # not a POSIX system
 _WORTH_A_LOOK = 4 << 20  # bytes; for smaller segments nobody asks how much memory is left
 _PIECE = 64 << 20  # bytes that are reserved before asking again
 _FAILED = ctypes.c_void_p(-1).value
-_MAP_FIXED, _MADV_COLLAPSE = 0x10, 25  # of Linux; Python does not name them
+MAP_FIXED, _MADV_COLLAPSE, _MFD_NOEXEC_SEAL = 0x10, 25, 8  # of Linux; Python does not name them
+_NO_MEMORY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if hasattr(mmap, "MAP_ANONYMOUS") else 0
+
+_segments: weakref.WeakSet[Segment] = weakref.WeakSet()  # whose descriptors are open
+_mapped: dict[int, int] = {}  # addresses and bytes, of these and of peers'
 
 
 def why_not() -> str | None:
@@ -48,23 +55,27 @@ class Segment:
     """Memory of this process that peers may map. It lives as long as an array of it does."""
 
     def __init__(self, num_bytes: int) -> None:
+        _see_to_forks()
         self.size = num_bytes
         self.identity = int.from_bytes(os.urandom(8), "little") >> 1
         try:
-            self.fd = os.memfd_create(_label(self.identity), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self.fd = _create(_label(self.identity))
         except OSError as error:
             raise cannot(num_bytes, error) from error
         try:
-            _reserve(self.fd, num_bytes)
+            _reserve(self.fd, file_bytes(num_bytes))
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
-            self._map = _map(self.fd, num_bytes, is_own=True)
-        except (OSError, ValueError, OverflowError, MemoryError) as error:
+            self._map = map_file(self.fd, num_bytes, is_own=True)
+        except BaseException as error:
             os.close(self.fd)
-            raise cannot(num_bytes, error) from error
+            if isinstance(error, (OSError, ValueError, OverflowError, MemoryError)):
+                raise cannot(num_bytes, error) from error
+            raise  # Ctrl-C, while the system finds so much memory
         self.address = int(self.array().ctypes.data)
         # What a peer needs to map it, as `attach` takes it.
         self.told = self.fd, num_bytes, self.identity
+        _segments.add(self)
 
     def array(self) -> np.ndarray:
         """All of it as bytes: a new array each time, which all its slices and tensors keep."""
@@ -74,7 +85,9 @@ class Segment:
         """Peers can no longer map it. Existing mappings, and arrays of this process, keep the
         memory.
         """
-        os.close(self.fd)
+        if self in _segments:
+            _segments.remove(self)
+            os.close(self.fd)
 
 
 class Gone(OSError):
@@ -99,9 +112,9 @@ def attach(pid: int, fd: int, num_bytes: int, identity: int) -> np.ndarray:
     try:
         if os.readlink(f"/proc/self/fd/{mine}") != label:
             raise Gone("another file has its descriptor by now")
-        if os.fstat(mine).st_size != num_bytes:
+        if os.fstat(mine).st_size != file_bytes(num_bytes):
             raise Gone("it is not as large as was told")
-        return np.frombuffer(_map(mine, num_bytes, is_own=False), np.uint8)
+        return np.frombuffer(map_file(mine, num_bytes, is_own=False), np.uint8)
     except Gone:
         raise
     except (OSError, ValueError, OverflowError) as error:
@@ -135,37 +148,60 @@ _REMEDIES = {
 }
 
 
-def _map(fd: int, num_bytes: int, is_own: bool) -> Any:
+def file_bytes(num_bytes: int) -> int:
+    """Bytes of the file of a segment of so many bytes (`runtime.guard` takes whole pages)."""
+    return num_bytes
+
+
+def map_file(fd: int, num_bytes: int, is_own: bool) -> Any:
     """Map a file for as long as the returned object lives. (Python's mmap would keep a duplicate of
     the descriptor, and a process may have only about a thousand of those.)
 
     A large one begins on a huge page's boundary, so that the system can map it by huge pages, and
     its owner asks for them. Whoever is refused goes on with pages as they are.
     """
-    libc, huge, flags, place = _libc(), _huge_page(), mmap.MAP_SHARED, None
+    libc, huge, flags, place = system(), _huge_page(), mmap.MAP_SHARED, None
     allowed = mmap.PROT_READ | mmap.PROT_WRITE
     if 0 < 2 * huge <= num_bytes:
-        place, flags = _find_place(num_bytes, huge), flags | _MAP_FIXED
+        place, flags = find_place(num_bytes, huge), flags | MAP_FIXED
         if is_own and libc.mmap(place, num_bytes, allowed, flags, fd, 0) == place:
             libc.madvise(place, num_bytes // huge * huge, _MADV_COLLAPSE)
     address = libc.mmap(place, num_bytes, allowed, flags | mmap.MAP_POPULATE, fd, 0)
     if address in (None, _FAILED):
-        error = _system_error()
+        error = system_error()
         if place is not None:
             libc.munmap(place, num_bytes)
         raise error
     mapped = (ctypes.c_uint8 * num_bytes).from_address(address)
-    weakref.finalize(mapped, libc.munmap, address, num_bytes).atexit = False
+    _mapped[address] = num_bytes
+    weakref.finalize(mapped, _unmap, address).atexit = False
     return mapped
 
 
-def _find_place(num_bytes: int, step: int) -> int:
+def _unmap(address: int) -> None:
+    system().munmap(address, _mapped.pop(address))
+
+
+@cache
+def _see_to_forks() -> None:
+    os.register_at_fork(after_in_child=_let_go)
+
+
+def _let_go() -> None:
+    """Of what is the parent's, in a forked child."""
+    for address, num_bytes in list(_mapped.items()):
+        system().mmap(address, num_bytes, 0, _NO_MEMORY | MAP_FIXED, -1, 0)
+    for segment in list(_segments):
+        segment.close()
+
+
+def find_place(num_bytes: int, step: int) -> int:
     """Addresses for so many bytes, from a multiple of `step` on, taken but without memory."""
-    libc, private = _libc(), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    libc = system()
     end = round_up(num_bytes, mmap.PAGESIZE) + step
-    begin = libc.mmap(None, end, 0, private, -1, 0)
+    begin = libc.mmap(None, end, 0, _NO_MEMORY, -1, 0)
     if begin in (None, _FAILED):
-        raise _system_error()
+        raise system_error()
     end += begin
     place = round_up(begin, step)
     after = place + round_up(num_bytes, mmap.PAGESIZE)
@@ -175,7 +211,7 @@ def _find_place(num_bytes: int, step: int) -> int:
     return place
 
 
-def _system_error() -> OSError:
+def system_error() -> OSError:
     """Of the last call of libc."""
     number = ctypes.get_errno()
     return OSError(number, os.strerror(number))
@@ -192,7 +228,8 @@ def _huge_page() -> int:
 
 
 @cache
-def _libc() -> Any:
+def system() -> Any:
+    """The C library, for what Python does not know of maps."""
     libc: Any = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [
@@ -202,6 +239,17 @@ def _libc() -> Any:
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     return libc
+
+
+def _create(label: str) -> int:
+    """A file that cannot be run, which some systems insist on (vm.memfd_noexec=2)."""
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create(label, flags | _MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # Linux before 6.3 does not know the flag
+            raise
+        return os.memfd_create(label, flags)
 
 
 def _label(identity: int) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from array import array
 
+from tokenyard.wire import int64s
 from tokenyard.wire.slots import SlotShape
 
 # The ranks, and the words that they share.
@@ -85,7 +86,7 @@ SEGMENT_IDENTITY, SEGMENT_ADDRESS, SEGMENT_SIZE = 0, 1, 2  # the three words of 
 
 def new_table(shape: SlotShape | None = None) -> array[int]:
     """A table of zeros but for the words that follow from a shape, if one is given."""
-    table = array("q", bytes(8 * TABLE_WORDS))
+    table = int64s.new(TABLE_WORDS)
     if shape is not None:
         placement = shape.placement
         table[RANK] = shape.rank
@@ -108,7 +109,3 @@ def new_table(shape: SlotShape | None = None) -> array[int]:
         table[LOCAL_OF_EXPERT] = placement.local_of_expert.data_ptr()
         table[OWN_EXPERTS] = shape.local_table
     return table
-
-
-def address_of(table: array[int]) -> int:
-    return table.buffer_info()[0]
