@@ -9,18 +9,19 @@ import os
 import threading
 import time
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.autograd import profiler
 
-from tokenyard import recording, tracing
+from tokenyard import tracing
 from tokenyard.engine.failure import raised_on_all_ranks
 from tokenyard.engine.stages import Engine
 from tokenyard.errors import BufferClosed, BufferInUse, PeerError
 from tokenyard.low_latency.engine import LowLatency
 from tokenyard.low_latency.handle import STAGE_OF
-from tokenyard.runtime import memory, recorder
+from tokenyard.runtime import afterwards, memory, recorder
 from tokenyard.runtime.recorder import Recorder, Track
 
 if TYPE_CHECKING:
@@ -125,8 +126,6 @@ class Lifetime:
 
     def __init__(self, group: Any, explicitly_destroy: bool) -> None:
         """Before the engines are opened, since that may raise."""
-        recording.begin_from_environment()
-        tracing.begin_from_environment()
         # Weakly, since a group that outlives its destruction aborts the process at exit.
         self._group = weakref.ref(group)
         self.explicitly_destroy = explicitly_destroy
@@ -140,7 +139,11 @@ class Lifetime:
         self._engine, self._low_latency = engine, low_latency
         self.rank = self._use.rank = engine.rank
         if not self.explicitly_destroy:
-            self._finalizer = weakref.finalize(self, engine.abandon)
+            first = low_latency.wait_to_leave if low_latency is not None else None
+            afterwards.start()
+            self._finalizer = weakref.finalize(
+                self, afterwards.leave, partial(engine.abandon, first)
+            )
             self._finalizer.atexit = False
 
     @property
@@ -198,8 +201,10 @@ class Lifetime:
             return
         lock = self._use.take()
         try:
-            if self._low_latency is not None and self._engine.failure.error is None:
-                self._low_latency.wait_to_leave()
+            if self._low_latency is not None:
+                self._engine.worker.wait()  # a call that ends there names memory too
+                if self._engine.failure.error is None:
+                    self._low_latency.wait_to_leave()
             self._close()
         finally:
             lock.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import tokenyard
 from tests.cases.clock import scaled
+from tests.cases.inside import worker_of
 from tests.cases.low_latency_rounds import Rounds
 from tests.cases.processes import Pools
 from tokenyard.testing import Processes, run_virtual
@@ -183,3 +185,57 @@ def partly(group: Any) -> None:
 def test_combine_of_some_pairs(ranks: Processes) -> None:
     ranks.run(partly)
     run_virtual(partly, 3)
+
+
+def left_before_the_hook(group: Any, drops: bool, zero_copy: bool, later: bool) -> float:
+    """Rank 1 calls its hook after rank 0 has let go of its Buffer, or while its thread ends the
+    call there.
+    """
+    buffer = tokenyard.Buffer(group, low_latency_mode=True, timeout=scaled(60))
+    ids, weights = torch.tensor([[0, 1]] * 4), torch.ones(4, 2)
+    x = torch.full((4, 64), group.rank() + 1.0)
+    got = buffer.low_latency_dispatch(x, ids, 4, 2, use_fp8=False)
+    y: Any = got.recv_x
+    if zero_copy:
+        y = buffer.get_next_low_latency_combine_buffer(got.handle).copy_(y)
+    is_async = later and group.rank() == 0
+    owed: Any = None
+    if later:  # who owes a receive ends later calls before others have read them
+        owed = buffer.low_latency_dispatch(x, ids, 4, 2, use_fp8=False, return_recv_hook=True)
+    if is_async:
+        worker_of(buffer).submit(lambda: time.sleep(scaled(0.4)))
+    back = buffer.low_latency_combine(
+        y,
+        ids,
+        weights,
+        got.handle,
+        zero_copy=zero_copy,
+        async_finish=is_async,
+        return_recv_hook=not is_async,
+    )
+    if not later:
+        buffer.dispatch(x, topk_idx=ids, topk_weights=weights, num_experts=2)
+    if group.rank() == 1:
+        time.sleep(scaled(0.7))
+    if is_async:
+        buffer.close()
+        back.event.current_stream_wait()
+    else:
+        assert back.hook is not None
+        back.hook()
+    summed = float(back.combined_x.sum())
+    if not drops:
+        buffer.close()
+    del buffer, got, back, y, owed
+    gc.collect()
+    return summed
+
+
+@pytest.mark.parametrize("zero_copy", [False, True], ids=["copied", "zero_copy"])
+@pytest.mark.parametrize("drops", [False, True], ids=["closed", "dropped"])
+@pytest.mark.parametrize("later", [False, True], ids=["ended", "on its way"])
+def test_a_hook_after_the_other_rank_has_left(
+    processes: Pools, drops: bool, zero_copy: bool, later: bool
+) -> None:
+    pair = processes(2)
+    assert pair.run(left_before_the_hook, drops, zero_copy, later) == [512.0, 1024.0]
