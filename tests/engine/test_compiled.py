@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 from typing import Any
 
@@ -86,7 +87,7 @@ def between_larger_calls(group: Any) -> list[bool]:
 
 
 def test_a_call_of_another_shape_between_two_changes_nothing() -> None:
-    """The first call of a shape may find too little room, or too much."""
+    """The first call of a shape may find too little room."""
     for seen in run_virtual(between_larger_calls, 2).results:
         assert seen[2:] == [True, True]
 
@@ -126,7 +127,44 @@ def grow(group: Any) -> int:
 @pytest.mark.processes
 def test_any_number_of_tokens_after_any_other(processes: Pools) -> None:
     for made in processes(2).run(grow):
-        assert 1 <= made < 8  # where a block is too small, or far too large, the engine goes on
+        assert 4 <= made < 8  # where a block is too small, the engine goes on
+
+
+def wander(group: Any, by_expert: bool) -> list[int]:
+    """Sizes as they come to a server: how many of its calls were compiled, of each hundred."""
+    sizes = random.Random(7)
+    told = []
+    with tokenyard.Buffer(group, transport="direct") as buffer:
+        call = buffer.dispatch_by_expert if by_expert else buffer.dispatch
+        stage = "dispatch by expert" if by_expert else "dispatch"
+        for turn in range(300):
+            call(**inputs(group.rank(), turn, sizes.randint(1, 64), hidden=64))
+            if turn % 100 == 99:
+                told.append(int(buffer.stats(reset=True)["ways"][stage]["compiled"]))
+    return told
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("by_expert", [False, True], ids=["by rank", "by expert"])
+def test_calls_of_changing_sizes_stay_compiled(by_expert: bool, processes: Pools) -> None:
+    for told in processes(2).run(wander, by_expert):
+        assert min(told[1:]) >= 90, told
+
+
+def keep_small_after_large(group: Any) -> tuple[int, int]:
+    """Bytes of shared results, with one large result and after a hundred small ones are kept."""
+    with tokenyard.Buffer(group, transport="direct") as buffer:
+        got = buffer.dispatch(**inputs(group.rank(), 0, 4000, hidden=512))
+        large = buffer.stats()["memory"]["results"]
+        del got
+        kept = [buffer.dispatch(**inputs(group.rank(), turn, 2, hidden=512)) for turn in range(100)]
+        return large, buffer.stats()["memory"]["results"] - 100 * (len(kept) << 10)
+
+
+@pytest.mark.processes
+def test_small_results_that_are_kept_do_not_keep_large_memory(processes: Pools) -> None:
+    for large, after in processes(2).run(keep_small_after_large):
+        assert after < 4 * large, (large, after)
 
 
 @pytest.mark.processes

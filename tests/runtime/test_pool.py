@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from typing import Any
@@ -226,3 +227,79 @@ def test_pools_that_are_gone_are_not_trimmed() -> None:
     gc.collect()
     assert key not in pools._pools
     memory.trim()
+
+
+def test_two_threads_are_never_lent_one_region(pool: Pool[Any]) -> None:
+    """The switch from thread to thread may come between any two steps of `take_small`."""
+    hits: list[int] = []
+    held, counts = [0, 0], [0, 0]
+
+    def work(me: int) -> None:
+        for _ in range(20_000):
+            region, array = pool.take_small(100)
+            held[me] = id(region)
+            if held[1 - me] == id(region):
+                hits.append(me)
+            held[me] = 0
+            del region, array
+            counts[me] += 1
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(me,)) for me in (0, 1)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert (hits, counts) == ([], [20_000, 20_000])
+
+
+def test_a_region_that_is_lent_meanwhile_is_not_lent_again(pool: Pool[Any]) -> None:
+    """Another thread takes from the shelf between this one's look at a region and its hold."""
+    del [pool.take_small(100)[1]][:]
+    others: list[Any] = []
+    look: Any = pools._num_holders
+
+    def interrupted(one: Any) -> int:
+        pools._num_holders = look
+        others.append(pool.take_small(100))
+        return look(one)
+
+    pools._num_holders = interrupted  # type: ignore[assignment]
+    try:
+        region, array = pool.take_small(100)
+    finally:
+        pools._num_holders = look
+    assert others[0][0] is not region
+    del array
+
+
+def test_idle_memory_is_lent_however_large(pool: Pool[Any]) -> None:
+    assert pool.take_idle(100, 1) is None
+    region, array = pool.take(8 * MIB)
+    assert pool.take_idle(100, 1) is None
+    del array
+    found = pool.take_idle(100, 1)
+    assert found is not None
+    assert found[0] is region
+    assert pool.take_idle(100, 1) is None
+    assert pool.in_use == size_class(1)
+    del found
+    assert pool.in_use == 0
+
+
+@pytest.mark.parametrize("is_needed", [False, True])
+def test_memory_that_is_only_lent_for_less_goes(is_needed: bool, pool: Pool[Any]) -> None:
+    _region, array = pool.take(8 * MIB)
+    del array
+    for turn in range(600):
+        found = pool.take_idle(100, 1)
+        if found is None:
+            break
+        if is_needed and turn % 50 == 0:
+            pool.needed(8 * MIB)
+        del found
+    assert (turn < 300) == (not is_needed)

@@ -37,8 +37,8 @@ FAULTS = (
         "compiled-find-takes-a-small-block",
         "compiled calls",
         _DISPATCH,
-        "if needed > room or room > 2 * _size_class(needed):",
-        "if room > 2 * _size_class(needed):",
+        "if _block_bytes(table, rows[r]) > room:",
+        "if _block_bytes(table, rows[r]) > 2 * room:",
         first="tests/transports/test_combine_out.py",
     ),
     Fault(

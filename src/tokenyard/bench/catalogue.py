@@ -62,6 +62,13 @@ _ALL = [
         where="pairs:few_tokens",
     ),
     Benchmark(
+        name="sizes",
+        summary="Dispatch and combine of changing sizes, as in a server.",
+        takes=_EXCHANGE,
+        shape=Shape(tokens=(64,), hidden=2048),
+        where="pairs:changing_sizes",
+    ),
+    Benchmark(
         name="low-latency",
         summary="The low-latency mode beside the normal one.",
         takes=(*_EXCHANGE, "fp8"),

@@ -37,6 +37,7 @@ _HELD = {
     "combine": Held(rows=10.0, tokens=4.0),
     # rows, there and back: 6 of memcpy and roof, experts' output, gloo's 3 and 2 of its float32
     "few": Held(rows=12.0, tokens=4.0, all_tokens=2.0, by_expert=2.0, slots=2.0),
+    "sizes": Held(rows=20.0, tokens=40.0, by_expert=3.0),  # tokens of each size
     "low-latency": Held(rows=12.0, tokens=4.0, by_expert=3.0, slots=2.5),
     "by-expert": Held(rows=8.0, tokens=4.0, by_expert=4.0),
     "elastic": Held(rows=6.0, tokens=8.0, by_expert=6.0),

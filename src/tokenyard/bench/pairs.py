@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Generator
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from tokenyard.bench.routed import Routed, Wanted, few
 from tokenyard.bench.shape import Shape
 
 _MOST_LOW_LATENCY = 512  # tokens: its slots take memory for the worst case
+_SIZES = 40  # calls
 _PLAIN = "dispatch, combine"
 _LOW_LATENCY = "low latency"
 
@@ -124,6 +126,33 @@ def few_tokens(group: Any, shape: Shape, tokens: int) -> Generator[Case]:
         beside = {GLOO: Way(pair.gloo().both), GATHERED: gathered(group, *given)}
         beside |= vllm_collectives(group, *given)
         yield pair.case(ours, beside, checks=checks, base=_PLAIN, absent=absent())
+
+
+def changing_sizes(group: Any, shape: Shape, tokens: int) -> Generator[Case]:
+    """Numbers of tokens as requests come and go, and the same numbers in order."""
+    drawn = random.Random(0)
+    sizes = [drawn.randint(1, tokens) for _ in range(_SIZES)]
+    with tokenyard.Buffer(group, transport=shape.transport) as buffer:
+        pairs = {size: Pair(buffer, shape, size) for size in sizes}
+
+        def calls(order: list[int], by_expert: bool = False) -> None:
+            for size in order:
+                pairs[size].by_expert() if by_expert else pairs[size].plain()
+
+        largest = pairs[max(sizes)]
+        yield Case(
+            label=f"{_SIZES} calls of 1 to {tokens} tokens",
+            ours={
+                "as they come": Way(partial(calls, sizes)),
+                "in order": Way(partial(calls, sorted(sizes))),
+                "by expert, as they come": Way(partial(calls, sizes, True)),
+                "by expert, in order": Way(partial(calls, sorted(sizes), True)),
+            },
+            beside={},
+            checks=lambda: Wanted(few(largest.routed)).exchange(buffer),
+            base="in order",
+            stats=buffer.stats,
+        )
 
 
 def low_latency(group: Any, shape: Shape, tokens: int) -> Generator[Case]:

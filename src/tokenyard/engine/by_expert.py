@@ -2,7 +2,7 @@
 
 Where the transport can (`Transport.pairs`), and there is much to copy, each pair's row is written
 once, straight to its place. Else rows are dispatched, and then copied to their places. All ranks
-take the same way: how much there was in the last call decides.
+take the same way: how much there was in the last calls decides.
 """
 
 from __future__ import annotations

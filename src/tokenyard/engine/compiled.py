@@ -54,7 +54,7 @@ class CompiledCalls:
         assert node is not None
         self._engine, self._transport, self.kernels = engine, transport, kernels
         self._node, self._pool, self._agreement = node, node.pool, engine.agreement
-        self._take = node.pool.take_small
+        self._take, self._room = node.pool.take_small, transport.room
         self.rank, self.size = transport.rank, transport.size
         self._plans = Plans(engine, transport, kernels)
         self.leave_at = 0  # a phase of `wire.exchange_table` at which the engine takes over
@@ -126,8 +126,7 @@ class CompiledCalls:
 
         number = self._agreement.number
         try:
-            # As much as the last call of this shape took: one of another shape may have come since.
-            segment, memory = self._take(table[at.END] or self._transport.last_bytes)
+            segment, memory = self._room.take()
         except SharedMemoryError:
             return None
         ledger = Ledger(num_tokens, most, src_room[0], self.size)
@@ -152,7 +151,6 @@ class CompiledCalls:
                     x, given_idx, topk_weights, num_experts, expert_alignment, config, tag
                 )
                 got, handle, _ = self._engine.dispatch(request, _AT_ONCE, stage, heard)
-                table[at.END] = self._transport.last_bytes
                 assert got.topk_idx is not None
                 assert got.topk_weights is not None
                 return got.x, got.topk_idx, got.topk_weights, got.num_tokens_per_expert, handle
@@ -164,7 +162,7 @@ class CompiledCalls:
                 self._answer(what, which, stage, say.OFFER)
         self._agreement.number = number + 1
         num_rows = table[at.NUM_ROWS]
-        self._transport.last_bytes = table[at.END]
+        self._room.learn(table[at.END])
         ids_at = -(-num_rows * row_bytes // 64) * 64
         weights_at = ids_at + -(-num_rows * num_topk // 8) * 64
         handle = CompiledHandle.written(

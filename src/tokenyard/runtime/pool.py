@@ -103,7 +103,7 @@ class Pool(Generic[R]):
         with self._lock:
             if self._dead:
                 self._settle()
-            region = self._reuse(wanted)
+            region = self._reuse(wanted, wanted + wanted // 2)
             self._takes += 1
             if self._takes % _WINDOW == 0:
                 self._peaks = [self._peaks[1], self._in_use]
@@ -114,31 +114,69 @@ class Pool(Generic[R]):
                 self._trim_to_peak(0 if region else wanted)
         if region is None:
             region = self._fresh(wanted)
+        return region, self._lend(region, wanted)
+
+    def _lend(self, region: R, wanted: int) -> np.ndarray:
         array = region.array()
         reference = weakref.ref(array, self._give_back)
         self._lent[id(reference)] = reference, region, wanted
-        return region, array
+        return array
 
     def take_small(self, num_bytes: int) -> tuple[R, np.ndarray]:
         """As `take`, and quicker where little memory is taken again and again: a few small regions
         stay lent, and are lent again when nobody holds their array but the pool.
         """
-        shelf = self._shelf
-        for one in shelf:
-            if _num_holders(one) == _ALONE:
-                array, region = one
-                size = region.size
-                if num_bytes <= size and (size <= _SMALLEST or size <= 2 * num_bytes):
-                    self._takes += 1
-                    if self._takes % _WINDOW == 0:
-                        self._next_window()
-                    return region, array
+        most = 2 * num_bytes if num_bytes > _SMALLEST // 2 else _SMALLEST
+        found = self._from_shelf(num_bytes, most)
+        if found is not None:
+            return found
         region, array = self.take(num_bytes)
         if region.size <= _MOST_ON_SHELF:
+            shelf = self._shelf
             shelf.append((array, region))
             if len(shelf) > _MOST_SHELVED:
                 del shelf[0]
         return region, array
+
+    def take_idle(self, num_bytes: int, likely: int) -> tuple[R, np.ndarray] | None:
+        """As `take`, of memory that lies idle, however much larger it is; None if none does. Not
+        more than `likely` bytes count as in use, unless `needed` says so.
+        """
+        found = self._from_shelf(num_bytes, sys.maxsize)
+        if found is None and (self._free or self._dead):
+            wanted = size_class(likely)
+            with self._lock:
+                self._takes += 1
+                if self._takes % _WINDOW == 0:
+                    self._next_window()
+                self._settle()
+                region = self._reuse(num_bytes, sys.maxsize)
+                if region is None:
+                    return None
+                self._in_use += wanted
+            found = region, self._lend(region, wanted)
+        return found
+
+    def needed(self, num_bytes: int) -> None:
+        """So many bytes were in use at once, of one region."""
+        self._peaks[1] = max(self._peaks[1], size_class(num_bytes))
+
+    def _from_shelf(self, num_bytes: int, most: int) -> tuple[R, np.ndarray] | None:
+        shelf = self._shelf
+        for _ in range(len(shelf)):
+            try:
+                one = shelf.pop(0)  # another thread does not find it, until this one holds it
+            except IndexError:
+                break
+            if _num_holders(one) == _ALONE and num_bytes <= one[1].size <= most:
+                array, region = one
+                shelf.append(one)
+                self._takes += 1
+                if self._takes % _WINDOW == 0:
+                    self._next_window()
+                return region, array
+            shelf.append(one)
+        return None
 
     def trim(self, most: int = 0) -> None:
         """Give idle regions back to the system, the longest idle first, until at most so many
@@ -198,11 +236,11 @@ class Pool(Generic[R]):
     def __iter__(self) -> Iterator[R]:
         return iter(list(self._regions.values()))
 
-    def _reuse(self, wanted: int) -> R | None:
-        """The smallest idle region with room, unless a third of it would not be used."""
+    def _reuse(self, wanted: int, most: int) -> R | None:
+        """The smallest idle region with room, unless it is larger than `most`."""
         found: R | None = None
         for one in self._free:
-            if wanted <= one.size <= wanted + wanted // 2 and (not found or one.size < found.size):
+            if wanted <= one.size <= most and (not found or one.size < found.size):
                 found = one
         if found is not None:
             try:

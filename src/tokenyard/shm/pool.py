@@ -41,7 +41,7 @@ def rows(
 ) -> Tensor:
     """Part of an array as a tensor, which keeps the array alive."""
     if num_rows == 0:
-        return torch.empty(0, width, dtype=dtype)
+        return torch.empty(0, width, dtype=dtype, device="cpu")
     if dtype in _IN_NUMPY:  # quicker by a third
         made = torch.from_numpy(np.ndarray((num_rows, width), _IN_NUMPY[dtype], array, begin))
         return made if made.dtype is dtype else made.view(dtype)

@@ -16,12 +16,14 @@ from torch import Tensor
 from tokenyard.errors import SharedMemoryError, name_ranks
 from tokenyard.kernels.base import RowKernels
 from tokenyard.runtime.memory import as_bytes
-from tokenyard.runtime.pool import size_class
 from tokenyard.shm.pool import SegmentPool, rows
+from tokenyard.shm.segment import Segment
 from tokenyard.types import Flow
 from tokenyard.wire.message import NO_MEMORY
 
 NOTHING = (NO_MEMORY, 0, 0)  # instead of what is told of a segment
+_WINDOW = 64  # calls; the largest result of the last one or two windows is remembered
+_LITTLE = 1 << 20  # bytes of a block that may stay empty
 
 
 class SharedRows(NamedTuple):
@@ -44,9 +46,54 @@ def take(pool: SegmentPool, num_bytes: int) -> SharedRows:
     return SharedRows(array, segment.told, segment.address)
 
 
-def fits(needed: int, size: int) -> bool:
-    """Does a block of `size` bytes hold this many, without being far too large?"""
-    return needed <= size <= 2 * size_class(needed)
+class Room:
+    """Blocks for results whose size this rank does not know yet: as large as the largest of the
+    last 64 to 128 was, so that calls of changing sizes fit.
+
+    A large block that is larger than the last result must lie idle already: no memory is taken to
+    stay empty. If none does, somebody keeps small results in large blocks, and for a while blocks
+    are as large as the last result, or the last few if those were small.
+    """
+
+    def __init__(self, pool: SegmentPool) -> None:
+        self._pool = pool
+        self._last = self._largest = self._of_window = 0  # bytes of results
+        self._calls = 0  # in this window
+        self._careful = 0  # calls that take no larger block
+
+    def take(self) -> tuple[Segment, np.ndarray]:
+        """Raises SharedMemoryError."""
+        if self._careful:
+            self._careful -= 1
+        elif self._largest > self._last:
+            for wanted in (self._largest, self._of_window):
+                if wanted > self._last:
+                    found = self._pool.take_idle(wanted, self._last)
+                    if found is not None:
+                        return found
+                    if wanted == self._of_window:
+                        self._careful = _WINDOW
+        few = self._of_window if self._of_window <= _LITTLE else 0
+        return self._pool.take_small(max(self._last, few))
+
+    def offer(self) -> SharedRows:
+        try:
+            segment, array = self.take()
+        except SharedMemoryError as error:
+            return SharedRows(None, error=error)
+        return SharedRows(array, segment.told, segment.address)
+
+    def learn(self, num_bytes: int) -> None:
+        """So many bytes a result had."""
+        self._last = num_bytes
+        if num_bytes > self._of_window:
+            self._of_window = num_bytes
+            if num_bytes > self._largest:
+                self._largest = num_bytes
+            self._pool.needed(num_bytes)
+        self._calls += 1
+        if self._calls == _WINDOW:
+            self._largest, self._of_window, self._calls = self._of_window, 0, 0
 
 
 def find_or_take(pool: SegmentPool, column: Tensor, num_rows: int) -> tuple[SharedRows, int]:

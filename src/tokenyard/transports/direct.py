@@ -1,11 +1,12 @@
 """Ranks that share memory write each row where it belongs in the receiver's: one copy.
 
 The receiver owns placement. With its words of the agreement it names a segment, as large as its
-last dispatch needed. Once counts are known every rank can tell whose segment has room. If one has
-none, all ranks name segments that fit in a second round. Columns lie in a segment one after the
-other, each from a new cache line. Senders write, then signal. The user gets what was received where
-it lies, and the segment is used again once those tensors have died. Combine moves nothing: rows
-that lie in shared memory already, or are copied there, are read by the ranks that sum them.
+largest dispatch of late needed (`Room`). Once counts are known every rank can tell whose segment
+has room. If one has none, all ranks name segments that fit in a second round. Columns lie in a
+segment one after the other, each from a new cache line. Senders write, then signal. The user gets
+what was received where it lies, and the segment is used again once those tensors have died. Combine
+moves nothing: rows that lie in shared memory already, or are copied there, are read by the ranks
+that sum them.
 
 It is the default where all ranks share a machine. It takes memory for every result in full.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import le
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,7 +24,7 @@ from torch import Tensor
 from tokenyard.comm.base import Move
 from tokenyard.shm import shared_rows
 from tokenyard.shm.node import SharedNode
-from tokenyard.shm.shared_rows import SharedRows
+from tokenyard.shm.shared_rows import Room, SharedRows
 from tokenyard.transports.base import Offer, RowsBack, RowsOut, SharedMemoryTransport
 from tokenyard.transports.direct_pairs import DirectPairs, PairKernels
 from tokenyard.types import Flow, Route
@@ -54,27 +56,28 @@ class DirectTransport(SharedMemoryTransport):
         self._kernels = kernels
         self._node_of_rank = node_of_rank
         self.rank, self.size = node.rank, node.size
-        self.last_bytes = 0  # of a dispatch
+        self.room = Room(node.pool)  # for what dispatches bring
         self.pairs = DirectPairs(node, kernels, node_of_rank)
 
     def offer_rows(self, flow: Flow | None, widths: Sequence[int]) -> Offer:
-        num_bytes = self.last_bytes
-        if flow is not None:
+        if flow is None:
+            block = self.room.offer()
+        else:
             num_bytes = column_offsets(flow.num_rows, tuple(widths))[-1]
-        block = shared_rows.take(self._node.pool, num_bytes)
+            block = shared_rows.take(self._node.pool, num_bytes)
         return Offer(block.told, (block,))
 
     def send(self, rows: RowsOut) -> tuple[list[Tensor], Move]:
         columns, flow, offer, told_RW, _, stage = rows
         widths = row_widths(columns)
         offsets = column_offsets(flow.num_rows, widths)
-        self.last_bytes = offsets[-1]
+        self.room.learn(offsets[-1])
         (block,) = offer.take_blocks()
         sent_RR, rows_R = flow.sent_RR, flow.rows_R
         if sent_RR is not None and rows_R is not None and _all_fit(rows_R, widths, told_RW[:, 1]):
             starts_R = sent_RR[: self.rank].sum(0)
         else:
-            if block.error is not None or not shared_rows.fits(offsets[-1], block.told[1]):
+            if block.error is not None or offsets[-1] > block.told[1]:
                 del block  # so that its memory can be taken again
                 block = shared_rows.take(self._node.pool, offsets[-1])
             told_RW = self._offer_again(block, flow, stage)
@@ -159,7 +162,5 @@ class DirectTransport(SharedMemoryTransport):
 
 def _all_fit(rows_R: np.ndarray, widths: tuple[int, ...], sizes_R: np.ndarray) -> bool:
     """Does every rank's block hold what comes to it? All ranks see the same."""
-    for num_rows, size in zip(rows_R.tolist(), sizes_R.tolist()):
-        if not shared_rows.fits(column_offsets(num_rows, widths)[-1], size):
-            return False
-    return True
+    needed = (column_offsets(num_rows, widths)[-1] for num_rows in rows_R.tolist())
+    return all(map(le, needed, sizes_R.tolist()))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import gt
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -23,11 +24,16 @@ from tokenyard.kernels.base import RowKernels
 from tokenyard.shm import shared_rows
 from tokenyard.shm.mailbox import SignalKernels
 from tokenyard.shm.node import SharedNode
+from tokenyard.shm.shared_rows import Room
 from tokenyard.transports.base import Offer
 from tokenyard.types import Flow, Route, SentPairs
 from tokenyard.wire.columns import column_offsets, row_widths
 from tokenyard.wire.pairs import SHARES, UNWEIGHED
 from tokenyard.wire.signals import READ, ROWS
+
+# A small call loses less by the way of large ones than a large call by the way of small ones. So
+# this many calls go that way after a large one.
+_LATELY = 4
 
 
 class PairKernels(RowKernels, SignalKernels, Protocol):
@@ -89,15 +95,15 @@ class DirectPairs:
     def __init__(self, node: SharedNode, kernels: PairKernels, node_of_rank: Sequence[int]) -> None:
         self._node, self._kernels, self._node_of_rank = node, kernels, node_of_rank
         self.rank, self.size = node.rank, node.size
-        self._last_bytes = 0  # of a dispatch by expert
-        self.had_much = True  # the same on all ranks, whose calls are the same
+        self._room = Room(node.pool)  # for what dispatches by expert bring
+        self.had_much = 1  # calls to come that count as large: the same on all ranks
 
     def learn(self, num_bytes: int) -> None:
         """So many bytes the pairs of all ranks had in the call that has just ended."""
-        self.had_much = num_bytes >= self.least_bytes
+        self.had_much = _LATELY if num_bytes >= self.least_bytes else max(0, self.had_much - 1)
 
     def offer(self) -> Offer:
-        block = shared_rows.take(self._node.pool, self._last_bytes)
+        block = self._room.offer()
         return Offer(block.told, (block,))
 
     def place(
@@ -113,13 +119,14 @@ class DirectPairs:
         begins_R = [column_offsets(num, widths)[-1] for num in out.sent.rows_R.tolist()]
         lengths = [column_offsets(num, row_widths(out.rows))[-1] for num in rows_R.tolist()]
         needed_R = [begin + length for begin, length in zip(begins_R, lengths)]
-        self._last_bytes = needed_R[self.rank]
+        needed = needed_R[self.rank]
+        self._room.learn(needed)
         (block,) = out.offer.take_blocks()
         told_R3 = out.told_RW[:, :3]
-        if not all(map(shared_rows.fits, needed_R, told_R3[:, 1].tolist())):
-            if block.error is not None or not shared_rows.fits(self._last_bytes, block.told[1]):
+        if any(map(gt, needed_R, told_R3[:, 1].tolist())):
+            if block.error is not None or needed > block.told[1]:
                 del block  # so that its memory can be taken again
-                block = shared_rows.take(self._node.pool, self._last_bytes)
+                block = shared_rows.take(self._node.pool, needed)
             told_R3 = self._node.mailbox.exchange(np.tile(block.told, (self.size, 1)), stage)
             shared_rows.check(told_R3[:, :1], [block.error], stage, self.rank)
         for rank, (needed, size) in enumerate(zip(needed_R, told_R3[:, 1].tolist())):

@@ -107,18 +107,6 @@ def _post_counts(table):
 
 
 @njit(nogil=True, cache=True)
-def _size_class(num_bytes):
-    """As `runtime.pool.size_class`."""
-    if num_bytes <= 1 << 16:
-        return np.int64(1 << 16)
-    shift = np.int64(0)
-    while num_bytes >> shift != 0:
-        shift += 1
-    step = np.int64(1) << max(np.int64(12), shift - 4)
-    return (num_bytes + step - 1) // step * step
-
-
-@njit(nogil=True, cache=True)
 def _block_bytes(table, num_rows):
     """Bytes of a block for so many rows: x, topk_idx, topk_weights, src_idx."""
     words = pointer(table, INT64)
@@ -179,9 +167,8 @@ def _find_blocks(table):
                 firsts[r] = rows[r]
             rows[r] += sent[i * size + r]
     for r in range(size):
-        needed = _block_bytes(table, rows[r])
         room = pointer(box_from(table, r), INT64)[say.OFFER + 1]
-        if needed > room or room > 2 * _size_class(needed):
+        if _block_bytes(table, rows[r]) > room:
             return verdict(GENERAL, r)
         blocks[r] = words[at.BLOCK]
         if r != rank and sent[rank * size + r] != 0:
