@@ -274,3 +274,28 @@ def test_handle_that_no_dispatch_made() -> None:
                 buffer.combine(x, handle)
 
     run_virtual(job, 1)
+
+
+@pytest.mark.parametrize("num_topk", [2, 8])
+def test_experts_that_a_token_names_twice(num_topk: int) -> None:
+    """As dummy batches of zeros do: room for the worst has room for these, too."""
+
+    def job(group: Any) -> None:
+        with open_buffer(group) as buffer:
+            x, ids = torch.full((8, 64), 7.0), torch.zeros(8, num_topk, dtype=torch.int64)
+            got = buffer.dispatch(
+                x,
+                ids,
+                torch.ones(8, num_topk),
+                num_experts=2,
+                do_expand=True,
+                do_cpu_sync=False,
+            )
+            assert isinstance(got.recv_x, torch.Tensor)
+            rows = got.handle.recv_src_metadata[:, 2:]
+            assert got.recv_x.shape[0] > int(rows.max())
+            assert bool((got.recv_x[rows[rows >= 0]] == 7).all())
+            back, _, _ = buffer.combine(got.recv_x, got.handle)
+            assert_same(back, num_topk * x)
+
+    run_virtual(job, 2)

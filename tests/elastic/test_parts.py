@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -150,3 +151,34 @@ def test_a_late_neighbour_is_named(transport: str) -> None:
 
     done = threading.Event()
     run_virtual(call, 2)
+
+
+def kept(group: Any, what: str) -> list[int]:
+    """Descriptors after so many changes of the sizes."""
+    told = []
+    with tokenyard.ElasticBuffer(group, num_max_tokens_per_rank=8) as buffer:
+        for n in range(31):
+            size = 100_000 * (1 + n % 2)
+            if what == "pipes":
+                buffer.pp_set_config(size, 2)
+                buffer.pp_send(torch.full((100,), 1.0 + group.rank()), 1 - group.rank())
+                came = torch.zeros(100)
+                buffer.pp_recv(came, 1 - group.rank())
+                assert bool((came == 2.0 - group.rank()).all())
+            elif what == "sessions":
+                buffer.agrs_set_config(size, 2)
+                with buffer.agrs_new_session():
+                    _, handle = buffer.all_gather(torch.ones(100))
+                    handle()
+            else:
+                buffer.engram_write(torch.ones(10 + n, 64))
+            if n % 15 == 0:
+                told.append(len(os.listdir("/proc/self/fd")))
+    return told
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("what", ["pipes", "sessions", "table"])
+def test_earlier_sizes_are_given_back(what: str, processes: Pools) -> None:
+    for told in processes(2).run(kept, what):
+        assert max(told) <= told[0] + 1, told

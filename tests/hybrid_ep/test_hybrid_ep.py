@@ -79,6 +79,9 @@ def test_names_that_callers_read() -> None:
     run_virtual(look, 2)
 
 
+LISTS = {"routing_map": None, "topk_idx": torch.zeros(3, 2).long(), "num_of_experts": 4}
+
+
 @pytest.mark.parametrize(
     "bad, message",
     [
@@ -91,6 +94,17 @@ def test_names_that_callers_read() -> None:
         ({"non_blocking": True}, "num_permuted_tokens is None, want a number with non_blocking"),
         ({"handle": (1, 2)}, "handle is a tuple, want one that dispatch_with_permute returned"),
         ({"pad_multiple": -1}, "pad_multiple is -1, want at least 0"),
+        ({"num_permuted_tokens": torch.tensor([1, 2])}, "num_permuted_tokens"),
+        *(
+            ({**LISTS, **given}, message)
+            for given, message in (
+                ({"topk_weights": torch.ones(2, 2)}, r"topk_weights has shape \[2, 2\]"),
+                ({"topk_weights": torch.ones(3, 1)}, r"topk_weights has shape \[3, 1\]"),
+                ({"topk_weights": torch.ones(1, 2)}, r"topk_weights has shape \[1, 2\]"),
+                ({"topk_weights": torch.ones(3, 2).long()}, "topk_weights has dtype int64"),
+                ({"topk_weights": [[1.0, 1.0]] * 3}, "topk_weights is a list"),
+            )
+        ),
     ],
 )
 def test_bad_input_raises_on_all_ranks(bad: dict[str, Any], message: str) -> None:

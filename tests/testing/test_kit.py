@@ -44,14 +44,15 @@ def test_poison_fills_what_nobody_wrote() -> None:
 
 
 @pytest.mark.parametrize("kind", ROUTINGS)
-def test_routings_choose_distinct_experts(kind: str) -> None:
+def test_routings_choose_distinct_experts_but_for_one(kind: str) -> None:
     topk_idx, weights = routing(kind, 200, 4, 16, seed=3)
     assert (topk_idx.dtype, weights.dtype) == (torch.int64, torch.float32)
     assert topk_idx.shape == weights.shape == (200, 4)
     assert (topk_idx.min() >= -1) & (topk_idx.max() < 16)
-    for row in topk_idx.tolist():
+    for token, row in enumerate(topk_idx.tolist()):
         chosen = [e for e in row if e != -1]
-        assert len(chosen) == len(set(chosen))
+        doubled = kind == "doubled" and token % 2 == 0
+        assert len(set(chosen)) == (1 if doubled else len(chosen))
     assert_same(routing(kind, 200, 4, 16, seed=3), (topk_idx, weights))
 
 

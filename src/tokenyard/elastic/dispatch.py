@@ -231,7 +231,8 @@ def _expanded_to_the_worst(engine: Engine, request: DispatchRequest, alignment: 
     counts = got.num_tokens_per_expert
     places, _ = engine.kernels.place(got.topk_idx, len(counts), alignment)
     most = got.x.shape[0] * min(got.topk_idx.shape[1], len(counts)) + (alignment - 1) * len(counts)
-    num_rows = round_up(most, alignment)
+    # A token that names an expert twice, as dummy batches of zeros do, may need more.
+    num_rows = max(round_up(most, alignment), places.num_rows)
     x = _spread(engine, got.x, places.row_of, num_rows, places.num_rows)
     scales = got.scales
     if scales is not None:

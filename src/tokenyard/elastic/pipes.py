@@ -93,7 +93,7 @@ class Connections:
         while len(pending) >= self._num_slots:
             pending.pop(0).current_stream_wait()
         rows = t[:, None].to(link.device, copy=True)  # the user may change his own
-        size = as_bytes(torch.tensor([len(rows)]))[:, None].to(link.device)
+        size = as_bytes(torch.tensor([len(rows)], device="cpu"))[:, None].to(link.device)
 
         def move() -> None:
             for one in (size, rows):

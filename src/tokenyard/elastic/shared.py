@@ -45,14 +45,18 @@ def meet(engine: Engine, stage: str, terms: dict[str, int]) -> None:
 
 
 class SharedBlock:
-    """So many bytes of every rank, after lines for signals, until the buffer is closed.
+    """So many bytes of every rank, after lines for signals, until a block for the same stage is
+    made, or the buffer is closed.
 
     A signal is a count that only grows. Rank r raises a line in the memory of another rank after it
     has written there, and waits for lines in its own.
     """
 
     def __init__(self, node: SharedNode, num_lines: int, num_bytes: int, stage: str) -> None:
-        """All ranks together. If one has no memory, all raise SharedMemoryError."""
+        """All ranks together, when none uses an earlier block for this stage any more. If one has
+        no memory, all raise SharedMemoryError.
+        """
+        node.release(stage)
         self.rank, self.size, self.num_bytes = node.rank, node.size, num_bytes
         self._node, self._num_lines = node, num_lines
         begin = LINE * num_lines

@@ -185,7 +185,7 @@ class HybridEPBuffer:
                     f"num_of_experts_per_rank is {per_rank}, want {num_experts} experts / "
                     f"{self.group_size} ranks",
                 )
-        except ValueError as error:
+        except Exception as error:  # whatever is wrong with what one rank was given
             raise self._refused(error) from None
         if handle is not None:
             return self._dispatch_again(rows, probs, HybridHandle(*handle))
@@ -211,7 +211,7 @@ class HybridEPBuffer:
             route = route_of(handle)
             rows = _rows(hidden, None, route.num_rows, validate.SUMMABLE)
             probs = checked_probs(probs, (route.num_rows,), hidden.device)
-        except ValueError as error:
+        except Exception as error:  # whatever is wrong with what one rank was given
             raise self._refused(error) from None
         by_expert = route.handle.by_expert
         assert by_expert is not None
@@ -224,7 +224,7 @@ class HybridEPBuffer:
         x, lanes_TK, _ = self._buffer.combine(share, route.handle, lanes_NK)
         return x, None if lanes_TK is None else route.by_map(lanes_TK)
 
-    def _refused(self, error: ValueError) -> Exception:
+    def _refused(self, error: Exception) -> Exception:
         """All ranks raise: this one the error, the others PeerInputError."""
         self._buffer.refuse(error)
         return AssertionError("a refusal raises")
@@ -285,14 +285,16 @@ class HybridEPBuffer:
             sparse_to_dense_map=None,
             rdma_to_attn_map=None,
             attn_to_rdma_map=None,
-            num_dispatched_tokens_tensor=torch.tensor([len(row_of)], dtype=torch.int32),
+            num_dispatched_tokens_tensor=torch.tensor(
+                [len(row_of)], dtype=torch.int32, device="cpu"
+            ),
             local_expert_routing_map=None,
             dense_chunk_layout=None,
             dense_to_expert_map=row_of,
             tokens_per_expert=torch.bincount(expert_of_row, minlength=len(offsets)).int(),
             num_of_tokens_per_rank=num_tokens,
             config=route,
-            overflow_flag=torch.tensor([int(overflows)], dtype=torch.int32),
+            overflow_flag=torch.tensor([int(overflows)], dtype=torch.int32, device="cpu"),
         )
         config = self.configurer.buffer_config
         config.max_num_of_tokens_per_rank = max(config.max_num_of_tokens_per_rank, num_tokens)
@@ -357,6 +359,9 @@ def _limit(value: Any, pad_multiple: int | None, non_blocking: bool) -> int | No
         )
         return None
     if isinstance(value, Tensor):
+        validate.require(
+            value.numel() == 1, f"num_permuted_tokens has {value.numel()} elements, want one"
+        )
         value = value.item()
     limit = validate.integer("num_permuted_tokens", value, at_least=0)
     validate.require(

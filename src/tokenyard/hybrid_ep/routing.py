@@ -30,6 +30,14 @@ def indices_to_map(
     if outside.any():
         raise validate.bad_expert(topk_idx, int(outside.flatten().nonzero()[0]), num_of_experts)
     shape, device = (num_of_tokens, num_of_experts + 1), topk_idx.device  # the last is for -1
+    if topk_weights is not None:
+        topk_weights = validate.tensor(
+            "topk_weights",
+            topk_weights,
+            shape=topk_idx.shape,
+            dtypes=validate.SUMMABLE,
+            device=device,
+        )
     routing_map = torch.zeros(shape, dtype=torch.bool, device=device)
     probs = torch.zeros(shape, dtype=torch.float32, device=device)
     token = torch.arange(num_of_tokens, device=device)

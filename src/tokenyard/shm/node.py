@@ -48,9 +48,9 @@ class SharedNode(Leaving):
         communicator.waits_elsewhere()
         self.rank, self.size = communicator.rank, communicator.size
         self.signals = kernels
-        self._kept: list[Segment] = []
-        self._parts: dict[str, int] = {}  # bytes of these, by what they are for
-        self._for_good: list[Mapped] = []
+        # By what they are for: segments of this rank, and those of all ranks that are mapped here.
+        self._kept: dict[str, list[Segment]] = {}
+        self._mapped: dict[str, list[Mapped]] = {}
         layout = ControlLayout(self.size, box)
         self.control_bytes = layout.num_bytes
         with ExitStack() as opened:
@@ -93,15 +93,24 @@ class SharedNode(Leaving):
         return pids, controls
 
     def keep(self, num_bytes: int, part: str) -> Segment:
-        """A segment of this rank, until the node is closed. `part` says what it is for."""
+        """A segment of this rank, until it is released, or the node is closed. `part` says what it
+        is for.
+        """
         segment = Segment(num_bytes)
-        self._kept.append(segment)
-        self._parts[part] = self._parts.get(part, 0) + num_bytes
+        self._kept.setdefault(part, []).append(segment)
         return segment
+
+    def release(self, part: str) -> None:
+        """Give back what was kept for a part, which no rank will use again. Arrays of it stay."""
+        self._mapped.pop(part, None)
+        for segment in self._kept.pop(part, ()):
+            self.attached.say_dropped(segment)
+            segment.close()
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank shares, by what they are for."""
-        return {**self._parts, "results": sum(segment.size for segment in self.pool)}
+        held = {part: sum(one.size for one in kept) for part, kept in self._kept.items()}
+        return {**held, "results": sum(segment.size for segment in self.pool)}
 
     def share(self, num_bytes: int, stage: str, part: str) -> np.ndarray:
         """[R] addresses: every rank's segment of this size, until the node is closed. All ranks
@@ -121,8 +130,8 @@ class SharedNode(Leaving):
         shared_rows.check(told_R3[:, :1], [error], stage, self.rank)
         mapped: list[Mapped] = []
         try:
-            mapped = self.attached.all_ranks(told_R3.tolist(), self._kept[-1], stage)
-            self._for_good += mapped
+            mapped = self.attached.all_ranks(told_R3.tolist(), self._kept[part][-1], stage)
+            self._mapped.setdefault(part, []).extend(mapped)
         except SharedMemoryError as problem:
             error = problem
         # No rank may close its segment before all have mapped it.
@@ -154,6 +163,6 @@ class SharedNode(Leaving):
         self._opened.close()
 
     def _close_kept(self) -> None:
-        for segment in self._kept:
+        for segment in (one for kept in self._kept.values() for one in kept):
             segment.close()
         self._kept.clear()

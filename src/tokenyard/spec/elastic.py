@@ -112,7 +112,8 @@ def elastic_dispatch(
             room_N = room = num_ranks * num_max_tokens_per_rank
             if do_expand:
                 most = room_N * min(num_topk, len(counts)) + (expert_alignment - 1) * len(counts)
-                room = round_up(most, expert_alignment)
+                # More where a token names an expert twice.
+                room = max(round_up(most, expert_alignment), room)
         from_place = [
             sum(from_rank[place::num_scaleup_ranks]) for place in range(num_scaleup_ranks)
         ]

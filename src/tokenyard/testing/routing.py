@@ -12,19 +12,20 @@ from tokenyard import kernels, validate
 from tokenyard.topology import Placement
 from tokenyard.types import Layout
 
-ROUTINGS = ("uniform", "skewed", "one", "none", "holes")
+ROUTINGS = ("uniform", "skewed", "one", "none", "holes", "doubled")
 
 
 def routing(
     kind: str, num_tokens: int, num_topk: int, num_experts: int, *, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """(topk_idx [T, K] int64, topk_weights [T, K] float32); a token's experts are distinct.
+    """(topk_idx [T, K] int64, topk_weights [T, K] float32).
 
     uniform   every expert as likely as any other
     skewed    expert e is 1 / (e + 1) as likely as expert 0
     one       every token chooses expert 0, and nothing else
     none      nobody is chosen: all -1
     holes     uniform, with a third of the choices dropped to -1
+    doubled   uniform, but every other token names its first expert again and again
     """
     validate.require(kind in ROUTINGS, f"routing is {kind!r}, want one of {', '.join(ROUTINGS)}")
     validate.require(
@@ -44,6 +45,8 @@ def routing(
     topk_idx = chance.topk(num_topk, dim=1).indices
     if kind == "holes":
         topk_idx[torch.rand(topk_idx.shape, generator=generator) < 1 / 3] = -1
+    if kind == "doubled":  # as dummy batches of zeros do; otherwise a token's experts are distinct
+        topk_idx[::2] = topk_idx[::2, :1]
     return topk_idx, weights
 
 
