@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import tokenyard
+from tests.cases.clock import scaled
 from tests.cases.nn import moe as jobs
 from tests.cases.processes import Pools
 from tests.cases.programs import run_python
 from tokenyard import recording, routing
 from tokenyard.routing import file
-from tokenyard.testing import assert_same, run_virtual
+from tokenyard.testing import Processes, assert_same, run_virtual
 from tokenyard.testing import routing as random_routing
 from tokenyard.topology import even_split
 
@@ -303,27 +304,77 @@ def test_mistakes(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "nothing was dispatched"
 
 
-@pytest.mark.parametrize("low_latency", [False, True])
-def test_experts_with_copies_are_recorded_as_routers_chose_them(
-    tmp_path: Path, low_latency: bool
-) -> None:
+@pytest.mark.parametrize("kind", ["plain", "layout", "low_latency"])
+def test_experts_with_copies_are_recorded_as_routers_chose_them(tmp_path: Path, kind: str) -> None:
     copies = tokenyard.Replicas([[0, 1, 0], [2, 3, 0]])
     topk_idx = torch.tensor([[3, 0], [2, 1], [0, 2]])
 
     def job(group: Any) -> None:
         x = torch.ones(3, 128, dtype=torch.bfloat16)
-        options: Any = {"placement": copies, "low_latency_mode": low_latency}
+        weights = torch.ones(3, 2)
+        options: Any = {"placement": copies, "low_latency_mode": kind == "low_latency"}
         with (
             tokenyard.Buffer(group, **options) as buffer,
             tokenyard.record(tmp_path / "routing.pt"),
         ):
-            if low_latency:
+            if kind == "low_latency":
                 buffer.low_latency_dispatch(x, topk_idx, 8, 4, use_fp8=False)
+            elif kind == "layout":
+                has = buffer.get_dispatch_layout(topk_idx, 4)
+                buffer.dispatch(x, None, has[0], has[1], has[3], has[2], topk_idx, weights)
             else:
-                weights = torch.ones(3, 2)
                 buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights, num_experts=4)
 
     run_virtual(job, 2)
     (layer,) = routing.load(tmp_path / "routing.pt")
     assert_same(layer.topk_idx, topk_idx.repeat(2, 1).to(torch.int16))
     assert layer.rank_of_expert.tolist() == [0, 0, 1, 1]  # of first copies
+
+
+def _finish(got: Any) -> None:
+    got.event.current_stream_wait()
+
+
+def refused_on_one_rank(group: Any, path: Path) -> None:
+    with tokenyard.Buffer(group, low_latency_mode=True) as buffer, tokenyard.record(path):
+        for num_topk in (3, 4):
+            ids = torch.zeros(2, num_topk, dtype=torch.int64) + torch.arange(num_topk)
+            x: Any = None if group.rank() == num_topk - 3 else torch.ones(2, 128).bfloat16()
+            with pytest.raises((ValueError, tokenyard.PeerInputError)):
+                _finish(buffer.low_latency_dispatch(x, ids, 8, 4, async_finish=True))
+        x = torch.ones(2, 128, dtype=torch.bfloat16)
+        buffer.low_latency_dispatch(x, ids, 8, 4)
+
+
+@pytest.mark.processes
+def test_calls_that_one_rank_refused_are_no_trouble(processes: Pools, tmp_path: Path) -> None:
+    processes(2).run(refused_on_one_rank, tmp_path / "routing.pt")
+    layers = routing.load(tmp_path / "routing.pt")
+    assert {(layer.num_topk, *layer.ranks.tolist()) for layer in layers} == {
+        (3, 1),
+        (4, 0),
+        (4, 1),
+    }
+
+
+def opened_in(group: Any, folder: str) -> str:
+    if group.rank() == 1:
+        os.environ["TOKENYARD_RECORD"] = f"{folder}/missing/routing.pt"
+    try:
+        with tokenyard.Buffer(group, timeout=scaled(30)):
+            return "opened"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        os.environ.pop("TOKENYARD_RECORD", None)
+
+
+@pytest.mark.processes
+def test_a_folder_that_one_machine_lacks_is_told_to_all(tmp_path: Path) -> None:
+    with Processes(2, timeout=scaled(60)) as ranks:
+        other, lacks = ranks.run(opened_in, str(tmp_path))
+        assert other.startswith("PeerInputError: "), other
+        assert "missing" in other
+        assert "missing" in lacks
+        assert not lacks.startswith("Peer"), lacks
+        assert ranks.run(opened_in, str(tmp_path)) == [other, lacks]  # not only the first time

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
 import time
 from typing import Any
 
@@ -175,3 +177,39 @@ def second_slowed(group: Any) -> dict[str, Any]:
 @pytest.mark.processes
 def test_between_processes(processes: Pools) -> None:
     check_blame(processes(2).run(second_slowed), 1)
+
+
+def test_another_thread_may_ask_while_calls_are_made() -> None:
+    """New stages and sizes appear while it looks."""
+
+    def job(group: Any) -> None:
+        ended = threading.Event()
+        errors: list[Exception] = []
+        with tokenyard.Buffer(group) as buffer:
+
+            def watch() -> None:
+                while not ended.is_set():
+                    try:
+                        buffer.stats(reset=True)
+                    except Exception as error:
+                        errors.append(error)
+                        return
+
+            watcher = threading.Thread(target=watch)
+            watcher.start()
+            try:
+                for num_experts in range(1, 150):
+                    ids = torch.zeros(1, 1, dtype=torch.int64)
+                    x, weights = torch.ones(1, 4), torch.ones(1, 1)
+                    buffer.dispatch(x, topk_idx=ids, topk_weights=weights, num_experts=num_experts)
+            finally:
+                ended.set()
+                watcher.join()
+        assert not errors, errors
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        run_virtual(job, 1, timeout=scaled(60))
+    finally:
+        sys.setswitchinterval(before)

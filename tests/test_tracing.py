@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import signal
 import subprocess
 import time
 from collections import Counter
@@ -15,13 +18,16 @@ import torch
 
 import tokenyard
 from tests.cases.clock import scaled
+from tests.cases.peers import exchange
 from tests.cases.processes import Pools
 from tests.cases.slow_rank import NAP, SLOW, WAYS, call
 from tests.cases.traces import part
 from tokenyard.comm.clocks import clocks_ahead
-from tokenyard.runtime import recorder
+from tokenyard.engine.statistics import Statistics
+from tokenyard.runtime import locks, recorder
 from tokenyard.runtime.chrome import chrome_trace
-from tokenyard.testing import run_virtual
+from tokenyard.runtime.waits import Waits
+from tokenyard.testing import Processes, run_virtual
 
 RANKS, ROUNDS = 4, 3
 
@@ -277,3 +283,52 @@ def test_a_profiler_shows_our_stages(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "profile.json").read_text())["traceEvents"]
     names = Counter(one["name"] for one in written if one["name"].startswith("tokenyard::"))
     assert names == counted
+
+
+def told_beside_a_trace(group: Any, case: str, folder: str) -> list[str]:
+    """What a rank hears when its peer dies, and when it closes another Buffer."""
+    path = f"{folder}/{'missing/' if case == 'no folder' else ''}run.json"
+    os.environ["TOKENYARD_TRACE"] = path
+    options: Any = {"timeout": scaled(60)}
+    with tokenyard.Buffer(group, **options) as buffer:
+        other = tokenyard.Buffer(group, **options)
+        exchange(buffer)
+        if case == "broken part":
+            Path(f"{path}.other-1.part").write_text("{")
+        if case == "held lock" and group.rank() == 0:
+            fcntl.flock(os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)
+            locks._LONGEST = 0.2
+        if group.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        told = []
+        for call in (lambda: exchange(buffer), other.close):
+            try:
+                call()
+            except Exception as error:
+                told.append(type(error).__name__)
+        return told
+
+
+@pytest.mark.processes
+@pytest.mark.faults
+@pytest.mark.parametrize("case", ["no folder", "broken part", "held lock"])
+def test_a_trace_that_cannot_be_written_hides_no_death(case: str, tmp_path: Path) -> None:
+    with Processes(2, timeout=scaled(120)) as ranks:
+        told, _ = ranks.run(told_beside_a_trace, case, str(tmp_path), may_die=True)
+    assert told == ["PeerDied"]
+
+
+def test_a_trace_of_many_ranks_is_bounded() -> None:
+    counted = Statistics(0, ["shared memory"] * 512, Waits(512))
+    for stage in ("dispatch", "combine"):
+        counted.counters(stage)
+    assert counted.totals().nbytes < 32_000
+    assert counted.totals().nbytes * recorder.MOST_CALLS > recorder.MOST_BYTES
+    track = recorder.Recorder().track(counted, 1, np.zeros(512, np.int64))
+    before, recorder.MOST_BYTES = recorder.MOST_BYTES, 1 << 20
+    try:
+        for number in range(200):
+            track.call("dispatch", 0, number)
+    finally:
+        recorder.MOST_BYTES = before
+    assert len(track.calls) * counted.totals().nbytes <= (1 << 20) + 32 * 32_000

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tokenyard import kernels as kernel_sets
-from tokenyard import validate
+from tokenyard import recording, tracing, validate
 from tokenyard.comm import connect
 from tokenyard.comm.clocks import clocks_ahead
 from tokenyard.comm.process_table import ProcessWatch, this_process
@@ -34,6 +34,7 @@ from tokenyard.low_latency.engine import LowLatency
 from tokenyard.replicas import Replicas, place_words
 from tokenyard.runtime.interrupts import shorten_tracebacks
 from tokenyard.runtime.streams import streams_for
+from tokenyard.shm import guard
 from tokenyard.topology import Placement, Topology
 from tokenyard.transports import (
     CollectiveTransport,
@@ -167,6 +168,9 @@ def open_engine(group: Any, options: Options) -> tuple[Engine, LowLatency | None
     probe: Probe | None = None
     try:
         try:
+            guard.begin_from_environment()
+            recording.begin_from_environment()
+            tracing.begin_from_environment()
             kernel_set, placed = options.check(size, communicator.device)
             call = Call(stage=STAGES.index("Buffer"), options=options.digest(placed))
             probe, own_reason = _try_probe(kernel_set)
@@ -300,9 +304,11 @@ def _find_nodes(meeting: CollectiveTransport, told_RW: np.ndarray) -> list[int]:
 
 
 def _machine() -> int:
-    """The same on ranks of one machine, and on no other: a digest of the kernel's boot id."""
+    """The same on ranks of one machine, and on no other: a digest of the kernel's boot id. Raises
+    OSError if it could not be read just now, rather than let a rank count as another machine.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return digest(file.read())
-    except OSError:
+    except (FileNotFoundError, PermissionError):  # another system, or a locked one
         return digest(socket.gethostname())

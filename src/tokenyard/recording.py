@@ -157,6 +157,9 @@ def record(
     Buffer. Every rank records to the same path. Each process writes a part; the last joins them to
     one file. Ranks of several machines that share no folder leave parts, which
     `tokenyard.routing.load` and `tokenyard inspect` take together.
+
+    A dispatch that another rank refuses after it began here is noted here and not there: later
+    steps of that layer are then one apart.
     """
     options = {
         "weights": weights,
@@ -192,9 +195,13 @@ def begin_from_environment() -> None:
     if not path:
         return
     every = os.environ.get("TOKENYARD_RECORD_EVERY", "1")
-    if not every.isdigit() or every == "0":
-        raise ValueError(f"TOKENYARD_RECORD_EVERY is {every!r}, want a number of at least 1")
-    recording = _enter(Path(path), {"every": int(every)})
+    try:
+        if not every.isdigit() or every == "0":
+            raise ValueError(f"TOKENYARD_RECORD_EVERY is {every!r}, want a number of at least 1")
+        recording = _enter(Path(path), {"every": int(every)})
+    except BaseException:
+        _asked_environment = False  # the next Buffer raises too
+        raise
     atexit.register(_leave, recording)
     threading.Thread(
         target=_keep_writing, args=(recording,), daemon=True, name="tokenyard-record"

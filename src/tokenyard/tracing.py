@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import glob
 import json
+import logging
 import os
 import socket
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,6 +28,7 @@ from tokenyard.runtime.recorder import Recorder, Track
 from tokenyard.runtime.whole_file import whole_file
 from tokenyard.wire.counters import HEAD
 
+_log = logging.getLogger("tokenyard")
 _started: dict[str, Recorder] = {}  # by TOKENYARD_TRACE
 
 
@@ -93,7 +95,10 @@ def begin_from_environment() -> None:
 def write_for_environment() -> None:
     """Where a Buffer is closed: write what TOKENYARD_TRACE asks for so far. It goes on."""
     for path, made in _started.items():
-        write(made, Path(path))
+        try:
+            write(made, Path(path))
+        except (OSError, ValueError) as error:  # whoever closes a Buffer has other worries
+            _log.warning("%s cannot be written: %s", path, error)
 
 
 def write(made: Recorder, path: Path) -> None:

@@ -150,6 +150,11 @@ class Preparation:
             self._even_placements[num_experts] = made
         return self._even_placements[num_experts]
 
+    def num_logical(self, num_slots: int) -> int:
+        """Of experts, where counts were given for each of their copies."""
+        given = self.given_placement
+        return num_slots if given is None else num_logical(given)
+
     def owners(self, num_experts: int) -> list[int]:
         """The rank of each logical expert; of its first copy, where it has several."""
         replicas = as_replicas(self.placement(num_experts))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,11 +34,13 @@ class Statistics:
         self.rank, self._size, self._links, self.waits = rank, len(links), links, waits
         self._words = np.zeros((_MOST_STAGES, counter_words(len(links))), np.int64)
         self._stages: dict[str, np.ndarray] = {}  # rows of these
-        # All counters, one row a stage.
-        self.totals: Callable[[], np.ndarray] = self._words.copy
         self._loads: dict[tuple[int, int], np.ndarray] = {}  # by (E, L): [L]
         # By stage and way. Compiled calls are not here: they are all others.
         self._step_by_step = Counter[tuple[str, str]]()
+
+    def totals(self) -> np.ndarray:
+        """A copy of all counters, one row for each stage that was used."""
+        return self._words[: len(self._stages)].copy()
 
     def counters(self, stage: str) -> np.ndarray:
         found = self._stages.get(stage)
@@ -108,7 +110,7 @@ class Statistics:
         """The counters as plain values. `memory` and names are the Buffer's to add."""
         rows_to, num_bytes = np.zeros((2, self._size), np.int64)
         stages, ways, links = {}, {}, dict.fromkeys((ITSELF, SHARED_MEMORY, NETWORK), 0)
-        for stage, words in self._stages.items():
+        for stage, words in self._stages.copy().items():  # a call may add one meanwhile
             if not words[CALLS]:
                 continue
             rows = self.rows_of(stage)
@@ -134,12 +136,12 @@ class Statistics:
             "bytes_to": num_bytes.tolist(),
             "waited_for": {rank: one / 1e9 for rank, one in enumerate(waited) if one},
             "came_last": {rank: one for rank, one in enumerate(times) if one},
-            "expert_load": _most(self._loads).tolist(),
+            "expert_load": _most(self._loads.copy()).tolist(),
         }
 
     def reset(self) -> None:
         """Count from 0 again."""
-        for words in (*self._stages.values(), *self._loads.values()):
+        for words in (*self._stages.copy().values(), *self._loads.copy().values()):
             words[:] = 0
         self._step_by_step.clear()
         self.waits.reset()

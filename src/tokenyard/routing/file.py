@@ -79,9 +79,10 @@ def load(*paths: str | os.PathLike[str]) -> list[LayerRouting]:
 
 def join(layers: Iterable[LayerRouting]) -> list[LayerRouting]:
     """Parts of the same layer as one, with the steps that all of them have."""
-    parts: dict[tuple[int, int], list[LayerRouting]] = {}
-    for layer in layers:
-        parts.setdefault((layer.buffer, layer.order), []).append(layer)
+    parts: dict[tuple[int, ...], list[LayerRouting]] = {}
+    for layer in layers:  # ranks number layers differently once a call failed on one of them
+        key = layer.buffer, layer.order, layer.num_experts, layer.num_topk
+        parts.setdefault(key, []).append(layer)
     return [_join(of_layer) for of_layer in parts.values()]
 
 
@@ -98,7 +99,11 @@ def _join(parts: list[LayerRouting]) -> LayerRouting:
     rows = {id(part): {step: s for s, step in enumerate(part.step.tolist())} for part in parts}
     ranks = sorted(column)
     with_weights = all(part.topk_weights is not None for part in parts)
-    ids, weights, counts = [], [], torch.zeros(len(steps), len(ranks), dtype=torch.int64)
+    ids, weights, counts = (
+        [],
+        [],
+        torch.zeros(len(steps), len(ranks), dtype=torch.int64, device="cpu"),
+    )
     for s, step in enumerate(steps):
         for p, rank in enumerate(ranks):
             part, number = column[rank]
@@ -112,8 +117,8 @@ def _join(parts: list[LayerRouting]) -> LayerRouting:
     first = parts[0]
     return replace(
         first,
-        ranks=torch.tensor(ranks),
-        step=torch.tensor(steps, dtype=torch.int64),
+        ranks=torch.tensor(ranks, device="cpu"),
+        step=torch.tensor(steps, dtype=torch.int64, device="cpu"),
         num_tokens=counts,
         topk_idx=torch.cat(ids) if ids else first.topk_idx[:0],
         topk_weights=(torch.cat(weights) if weights else None) if with_weights else None,

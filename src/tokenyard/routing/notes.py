@@ -35,8 +35,12 @@ class Track:
             "num_ranks": engine.num_ranks,
             "hidden": rows.shape[1],
             "dtype": str(rows.dtype).removeprefix("torch."),
-            "node_of_rank": torch.tensor(engine.topology.node_of_rank, dtype=torch.int32),
-            "rank_of_expert": torch.tensor(engine.local.owners(num_experts), dtype=torch.int32),
+            "node_of_rank": torch.tensor(
+                engine.topology.node_of_rank, dtype=torch.int32, device="cpu"
+            ),
+            "rank_of_expert": torch.tensor(
+                engine.local.owners(num_experts), dtype=torch.int32, device="cpu"
+            ),
         }
 
     def routing(self, order: int, name: str) -> file.LayerRouting:
@@ -49,9 +53,11 @@ class Track:
             name=name,
             buffer=self.buffer,
             order=order,
-            ranks=torch.tensor([self.rank]),
-            step=torch.tensor(steps, dtype=torch.int64),
-            num_tokens=torch.tensor([[len(ids)] for ids, _ in kept], dtype=torch.int64),
+            ranks=torch.tensor([self.rank], device="cpu"),
+            step=torch.tensor(steps, dtype=torch.int64, device="cpu"),
+            num_tokens=torch.tensor(
+                [[len(ids)] for ids, _ in kept], dtype=torch.int64, device="cpu"
+            ),
             topk_idx=torch.cat([ids for ids, _ in kept]),
             topk_weights=torch.cat(weights) if len(weights) == len(kept) else None,
         )

@@ -19,6 +19,7 @@ import numpy as np
 from tokenyard.runtime.waits import Waits
 
 MOST_CALLS = 1 << 18  # of one Buffer; later ones are left out
+MOST_BYTES = 256 << 20  # of their counters, of which a Buffer of many ranks has many
 _SELDOM = 31  # a mask: every 32nd call looks at the log of waits, which has room for more
 
 
@@ -28,7 +29,9 @@ class Counted(Protocol):
     rank: int
     waits: Waits
 
-    totals: Callable[[], np.ndarray]  # a copy of all counters
+    def totals(self) -> np.ndarray:
+        """A copy of all counters."""
+        ...
 
 
 class Span(NamedTuple):
@@ -73,8 +76,10 @@ class Track:
         count = len(calls)
         if count & _SELDOM == 0:
             self.drain()
-            if count > MOST_CALLS:
-                del calls[MOST_CALLS:]
+            totals = calls[-1].totals
+            each = max(1, 0 if totals is None else totals.nbytes)
+            if count > MOST_CALLS or count * each > MOST_BYTES:
+                del calls[min(MOST_CALLS, MOST_BYTES // each) :]
 
 
 class Recorder:
