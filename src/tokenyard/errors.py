@@ -53,6 +53,12 @@ class PeerLeft(PeerError):
     """A rank has closed its Buffer, or has given up a call that others are in."""
 
 
+class CallsDiffer(PeerLeft):
+    """What a rank tells the others that saw first that they are in calls of different modes. They
+    raise CallMismatch, as it does.
+    """
+
+
 class OnAllRanks(ValueError):
     """Bad input that all ranks notice together, after the agreement. The Buffer stays usable."""
 
@@ -116,7 +122,7 @@ def name_ranks(ranks: tuple[int, ...] | list[int]) -> str:
 
 
 def text_to_words(text: str) -> np.ndarray:
-    raw = text.encode()[: 8 * (TEXT_WORDS - 1)]
+    raw = text.encode(errors="backslashreplace")[: 8 * (TEXT_WORDS - 1)]
     words = np.zeros(TEXT_WORDS, np.int64)
     words[0] = len(raw)
     words[1:].view(np.uint8)[: len(raw)] = np.frombuffer(raw, np.uint8)
@@ -127,6 +133,8 @@ def words_to_text(words: Sequence[int] | np.ndarray) -> str:
     """
     >>> words_to_text(text_to_words("topk_idx[3, 1] is 64"))
     'topk_idx[3, 1] is 64'
+    >>> words_to_text(text_to_words("a lone surrogate: \\ud83d"))
+    'a lone surrogate: \\\\ud83d'
     """
     words = np.asarray(words)
     return words[1:].view(np.uint8)[: int(words[0])].tobytes().decode(errors="replace")

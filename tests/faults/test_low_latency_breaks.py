@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 import tokenyard
 from tests.cases.clock import scaled
+from tests.cases.inside import slots_of, worker_of
 from tests.cases.lanes import at_night
 from tests.cases.low_latency_rounds import Rounds
 from tests.cases.processes import Pools
@@ -76,6 +78,31 @@ def test_ctrl_c_inside_a_call(pair: Processes, kind: str, by_hook: bool) -> None
     assert "rank 1" in first
     assert waits[-1].startswith("BufferClosed: ")
     assert seconds < scaled(20)
+
+
+def died_on_the_way(group: Any) -> str:
+    """Rank 1 dies when its rows leave; rank 0 hears of it on the Buffer's thread, and calls its
+    hook after that.
+    """
+    buffer = tokenyard.Buffer(
+        group, low_latency_mode=True, transport="collective", timeout=scaled(60)
+    )
+    rounds = Rounds(buffer, num_experts=2)
+    rounds.check(0)
+    if group.rank() == 1:
+        slots_of(buffer).travel = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    made = rounds.dispatch(1, return_recv_hook=True)
+    deadline = time.monotonic() + scaled(60)
+    while not worker_of(buffer).failure and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return said(made.hook)
+
+
+def test_the_hook_is_the_first_to_tell_of_a_death() -> None:
+    with Processes(2, timeout=scaled(120)) as pair:
+        first, _ = pair.run(died_on_the_way, may_die=True)
+    assert first.startswith("PeerDied: "), first
+    assert "rank 1 died" in first
 
 
 def infer(group: Any, transport: str, inside: bool) -> list[str]:

@@ -138,6 +138,30 @@ def test_a_call_that_is_received_later(fast: str, by_hook: bool, processes: Pool
     assert other[1].startswith("BufferClosed: ")
 
 
+def differ_before_sending(group: Any) -> str:
+    """Rank 1 waits for the place of a call whose hook rank 0 has dropped, and sends nothing before
+    it finds rank 0 elsewhere.
+    """
+    buffer = tokenyard.Buffer(group, low_latency_mode=True, timeout=scaled(60))
+    made = calls(buffer)
+    for _ in range(2):
+        made[LD](return_recv_hook=True)
+    try:
+        made[D if group.rank() == 0 else LD]()
+    except Exception as error:
+        buffer.close()
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_who_has_sent_nothing_says_why_it_leaves(processes: Pools) -> None:
+    one, other = processes(2).run(differ_before_sending)
+    what = f"ranks differ in what they call: {LD} on rank 1, {D} on rank 0"
+    assert other == f"CallMismatch: {LD}: {what}"
+    assert one.startswith("CallMismatch: ")
+    assert what in one or f"{D} on rank 0, {LD} on rank 1" in one
+
+
 def mixed(group: Any, transport: str, seed: int, rounds: int) -> dict[str, int]:
     """The same calls on all ranks; how and when each receives, and how long it sleeps, is its own
     affair.

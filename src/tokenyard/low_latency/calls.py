@@ -214,6 +214,7 @@ class LowLatencyCalls:
     def _receive(self, hook: RecvHook) -> None:
         """What the user's hook does. Called a second time it does nothing."""
         if not hook.is_over:
+            hook.look()
             self._use.stage = "low-latency receive"
             with self._use:
                 hook()

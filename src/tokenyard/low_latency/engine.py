@@ -229,8 +229,8 @@ class LowLatency:
             width = validate.integer("hidden", hidden, at_least=1)
         except ValueError as error:
             self.refuse(DISPATCH, error)
-        x = torch.empty(0, width, dtype=torch.bfloat16)
-        topk_idx = torch.empty(0, 1, dtype=torch.int64)
+        x = torch.empty(0, width, dtype=torch.bfloat16, device="cpu")
+        topk_idx = torch.empty(0, 1, dtype=torch.int64, device="cpu")
         plain = Fp8(False, False, False)
         self.dispatch(x, topk_idx, num_max, num_experts, None, plain, Completion())
 
@@ -256,12 +256,19 @@ class LowLatency:
         self._check_shrink()
         validate.integer("rank_to_mask", rank, at_least=0, at_most=self._size - 1)
         validate.require(rank != self._rank, f"rank_to_mask is {rank}, want another rank than this")
+        if not masked:
+            self._let_receives_end()
         self.slots.mask(rank, bool(masked))
 
     def unmask_all(self) -> None:
         self._check_shrink()
+        self._let_receives_end()
         for rank in self.slots.left_out():
             self.slots.mask(rank, False)
+
+    def _let_receives_end(self) -> None:
+        """An asynchronous one knows nothing of the post of a rank that it began without."""
+        self.worker.drain()
 
     def query_masks(self, status: Any) -> None:
         self._check_shrink()
@@ -304,8 +311,10 @@ class LowLatency:
     ) -> tuple[EventOverlap, RecvHook | None]:
         """Receive now, on the Buffer's thread, or when the hook is called."""
         travel: Callable[[], None] = partial(self.slots.travel, kind, number, STAGE_OF[kind])
+        way = None
         if completion.return_recv_hook and self.slots.travels:
-            travel = self.worker.submit(travel).current_stream_wait
+            way = self.worker.submit(travel)
+            travel = way.current_stream_wait
 
         # Results may have been made in inference mode, which writing to them needs too.
         mode = torch.inference_mode if completion.is_later or self.slots.travels else nullcontext
@@ -330,7 +339,7 @@ class LowLatency:
             self.worker.drain()
             work()
             return EventOverlap(None), None
-        hook = RecvHook(work)
+        hook = RecvHook(work, way)
         self.unread[kind, number % 2] = number, weakref.ref(hook)
         if completion.return_recv_hook:
             return EventOverlap(None), hook

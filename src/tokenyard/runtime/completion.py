@@ -29,8 +29,10 @@ class Completion(NamedTuple):
 class RecvHook:
     """The second half of a call. The first call of the hook does it; later ones do nothing."""
 
-    def __init__(self, work: Callable[[], None]) -> None:
+    def __init__(self, work: Callable[[], None], way: EventHandle | None = None) -> None:
+        """`way` is over when the rows are here, where the Buffer's thread brings them."""
         self._work: Callable[[], None] | None = work
+        self._way = way
         self.refused: ValueError | None = None  # what `on_thread` kept for the event
 
     @property
@@ -42,6 +44,11 @@ class RecvHook:
         work, self._work = self._work, None
         if work is not None:
             work()
+
+    def look(self) -> None:
+        """Raise what the rows have met on their way. Nobody else may have told the user yet."""
+        if self._way is not None and self._way.is_over:
+            self._way.current_stream_wait()
 
     def on_thread(self) -> None:
         """Do it on the Buffer's thread. Bad input of another rank does not break the Buffer: the

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -123,6 +124,12 @@ class Worker:
         if self.pending is not None:
             self.pending.result()
             self.pending = None
+
+    def wait(self) -> None:
+        """Until all work has ended, well or not."""
+        if self.pending is not None:
+            with stopping(sys.exc_info()[1]):
+                futures.wait([self.pending])
 
     def close(self) -> None:
         """Wait until all work has ended, well or not."""

@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 from tokenyard.comm.base import Communicator, Leaving
 from tokenyard.errors import (
+    CallMismatch,
+    CallsDiffer,
     PeerDied,
     PeerError,
     PeerLeft,
@@ -29,7 +31,7 @@ from tokenyard.errors import (
 from tokenyard.runtime import busy
 from tokenyard.shm.control import BEAT, FAILURE, LEFT, Control
 
-_FAILURES = (PeerTimeout, PeerDied, PeerLeft)
+_FAILURES = (PeerTimeout, PeerDied, CallsDiffer, PeerLeft)
 _NOTICE_MS = 500  # a process is seen to be dead a moment after its connections break
 _GRACE = 0.2  # seconds for signals that are on their way when a peer is seen to be dead
 
@@ -107,14 +109,14 @@ class Liveness(Leaving):
             if self._beats() != beats:
                 deadline, beats = now + self._timeout, self._beats()
             if not self.shrinks:
-                self.raise_told(stage)
+                self.raise_told(stage, step)
             gone = self.have_left()
             dead = tuple(rank for rank in self.dead_ranks() if rank not in given_up)
             if gone and step():  # what they did before they left may have come just now
                 awaited = gone.intersection(missing())
                 if awaited:
                     if not self.shrinks:
-                        self.raise_told(stage)  # a rank says why before it leaves
+                        self.raise_told(stage, step)  # a rank says why before it leaves
                     names = self.names(sorted(gone))
                     fallen = tuple(rank for rank in dead if rank not in names)
                     if fallen:  # most likely the others left because of these
@@ -147,21 +149,23 @@ class Liveness(Leaving):
             self._controls[self.rank].text[:] = text_to_words(str(error))
             if error.ranks == (self.me,):
                 self._communicator.report(error)
-            kind = next((k for k, one in enumerate(_FAILURES) if isinstance(error, one)), 2)
+            kind = next((k for k, one in enumerate(_FAILURES) if isinstance(error, one)), 3)
             head[FAILURE] = 4 * (1 + error.rank) + kind  # one store, so readers see all or nothing
 
-    def raise_told(self, stage: str) -> None:
+    def raise_told(self, stage: str, step: Callable[[], object] = bool) -> None:
         """Raise if a rank of the node has told of a failure, or another thread of this rank has."""
         for rank, head in enumerate(self._heads):
             told = int(head[FAILURE])
             if told:
-                kind, culprit = _FAILURES[told % 4 % 3], told // 4 - 1
+                kind, culprit = _FAILURES[told % 4], told // 4 - 1
                 text = words_to_text(self._controls[rank].text)
-                error = kind(
-                    f"{stage}: rank {self._members[rank]} has given up ({text}), on rank {self.me}",
-                    ranks=(culprit,),
-                    stage=stage,
+                said = (
+                    f"{stage}: rank {self._members[rank]} has given up ({text}), on rank {self.me}"
                 )
+                if kind is CallsDiffer:
+                    step()  # which may say so in this rank's own words
+                    raise CallMismatch(said, what="stage", on_all_ranks=False)
+                error = kind(said, ranks=(culprit,), stage=stage)
                 if rank != self.rank:
                     self._communicator.report(error)  # so that no other node blames this rank
                 raise error
