@@ -45,9 +45,9 @@ def warm_up(
 
 def _tokens(dtype: torch.dtype, num_tokens: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     """x, topk_idx and topk_weights."""
-    x = torch.ones(num_tokens, _HIDDEN).to(dtype)
-    topk_idx = torch.arange(num_tokens * _TOPK).view(num_tokens, _TOPK) % _EXPERTS
-    return x, topk_idx, torch.ones(num_tokens, _TOPK)
+    x = torch.ones(num_tokens, _HIDDEN, dtype=torch.float32, device="cpu").to(dtype)
+    topk_idx = torch.arange(num_tokens * _TOPK, device="cpu").view(num_tokens, _TOPK) % _EXPERTS
+    return x, topk_idx, torch.ones(num_tokens, _TOPK, dtype=torch.float32, device="cpu")
 
 
 def _exchange(buffer: Buffer, dtype: torch.dtype) -> None:

@@ -17,6 +17,7 @@ from tests.cases.package import SOURCE, copy
 from tests.cases.source import imported
 from tokenyard.kernels.numba import caching
 from tokenyard.kernels.numba.caching import njit
+from tokenyard.kernels.numba.progress import Progress
 
 # The kernel is in rows.py, and copies rows with copy_bytes of llvm/pointers.py.
 PACK = """
@@ -189,3 +190,32 @@ def test_ranks_that_save_different_signatures_at_once_keep_both(
     again = njit(cache=True)(add_one)
     assert (again(1), again(1.5)) == (2, 2.5)
     assert len(names) == len(set(names)) == 2
+
+
+@njit(nogil=True)
+def inner(value):  # type: ignore[no-untyped-def]
+    return value + 1
+
+
+@njit(nogil=True)
+def outer(value):  # type: ignore[no-untyped-def]
+    return inner(value)
+
+
+def test_one_process_of_a_launcher_says_what_is_compiled(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getppid", lambda: -os.getpid())  # a launcher of its own
+    monkeypatch.delenv("TOKENYARD_PROGRESS", raising=False)
+    speaks, silent = Progress(), Progress()
+    for one in (speaks, silent):
+        with one.making(outer):
+            one.beat(1.0)
+            with one.making(inner):
+                pass
+            one._said -= 2.0
+            one.beat(2.0)
+    assert capsys.readouterr().err.splitlines() == [
+        "tokenyard: compiling .outer, 1 of 2 functions, once for this machine",
+        "tokenyard: compiling .outer, 2 of 2 functions, 2 s so far",
+    ]

@@ -60,6 +60,7 @@ _ELSEWHERE = (
     "wire/counters.py",
     "wire/exchange_table.py",
     "wire/fp8.py",
+    "wire/int64s.py",
     "wire/logfmt.py",
     "wire/message.py",
     "wire/nodes_table.py",
@@ -124,7 +125,8 @@ def _compile(kernel: Any, compile: Callable[[Any], Any], signature: Any) -> Any:
         if arguments in kernel.overloads:
             return kernel.overloads[arguments].entry_point
         look()
-        made = _load_or_compile(kernel, compile, signature)
+        with _progress.making(kernel):
+            made = _load_or_compile(kernel, compile, signature)
         look()
     return made
 

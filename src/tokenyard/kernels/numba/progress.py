@@ -1,8 +1,8 @@
-"""What a user sees while kernels are compiled: that it happens once, and how it gets on.
+"""What a user sees while kernels are compiled: what for, and how it gets on.
 
-One process of a machine speaks. On a terminal it writes one line over and over; elsewhere a new one
-every second and a half, so that a log shows that something happens. `TOKENYARD_PROGRESS=0` says
-nothing.
+Of processes that one launcher has started, one speaks. On a terminal it writes one line over and
+over; elsewhere a new one every second and a half, so that a log shows that something happens.
+`TOKENYARD_PROGRESS=0` says nothing.
 """
 
 from __future__ import annotations
@@ -11,19 +11,35 @@ import os
 import socket
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
-_ABOUT = 12  # seconds that a processor of 2.5 GHz needs for the first dispatch and combine
+from numba.core.dispatcher import Dispatcher
+
 _LINE = 1.5  # seconds between two lines
-_WIDTH = 20  # of the bar
-_WHAT = "tokenyard: compiling kernels, once for this machine, about"
 
 
 class Progress:
     def __init__(self) -> None:
         self._spent = 0.0  # seconds in blocks that have ended
         self._said = 0.0  # when the last line was written
-        self._voice: socket.socket | None = None
+        self._voice: int | None = None  # kept until the process ends: who has spoken goes on to
+        self._what, self._done, self._total, self._depth = "", 0, 0, 0
+
+    @contextmanager
+    def making(self, kernel: Any) -> Iterator[None]:
+        """A kernel is compiled or loaded inside, and those that it calls in turn."""
+        if self._depth == 0:
+            module = kernel.py_func.__module__.partition(".numba.")[2]
+            self._what = f"{module}.{kernel.py_func.__name__.strip('_')}"
+            self._done, self._total = 0, _count_missing(kernel, set())
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            self._done += 1
 
     def beat(self, seconds: float) -> None:
         """The process has been busy for so long, and is."""
@@ -34,13 +50,14 @@ class Progress:
         if self._voice is None:
             return
         spent, now = self._spent + seconds, time.monotonic()
+        nth = min(self._done + 1, self._total)
+        what = f"tokenyard: compiling {self._what}, {nth} of {self._total} functions"
         if sys.stderr.isatty():
-            done = min(_WIDTH, round(_WIDTH * spent / _ABOUT))
-            _write(f"\r{_WHAT} {_ABOUT} s [{'#' * done:.<{_WIDTH}}] {spent:.0f} s ")
+            _write(f"\r{what}, once for this machine, {spent:.0f} s \x1b[K")
         elif not self._said:
-            _write(f"{_WHAT} {_ABOUT} s\n")
+            _write(f"{what}, once for this machine\n")
         elif now > self._said + _LINE:
-            _write(f"tokenyard: compiling kernels, {spent:.0f} s so far\n")
+            _write(f"{what}, {spent:.0f} s so far\n")
         else:
             return
         self._said = now
@@ -48,24 +65,31 @@ class Progress:
     def end(self, seconds: float) -> None:
         """The process was busy for so long, and is no more."""
         self._spent += seconds
-        if self._voice is not None:
-            if sys.stderr is not None and sys.stderr.isatty():
-                _write("\n")
-            self._voice.close()
-            self._voice = None
+        if self._voice is not None and sys.stderr is not None and sys.stderr.isatty():
+            _write("\r\x1b[K")
 
 
-def _take_voice() -> socket.socket | None:
-    """What one process of the machine can have at a time, and the system takes back at its end."""
+def _count_missing(kernel: Any, seen: set[int]) -> int:
+    """How many functions this process has not got yet, of a kernel and all that it calls."""
+    if id(kernel) in seen:
+        return 0
+    seen.add(id(kernel))
+    known, names = kernel.py_func.__globals__, kernel.py_func.__code__.co_names
+    called = [known[name] for name in names if isinstance(known.get(name), Dispatcher)]
+    return (not kernel.overloads) + sum(_count_missing(one, seen) for one in called)
+
+
+def _take_voice() -> int | None:
+    """A descriptor that one child of a launcher can have: the system takes it back at its end."""
     if sys.platform != "linux":  # no such names of sockets; then it is rank 0 that speaks
-        return socket.socket() if os.environ.get("RANK", "0") == "0" else None
+        return 0 if os.environ.get("RANK", "0") == "0" else None
     voice = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        voice.bind(f"\0tokenyard-progress-{os.geteuid()}")
+        voice.bind(f"\0tokenyard-progress-{os.geteuid()}-{os.getppid()}")
     except OSError:
         voice.close()
         return None
-    return voice
+    return voice.detach()
 
 
 def _write(text: str) -> None:

@@ -75,7 +75,7 @@ def _try_lock(path: str) -> int | None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Whoever had it may have removed the file meanwhile: then the lock is of no use.
         if os.fstat(file).st_ino == os.stat(path).st_ino:
-            os.pwrite(file, b"%-20d" % os.getpid(), 0)
+            os.pwrite(file, f"{os.getpid()} {_processes()}".ljust(60).encode(), 0)
             return file
     except (BlockingIOError, FileNotFoundError):
         pass
@@ -87,10 +87,19 @@ def _try_lock(path: str) -> int | None:
 
 
 def _holder(path: str) -> int:
-    """The process that compiles, 0 if that cannot be read yet."""
+    """The process that compiles, 0 if that cannot be read yet, or is one of another container."""
     with suppress(OSError, ValueError), open(path) as file:
-        return int(file.read())
+        pid, processes = file.read().split()
+        return int(pid) if processes == _processes() else 0
     return 0
+
+
+def _processes() -> str:
+    """Which table of processes this one is in."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return "unknown"
 
 
 def _processor_time(pid: int) -> int | None:
