@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import pytest
+import torch
 
 import tokenyard
 from tokenyard.testing import run_virtual
@@ -43,3 +44,25 @@ def test_num_sms_is_the_default_of_all_buffers() -> None:
         assert tokenyard.Buffer.get_combine_config(5).num_sms == 8
     finally:
         tokenyard.Buffer.num_sms = before
+
+
+def test_a_placement_is_the_buffers_own() -> None:
+    def job(group: Any) -> list[int]:
+        placement = torch.tensor([0, 0, 1, 1], dtype=torch.int32)
+        with tokenyard.Buffer(group, placement=placement) as buffer:
+            placement.fill_(1)
+            return buffer.get_local_experts(4)
+
+    assert run_virtual(job, 2).results == [[0, 1], [2, 3]]
+
+
+def test_a_handle_by_position_says_what_goes_by_keyword() -> None:
+    def job(group: Any) -> None:
+        buffer: Any
+        with (
+            tokenyard.Buffer(group) as buffer,
+            pytest.raises(ValueError, match=r"handle is a Tensor.* topk_idx=.* by keyword"),
+        ):
+            buffer.dispatch(torch.ones(2, 8), torch.zeros(2, 1).long(), torch.ones(2, 1), 16)
+
+    run_virtual(job, 1)

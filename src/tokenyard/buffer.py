@@ -231,7 +231,7 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
             received, made, event = engine.dispatch(request, completion)
         if (notes := recording.active) is not None:
             if num_tokens_per_expert is not None:
-                num_experts = num_tokens_per_expert.shape[0]
+                num_experts = engine.local.num_logical(num_tokens_per_expert.shape[0])
             notes.note(engine, x, topk_idx, topk_weights, num_experts)
         return Dispatched(
             _pair(received.x, received.scales),
@@ -370,7 +370,8 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
 
         Its dtype is x's, or bfloat16 where x was quantised. It stays yours while you hold it.
         """
-        return self._open_engine().combine_buffer(handle)
+        with self._use as engine:
+            return engine.combine_buffer(handle)
 
     def get_local_experts(self, num_experts: int) -> list[int]:
         """The global ids of this rank's experts, in the order of their local ids."""

@@ -192,7 +192,7 @@ def test_files_of_another_kind(tmp_path: Path) -> None:
         assert (said.exit_code, said.stderr.count("\n")) == (2, 1)
         assert "is not a recording of tokenyard.record" in said.stderr
     said = run("simulate", recording(path, 2))
-    assert "layer is None, want one of layer 0, layer 1 (--layer)" in said.stderr
+    assert "has 2 layers, want --layer, one of layer 0, layer 1" in said.stderr
     torch.save(torch.ones(16), tmp_path / "loads.pt")
     said = run("balance", tmp_path / "loads.pt", "--current", path)
     assert (said.exit_code, said.stderr.count("\n")) == (2, 1)

@@ -167,7 +167,7 @@ def simulate(
 
 
 def balance(
-    loads: Annotated[Path, typer.Argument(help="A tensor [E] or [layers, E], or a recording.")],
+    loads: Annotated[Path, typer.Argument(help=r"A tensor \[E] or \[layers, E], or a recording.")],
     ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of the group; 8.")] = None,
     spare: Spare = 0,
     nodes: Annotated[int, typer.Option(min=1, help="Tokens prefer copies on their node.")] = 1,
@@ -262,7 +262,8 @@ def _layer_of(recording: Path, name: str | None) -> Any:
         if layer.name == name:
             return layer
     names = ", ".join(layer.name for layer in layers)
-    raise Mistake(f"layer is {name!r}, want one of {names} (--layer)")
+    given = f"{recording} has {len(layers)} layers" if name is None else f"layer is {name!r}"
+    raise Mistake(f"{given}, want --layer, one of {names}")
 
 
 def _tensor_of(path: Path) -> Tensor:

@@ -224,7 +224,8 @@ def handle(value: Any, origin: Origin) -> Handle:
         )
     require(
         isinstance(known, Handle),
-        f"handle is {kind(value)}, want the handle that dispatch returned",
+        f"handle is {kind(value)}, want the handle that dispatch returned"
+        + ", or topk_idx=, topk_weights= and num_experts= by keyword" * isinstance(value, Tensor),
     )
     require(
         known.origin.buffer != origin.buffer
@@ -289,7 +290,7 @@ def owners(value: Any, num_ranks: int) -> Tensor:
         raise ValueError(
             f"placement[{expert}] is {int(value[expert])}, want a rank, 0..{num_ranks - 1}"
         )
-    return value.to(torch.int32).contiguous()
+    return value.to(torch.int32, copy=True, memory_format=torch.contiguous_format)
 
 
 def previous_event(value: Any) -> EventHandle | None:
