@@ -191,6 +191,16 @@ def test_finalize_comes_after_prepare() -> None:
         LocalPrepareAndFinalize().finalize(out, out, out, out, False, TopKWeightAndReduceNoOP())
 
 
+def test_micro_batches_are_refused() -> None:
+    around = LocalPrepareAndFinalize()
+    for turn in range(4):
+        if turn % 2:
+            with pytest.raises(ValueError, match=r"micro-batches .* are not supported"):
+                around.prepare(*inputs(0, 2), EXPERTS, None, False, UNQUANTISED, True)
+        else:
+            around.prepare(*inputs(0, 2), EXPERTS, None, False, UNQUANTISED, True)
+
+
 def test_results_do_not_depend_on_the_rank() -> None:
     """Ranks with the same tokens get the same bits."""
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tokenyard.nn.moe import Experts
 from tokenyard.nn.optimiser_state import optimiser_entries, split
-from tokenyard.nn.share import own_parameters, refuse_adapters, shares
+from tokenyard.nn.share import is_dtensor, own_parameters, refuse_adapters, shares
 
 
 def checkpoint_state(module: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
@@ -61,5 +60,5 @@ def _experts_of(module: nn.Module) -> dict[Tensor, list[int]]:
         parameter: ids
         for part, ids in own
         for parameter in own_parameters(part)
-        if not isinstance(parameter, DTensor)
+        if not is_dtensor(parameter)
     }

@@ -12,21 +12,23 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tokenyard.buffer import Buffer
 from tokenyard.nn.functional import gather_over_ranks
-from tokenyard.nn.share import named_expert_parameters, named_own_parameters, shares
+from tokenyard.nn.share import is_dtensor, named_expert_parameters, named_own_parameters, shares
 from tokenyard.validate import require
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 
 @torch.no_grad()
@@ -82,7 +84,7 @@ def get_grad_norm(
     dense: dict[Any, list[Tensor]] = defaultdict(list)  # by where the rest of each is
     for parameter in module.parameters():
         if parameter not in experts and (grad := parameter.grad) is not None:
-            where = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
+            where = (grad.device_mesh, grad.placements) if is_dtensor(grad) else None
             dense[where].append(_local(grad))
 
     norms = []
@@ -162,7 +164,7 @@ def _check_versions(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _local(grad: Tensor) -> Tensor:
-    return grad.to_local() if isinstance(grad, DTensor) else grad
+    return grad.to_local() if is_dtensor(grad) else grad
 
 
 def _over_mesh(

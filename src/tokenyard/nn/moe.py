@@ -49,12 +49,13 @@ class Experts(nn.Module):
         id. So neither an expert, nor what torch draws afterwards, depends on which experts live
         here.
         """
-        seed = int(torch.empty((), dtype=torch.int64).random_(2**48))
+        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_(2**48))
         for local, expert in enumerate(self.ids):
             generator = torch.Generator().manual_seed(seed + expert)
             for stack in (self.gate_up, self.down):
                 bound = stack.shape[1] ** -0.5
-                drawn = torch.empty(stack.shape[1:]).uniform_(-bound, bound, generator=generator)
+                drawn = torch.empty(stack.shape[1:], dtype=torch.float32, device="cpu")
+                drawn.uniform_(-bound, bound, generator=generator)
                 stack[local].copy_(drawn)
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:

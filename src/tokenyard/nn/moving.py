@@ -11,12 +11,18 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tokenyard.buffer import Buffer
 from tokenyard.nn.optimiser_state import states_by_expert
-from tokenyard.nn.share import Share, own_parameters, refuse_adapters, shares, was_sharded
+from tokenyard.nn.share import (
+    Share,
+    is_dtensor,
+    own_parameters,
+    refuse_adapters,
+    shares,
+    was_sharded,
+)
 from tokenyard.replicas import Moves, Replicas
 from tokenyard.types import digest
 from tokenyard.validate import require
@@ -44,7 +50,7 @@ def rebalance(module: nn.Module, placement: Tensor | Replicas, *optimizers: Opti
     except ValueError as error:
         buffer.refuse(error)
         raise
-    mark = torch.tensor([digest(repr([stack.told() for stack in stacks]))])
+    mark = torch.tensor([digest(repr([stack.told() for stack in stacks]))], device="cpu")
     marks = buffer.all_gather(mark).x
     if not bool((marks == marks[0]).all()):
         raise ValueError(
@@ -109,11 +115,12 @@ def _check(
         for parameter in own_parameters(part):
             if any(stack.is_of(parameter) for stack in stacks):
                 continue  # layers may share one
-            if isinstance(parameter, DTensor):
-                raise ValueError(was_sharded(names.get(parameter, type(part).__name__)))
-            stacks.append(_Stack(parameter, None, names.get(parameter, "")))
+            name = names.get(parameter, "")
+            if is_dtensor(parameter):
+                raise ValueError(was_sharded(name or type(part).__name__))
+            stacks.append(_Stack(parameter, None, name))
             for optimizer in optimizers:
-                for key in states_by_expert(optimizer, parameter, names.get(parameter, "")):
+                for key in states_by_expert(optimizer, parameter, name):
                     stacks.append(_Stack(parameter, optimizer, key))
     return stacks
 
@@ -136,7 +143,7 @@ def move_stack(buffer: Buffer, moves: Moves, stack: Tensor) -> Tensor:
     sent, came = trips.sent[rank], trips.received(rank)
     for begin, end in pieces(num_rows, width * trips.most):
         here = slice(begin * width, min(end * width, num_bytes))
-        rows = torch.zeros(len(sent), (end - begin) * width, dtype=torch.uint8)
+        rows = torch.zeros(len(sent), (end - begin) * width, dtype=torch.uint8, device="cpu")
         if sent:
             rows[:, : here.stop - here.start] = old_LB[list(sent), here]
         to_ranks = trips.to_ranks(rank).repeat_interleave(end - begin, 0)
@@ -168,7 +175,7 @@ class _Trips:
 
     def to_ranks(self, rank: int) -> Tensor:
         """[slots sent, R] bool."""
-        found = torch.zeros(len(self.sent[rank]), self._num_ranks, dtype=torch.bool)
+        found = torch.zeros(len(self.sent[rank]), self._num_ranks, dtype=torch.bool, device="cpu")
         for row, to in enumerate(self.sent[rank].values()):
             found[row, list(to)] = True
         return found
@@ -187,7 +194,7 @@ def send(buffer: Buffer, rows_TW: Tensor, to_ranks_TR: Tensor, num_slots: int) -
         rows_TW,
         num_tokens_per_rank=to_ranks_TR.sum(0, dtype=torch.int32),
         is_token_in_rank=to_ranks_TR,
-        num_tokens_per_expert=torch.zeros(num_slots, dtype=torch.int32),
+        num_tokens_per_expert=torch.zeros(num_slots, dtype=torch.int32, device="cpu"),
     )
     assert isinstance(got.recv_x, Tensor)
     return got.recv_x

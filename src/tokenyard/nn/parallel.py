@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tokenyard.nn.clipping import watch_gradients
 from tokenyard.nn.moe import MoE
 from tokenyard.nn.router import Router
-from tokenyard.nn.share import named_expert_parameters, shares, was_sharded
+from tokenyard.nn.share import is_dtensor, named_expert_parameters, shares, was_sharded
 
 
 def expert_parameters(module: nn.Module) -> set[nn.Parameter]:
@@ -30,7 +29,7 @@ def average_expert_gradients(module: nn.Module) -> None:
     changes nothing.
     """
     for name, parameter in named_expert_parameters(module):
-        if isinstance(parameter, DTensor):
+        if is_dtensor(parameter):
             raise ValueError(was_sharded(name))
     for _, _, share in shares(module):
         share.averages = True

@@ -94,7 +94,7 @@ class _Routes:
         by_home = sorted(shared, key=lambda expert: (shared[expert][0], expert))
         self.held = [expert for expert in by_home if rank in shared[expert]]
         home = [expert for expert in by_home if shared[expert][0] == rank]
-        self._to_ranks = torch.zeros(len(home), num_ranks, dtype=torch.bool)
+        self._to_ranks = torch.zeros(len(home), num_ranks, dtype=torch.bool, device="cpu")
         for row, expert in enumerate(home):
             self._to_ranks[row, shared[expert]] = True
         held = [expert for ranks in shared.values() for expert in ranks]
@@ -106,10 +106,12 @@ class _Routes:
         if count not in self._handles:
             to_ranks = self._to_ranks.repeat_interleave(count, 0)
             got = self._buffer.dispatch(
-                torch.zeros(len(to_ranks), 1),
+                torch.zeros(len(to_ranks), 1, dtype=torch.float32, device="cpu"),
                 num_tokens_per_rank=to_ranks.sum(0, dtype=torch.int32),
                 is_token_in_rank=to_ranks,
-                num_tokens_per_expert=torch.zeros(self._replicas.num_slots, dtype=torch.int32),
+                num_tokens_per_expert=torch.zeros(
+                    self._replicas.num_slots, dtype=torch.int32, device="cpu"
+                ),
             )
             assert got.handle is not None
             self._handles[count] = got.handle

@@ -7,10 +7,11 @@ spread.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,17 @@ try:  # torch's own record of what fully_shard has wrapped; without it nothing i
     from torch.distributed._composable_state import _module_state_mapping
 except ImportError:
     _module_state_mapping = {}  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(given: object) -> TypeGuard[DTensor]:
+    """Without importing that part of torch, which takes half a second: before somebody has
+    imported it there is none.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(given, module.DTensor)
 
 
 @dataclass(kw_only=True, eq=False)

@@ -24,13 +24,17 @@ _issued: dict[int, tuple[Handle, Buffer]] = {}
 _next = itertools.count(1)
 
 
-@torch.compiler.assume_constant_result  # a Buffer keeps its number
 def number_of(buffer: Buffer) -> int:
     if buffer not in _numbers:
         number = next(_next)
         _buffers[number] = buffer
         _numbers[buffer] = number
     return _numbers[buffer]
+
+
+# torch.compiler.assume_constant_result does this, and imports the compiler for it, which takes two
+# seconds. A Buffer keeps its number.
+number_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def buffer_of(number: int) -> Buffer:

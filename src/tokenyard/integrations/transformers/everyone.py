@@ -42,9 +42,12 @@ class Everyone:
         handle = self._handles.get(key)
         got = self.buffer.all_gather(rows, handle)
         if len(got.x) != num_rows:
-            raise ValueError(
-                f"rank {self.buffer.rank} has {num_rows} tokens and others have not: want the same "
-                "on all ranks, or else tokens='own' or an fsdp_size"
+            # Ranks whose number happens to be the sum would go on.
+            self.buffer.refuse(
+                ValueError(
+                    f"rank {self.buffer.rank} has {num_rows} tokens and others have not: want the "
+                    "same on all ranks, or else tokens='own' or an fsdp_size"
+                )
             )
         if handle is None:
             if len(self._handles) == self.KEPT:

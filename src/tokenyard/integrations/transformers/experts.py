@@ -47,8 +47,8 @@ class Plan(Share):
     @cached_property
     def local_of_expert(self) -> Tensor:
         """[E]: an expert's place in this rank's stack, -1 where it lives elsewhere."""
-        table = torch.full((self.num_experts,), -1)
-        table[self.ids] = torch.arange(len(self.ids))
+        table = torch.full((self.num_experts,), -1, device="cpu")
+        table[self.ids] = torch.arange(len(self.ids), device="cpu")
         return table
 
     def check_move(self) -> None:

@@ -64,7 +64,8 @@ class TokenyardEP(EPImplementation):
         if _is_plain(self.experts):
             return through_experts(self.experts, x, offsets)
         counts = offsets.diff(prepend=offsets.new_zeros(1))
-        ids = torch.arange(len(counts)).repeat_interleave(counts, output_size=len(x))[:, None]
+        experts = torch.arange(len(counts), device=counts.device)
+        ids = experts.repeat_interleave(counts, output_size=len(x))[:, None]
         if len(x) == 0:  # FSDP and the other ranks wait for the backward pass of this one too
             some = x.sum(0, keepdim=True)
             return self.experts_forward(some, ids.new_zeros(1, 1), some.new_ones(1, 1))[:0]

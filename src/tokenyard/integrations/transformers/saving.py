@@ -90,7 +90,7 @@ def _gather(own: Tensor, plan: Any, group: dist.ProcessGroup) -> Tensor | None:
     if rank != 0:
         dist.send(own.contiguous(), root, group)
         return None
-    whole = torch.empty(plan.num_experts, *own.shape[1:], dtype=own.dtype)
+    whole = torch.empty(plan.num_experts, *own.shape[1:], dtype=own.dtype, device="cpu")
     whole[plan.ids] = own
     for other in range(1, dist.get_world_size(group)):
         ids = list(plan.replicas.experts_of_rank[other])

@@ -53,7 +53,7 @@ class Exchange:
     def experts(self, num_experts: int) -> Experts:
         if num_experts not in self._experts:
             placement = Placement.even(num_experts, self.ep_size)
-            known = torch.isin(placement.rank_of_expert, torch.tensor(self.ep_ranks))
+            known = torch.isin(placement.rank_of_expert, torch.tensor(self.ep_ranks, device="cpu"))
             known_as = torch.where(known, known.cumsum(0) - 1, -1)
             self._experts[num_experts] = Experts(
                 int(known.sum()),
@@ -103,7 +103,9 @@ class Exchange:
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compile, or load, what a request will need: one token to every rank and back."""
-        x, weights = torch.zeros(1, 128, dtype=dtype), torch.ones(1, self.ep_size)
+        x = torch.zeros(1, 128, dtype=dtype, device="cpu")
+        ids = torch.arange(self.ep_size, device="cpu")[None]
+        weights = torch.ones(1, self.ep_size, dtype=torch.float32, device="cpu")
         with recording.paused():
-            arrived = self.send(x, torch.arange(self.ep_size)[None], weights, self.ep_size)
+            arrived = self.send(x, ids, weights, self.ep_size)
         self.send_back(arrived.rows.x, arrived, arrived.weights)

@@ -27,7 +27,7 @@ class _OneExpertARow(mk.FusedMoEPrepareAndFinalizeModular):
         super().__init__()
         self._is_prepared = False
         # Weights of rows for the kernel, as many as were ever needed. vLLM changes default dtypes.
-        self._ones = torch.ones(0, 1, dtype=torch.float32)
+        self._ones = torch.ones(0, 1, dtype=torch.float32, device="cpu")
 
     @property
     def activation_format(self) -> mk.FusedMoEActivationFormat:
@@ -53,6 +53,11 @@ class _OneExpertARow(mk.FusedMoEPrepareAndFinalizeModular):
         quant_config: Any,
         defer_input_quant: bool = False,
     ) -> Any:
+        if self._is_prepared:
+            self._is_prepared = False
+            raise ValueError(
+                "prepare before finalize: micro-batches (--enable-dbo) are not supported"
+            )
         if apply_router_weight_on_input:
             a1 = _weighted(a1, topk_weights)
         places = self._places(expert_map, num_experts)
@@ -61,7 +66,7 @@ class _OneExpertARow(mk.FusedMoEPrepareAndFinalizeModular):
         self._is_prepared = True
         num_rows = rows.x.shape[0]
         if self._ones.shape[0] < num_rows:
-            self._ones = torch.ones(num_rows, 1, dtype=torch.float32)
+            self._ones = torch.ones(num_rows, 1, dtype=torch.float32, device="cpu")
         # No counts are told, and each row has one expert and the weight 1.
         kernel_scales = scales if own_scales is None else rows.scales
         return rows.x, kernel_scales, None, _expert_of_row(rows.offsets), self._ones[:num_rows]
