@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import resource
@@ -242,3 +243,14 @@ def test_the_environment_gives_the_timeout_of_programs_that_give_none(
     monkeypatch.setenv("TOKENYARD_TIMEOUT", "soon")
     with pytest.raises(ValueError, match="timeout is 'soon', want seconds"):
         run_virtual(alone, 2)
+
+
+def test_a_machine_that_cannot_be_named_just_now_is_no_other_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_descriptor(*_: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("builtins.open", no_descriptor)
+    with pytest.raises(OSError, match="Too many open files"):
+        opening._machine()

@@ -122,7 +122,7 @@ class V1Fields:
     @cached_property
     def recv_gbl_rank_prefix_sum(self) -> Tensor:
         """[R] int32: the rows from sources 0..i."""
-        counts = torch.tensor(self.flow.recv_counts, dtype=torch.int32)
+        counts = torch.tensor(self.flow.recv_counts, dtype=torch.int32, device="cpu")
         return counts.cumsum(0, dtype=torch.int32).to(self.recv_src_idx.device)
 
     @cached_property

@@ -322,6 +322,8 @@ def test_bad_row_of(name: str, bad: int) -> None:
     assert (out == 7.0).all()
 
 
+SHARES = "out shares memory with what is read, want memory of its own"
+LARGE = torch.ones(9, 8)
 X, IDX = torch.ones(3, 4), torch.tensor([[0, 1], [1, -1], [0, 0]])
 
 
@@ -360,10 +362,12 @@ X, IDX = torch.ones(3, 4), torch.tensor([[0, 1], [1, -1], [0, 0]])
             f"6 pairs of 2 experts in multiples of {2**31 - 1} take up to {2**32 + 2} rows, "
             f"want at most {2**31 - 1}",
         ),
-        ({"out": X}, "out has 3 rows, want at least 5"),
+        ({"out": torch.ones(3, 4)}, "out has 3 rows, want at least 5"),
         ({"out": X[:, :2]}, "out has shape [3, 2], want [rows, 4]"),
         ({"out": X.double()}, "out has dtype float64, want float32"),
         ({"out": torch.ones(4, 8).T}, "out has strides [1, 8], want [at least 4, 1]"),
+        ({"x": LARGE[:3, :4], "out": LARGE[2:, :4]}, SHARES),
+        ({"x": LARGE[:3, :4], "out": LARGE[:, 3:7]}, SHARES),
         ({"out": X[:1].expand(8, 4)}, "out has strides [0, 1], want [at least 4, 1]"),
         (
             {"out": torch.ones(8, 8).as_strided((8, 4), (3, 1))},
@@ -400,6 +404,7 @@ def test_bad_input_of_permute(change: dict[str, Any], text: str) -> None:
         ({"out": X.half()}, "out has dtype float16, want float32"),
         ({"out": X[:1].expand(3, 4)}, "out has strides [0, 1], want [at least 4, 1]"),
         ({"out": X.to("meta")}, "out is on device meta, want cpu"),
+        ({"out": X}, SHARES),
         ({"kernels": "cuda"}, "unknown kernel set 'cuda'; available: auto, numba, reference"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -121,6 +122,72 @@ def test_no_pickled_collectives() -> None:
             if called.endswith(("_object", "_object_list")):
                 wrong.append(f"{path.relative_to(SOURCE)} calls {called}")
     assert not wrong, "\n".join(wrong)
+
+
+# Functions of torch that make tensors, and those of them that take torch's default dtype.
+MAKERS = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn"}
+MAKERS |= {"tensor", "zeros"}
+OF_DEFAULT_DTYPE = {"empty", "eye", "linspace", "ones", "rand", "randn", "zeros"}
+FOR_PEOPLE = {"bench", "cli", "doctor", "planner", "spec", "testing"}
+
+
+def test_tensors_are_made_where_and_as_is_said() -> None:
+    """A default device or dtype is the user's, and compiled code is handed addresses."""
+    wrong = []
+    for path in FILES:
+        if room(path.relative_to(SOURCE)) in FOR_PEOPLE:
+            continue
+        for node in ast.walk(parsed(path)):
+            called = getattr(node, "func", None)
+            if not isinstance(node, ast.Call) or not isinstance(called, ast.Attribute):
+                continue
+            of_torch = isinstance(called.value, ast.Name) and called.value.id == "torch"
+            if not of_torch or called.attr not in MAKERS:
+                continue
+            named = {one.arg for one in node.keywords}
+            # Weights of modules have the default dtype, as torch's own.
+            any_dtype = called.attr not in OF_DEFAULT_DTYPE or "nn" in path.parts
+            for word in ("device",) if any_dtype else ("device", "dtype"):
+                if not named & {word, None, "pin_memory"}:
+                    where = f"{path.relative_to(SOURCE)}:{node.lineno}"
+                    wrong.append(f"{where} calls torch.{called.attr} without {word}")
+    assert not wrong, "\n".join(wrong)
+
+
+CLOCKS = {("time", "time"), ("time", "time_ns"), ("datetime", "now")}
+
+
+def test_nobody_waits_by_a_clock_that_is_set() -> None:
+    wrong = []
+    for path in FILES:
+        if room(path.relative_to(SOURCE)) in FOR_PEOPLE | {"recording"}:
+            continue
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                asked = node.value.id, node.attr
+                if asked in CLOCKS:
+                    where = f"{path.relative_to(SOURCE)}:{node.lineno}"
+                    wrong.append(f"{where} asks {'.'.join(asked)}")
+    assert not wrong, "\n".join(wrong)
+
+
+ADDRESS = re.compile(
+    r"data_ptr\(\)|from_address\(|\.ctypes\.data\b|addressof\(|int64s\.address\(|\.buffer_info\(\)"
+)
+PAGE = SOURCE.parents[1] / "docs/internals/shared_memory.md"
+
+
+def test_every_address_has_an_owner() -> None:
+    """As the page of shared memory says, module by module."""
+    found = {}
+    for path in FILES:
+        name = path.relative_to(SOURCE).as_posix()
+        if name.split("/")[0] not in ("bench", "kernels", "testing"):
+            count = sum(bool(ADDRESS.search(line)) for line in path.read_text().splitlines())
+            if count:
+                found[name] = count
+    told = re.findall(r"^\| `([\w/]+\.py)` \| (\d+) \| .", PAGE.read_text(), re.MULTILINE)
+    assert {name: int(count) for name, count in told} == found
 
 
 # Classes whose signatures DeepEP has given.

@@ -32,6 +32,7 @@ from tokenyard.transports.hierarchical import HierarchicalTransport
 from tokenyard.transports.hierarchical.enclosed import MOST_SUMS, Came
 from tokenyard.types import ROW_DTYPES, Config, Handle, round_up
 from tokenyard.validate import SUMMABLE
+from tokenyard.wire import int64s
 from tokenyard.wire import message as say
 from tokenyard.wire import nodes_table as at
 from tokenyard.wire.columns import LINE
@@ -58,7 +59,7 @@ class _Plan(NamedTuple):
     steps: Any
     table: array[int]
     head: np.ndarray  # the message up to its payload
-    scratch: np.ndarray
+    scratch: array[int]
     config: Config
     record_bytes: int  # of a row of every column
     shape: tuple[int, torch.dtype, int]  # hidden size, dtype of combine, channels
@@ -230,7 +231,7 @@ class CompiledNodeCalls:
         self._agreement.engaged = True
         heard = self._exchange(plan, _nothing, begin, "combine")
         if self.leave_at == HEARD or steps.hear():
-            bases_L = plan.scratch[: table[at.NUM_RANKS]].copy()
+            bases_L = np.array(plan.scratch[: table[at.NUM_RANKS]], np.int64)
             told = self._hand_over(heard, [bases_L], "combine", ())
             return self._engine.combine(
                 x, handle, None, None, None, config, None, tag, _AT_ONCE, told
@@ -286,7 +287,7 @@ class CompiledNodeCalls:
         per_expert, kept = tell_shape(table, placement, self.rank, num_topk, expert_alignment)
         table[at.ROW_BYTES] = row_bytes = hidden * dtype.itemsize
         return _Plan(
-            self._kernels.nodes_dispatch(table.buffer_info()[0]),
+            self._kernels.nodes_dispatch(int64s.address(table)),
             table,
             head,
             scratch,
@@ -308,7 +309,7 @@ class CompiledNodeCalls:
         head[say.CALL : say.TOKENS] = call
         table[at.ROW_BYTES] = row_bytes = hidden * dtype.itemsize
         return _Plan(
-            self._kernels.nodes_combine(dtype, table.buffer_info()[0]),
+            self._kernels.nodes_combine(dtype, int64s.address(table)),
             table,
             head,
             scratch,
@@ -319,14 +320,15 @@ class CompiledNodeCalls:
             (),
         )
 
-    def _table(self, num_experts: int) -> tuple[array[int], np.ndarray, np.ndarray]:
+    def _table(self, num_experts: int) -> tuple[array[int], np.ndarray, array[int]]:
         """A table, the message up to its payload, and scratch memory."""
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
-        table = array("q", self._steps.words)
+        table = int64s.new(len(self._steps.words))
+        table[:] = self._steps.words
         head = np.zeros(say.PAYLOAD, np.int64)
-        scratch = np.zeros(at.scratch_words(self.size, num_experts), np.int64)
-        table[at.HEAD], table[at.SCRATCH] = head.ctypes.data, scratch.ctypes.data
+        scratch = int64s.new(at.scratch_words(self.size, num_experts))
+        table[at.HEAD], table[at.SCRATCH] = head.ctypes.data, int64s.address(scratch)
         return table, head, scratch
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import fields as dataclass_fields
 from functools import cached_property
 from typing import Any
@@ -12,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tokenyard.types import Flow, Handle, Origin, Route
+from tokenyard.wire import int64s
 
 _new = object.__new__
-_ZERO = array("q", [0])
 
 
 class Ledger:
@@ -29,8 +28,8 @@ class Ledger:
     def __init__(self, num_tokens: int, room: int, src_room: int, num_ranks: int) -> None:
         """With room for so many rows that are sent, and that come."""
         words = num_ranks * (num_ranks + 1) + (num_tokens + 2 * room + src_room + 2) // 2
-        self.memory = _ZERO * words
-        self.address = self.memory.buffer_info()[0]
+        self.memory = int64s.new(words)
+        self.address = int64s.address(self.memory)
         self.num_tokens, self.num_ranks = num_tokens, num_ranks
         self.room, self.src_room = room, src_room
 
@@ -116,7 +115,7 @@ class CompiledHandle(Handle):
         # Rows by rank: a stable sort of the copies, which are by token.
         order = torch.argsort(ranks, stable=True)
         tokens = torch.repeat_interleave(
-            torch.arange(self.num_tokens, dtype=torch.int32), starts.diff()
+            torch.arange(self.num_tokens, dtype=torch.int32, device="cpu"), starts.diff()
         )
         counts = tuple(sent_RR[self._rank].tolist())
         route = Route(tokens[order], counts, starts, ranks, slots)
@@ -127,8 +126,10 @@ class CompiledHandle(Handle):
     @cached_property
     def is_token_in_rank(self) -> Tensor:  # type: ignore[override]
         route = self.flow.route
-        marks = torch.zeros(self.num_tokens, len(route.send_counts), dtype=torch.bool)
-        tokens = torch.repeat_interleave(torch.arange(self.num_tokens), route.copy_start.diff())
+        marks = torch.zeros(self.num_tokens, len(route.send_counts), dtype=torch.bool, device="cpu")
+        tokens = torch.repeat_interleave(
+            torch.arange(self.num_tokens, device="cpu"), route.copy_start.diff()
+        )
         marks[tokens, route.copy_rank.long()] = True
         return marks
 

@@ -16,6 +16,7 @@ from tokenyard.transports.direct import DirectTransport
 from tokenyard.types import ROW_DTYPES, Config, Places
 from tokenyard.validate import SUMMABLE
 from tokenyard.wire import exchange_table as at
+from tokenyard.wire import int64s
 from tokenyard.wire import message as say
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Plans:
         self._engine, self._kernels = engine, kernels
         self._buffer_id = engine.agreement.buffer_id
         self._rank, self._size = transport.rank, transport.size
-        self._words = _words(at.TABLE_WORDS)
+        self._words = int64s.new(at.TABLE_WORDS)
         self._words[at.RANK], self._words[at.SIZE] = self._rank, self._size
         node.mailbox.tell_calls(self._words)
         node.attached.tell_calls(self._words)
@@ -101,7 +102,7 @@ class Plans:
         table[at.COUNTERS], table[at.LOAD] = statistics.address(stage), load.ctypes.data
         return self._add(
             key,
-            call=self._kernels.exchange_dispatch(_address(table)),
+            call=self._kernels.exchange_dispatch(int64s.address(table)),
             table=table,
             head=head,
             config=config,
@@ -121,13 +122,13 @@ class Plans:
         table[at.COUNTERS] = self._engine.statistics.address(stage)
         return self._add(
             key,
-            call=self._kernels.exchange_combine(dtype, _address(table)),
+            call=self._kernels.exchange_combine(dtype, int64s.address(table)),
             table=table,
             head=head,
             config=config,
             combine_dtype=dtype,
             per_expert=np.zeros(0, np.int64),
-            like=[torch.empty(0, hidden, dtype=dtype)],
+            like=[torch.empty(0, hidden, dtype=dtype, device="cpu")],
             kept=(scratch,),
         )
 
@@ -135,10 +136,11 @@ class Plans:
         self, call: Call, row_bytes: int, num_experts: int
     ) -> tuple[array[int], array[int], array[int]]:
         """The table, the message, and memory for the call."""
-        table, head = array("q", self._words), _words(say.PAYLOAD)
+        table, head = int64s.new(len(self._words)), int64s.new(say.PAYLOAD)
+        table[:] = self._words
         head[say.CALL : say.TOKENS] = array("q", call)
-        scratch = _words(at.scratch_words(self._size, num_experts))
-        table[at.HEAD], table[at.SCRATCH] = _address(head), _address(scratch)
+        scratch = int64s.new(at.scratch_words(self._size, num_experts))
+        table[at.HEAD], table[at.SCRATCH] = int64s.address(head), int64s.address(scratch)
         table[at.ROW_BYTES] = row_bytes
         return table, head, scratch
 
@@ -155,11 +157,3 @@ class Plans:
         )
         self._known[key] = plan
         return plan
-
-
-def _words(count: int) -> array[int]:
-    return array("q", bytes(8 * count))
-
-
-def _address(words: array[int]) -> int:
-    return words.buffer_info()[0]

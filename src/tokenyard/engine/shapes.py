@@ -11,6 +11,7 @@ from tokenyard import validate
 from tokenyard.topology import Placement
 from tokenyard.types import Config
 from tokenyard.wire import exchange_table as at
+from tokenyard.wire import int64s
 
 if TYPE_CHECKING:
     from tokenyard.engine.stages import Engine
@@ -43,7 +44,7 @@ def tell_shape(
     """Write the words of a dispatch's shape, which tables have in the same places. Returns where
     the counts of this rank's experts will be, and what the words have addresses of.
     """
-    per_expert = np.zeros(len(placement.experts_of_rank[rank]), np.int64)
+    per_expert = np.asarray(int64s.new(len(placement.experts_of_rank[rank])))
     padded = np.ascontiguousarray(placement.padded_experts_RL)
     table[at.NUM_TOPK], table[at.NUM_EXPERTS] = num_topk, placement.num_experts
     table[at.RANK_OF_EXPERT] = placement.rank_of_expert.data_ptr()

@@ -25,6 +25,7 @@ from tokenyard.comm.base import Communicator
 from tokenyard.engine import arrivals, counts
 from tokenyard.engine.agreement import Agreed, Agreement, Call, Heard, Terms
 from tokenyard.engine.failure import Failure
+from tokenyard.engine.handle import CompiledHandle
 from tokenyard.engine.inputs import DispatchRequest, Outgoing, Preparation, wait
 from tokenyard.engine.statistics import ENCLOSED, GENERAL, Statistics, links_of
 from tokenyard.errors import PeerLeft, SharedMemoryError
@@ -282,8 +283,12 @@ class Engine:
             known = self.known(handle)
         except ValueError as error:
             raise self.agreement.named("get_next_combine_buffer", error) from None
-        by_expert = known.by_expert
-        num_rows = known.flow.num_rows if by_expert is None else by_expert.num_rows
+        if known.by_expert is not None:
+            num_rows = known.by_expert.num_rows
+        elif isinstance(known, CompiledHandle) and known.ledger is not None:
+            num_rows = known.num_rows  # whose flow nobody may have asked for yet
+        else:
+            num_rows = known.flow.num_rows
         return self.transport.empty(num_rows, known.hidden, known.combine_dtype)
 
     def local_experts(self, num_experts: Any) -> list[int]:
@@ -311,10 +316,17 @@ class Engine:
         self.failure.error = None  # whose traceback holds this engine
         self._leave()
 
-    def abandon(self) -> None:
-        """Close without waiting, on whatever thread: of a Buffer that nobody holds any more."""
-        if os.getpid() == self._pid:  # a forked child must not touch what its parent still uses
-            self.worker.close_then(self._leave)
+    def abandon(self, first: Callable[[], None] | None) -> None:
+        """Close a Buffer that nobody holds any more, on whatever thread, once `first` is done."""
+        if os.getpid() != self._pid:  # a forked child must not touch what its parent still uses
+            return
+
+        def last() -> None:
+            if first is not None and self.failure.error is None:
+                first()
+            self._leave()
+
+        self.worker.close_then(last)
 
     def _leave(self) -> None:
         self.compiled = None  # which holds this engine

@@ -78,7 +78,7 @@ class ExchangedSlots:
         bad = self._kernels.stage_slots(x, topk_idx, shape, block, sent)
         if bad == -1:
             tokens, rows_to = _receivers(topk_idx.numpy(), shape)
-            numbers = as_bytes(torch.arange(shape.num_max)[:, None])
+            numbers = as_bytes(torch.arange(shape.num_max, device="cpu")[:, None])
             records = pack_records(self._kernels, [numbers, *_columns(block, shape)], tokens)
             self._mail[DISPATCH, number] = _Mail(records, rows_to, records.shape[1])
         return bad
@@ -121,7 +121,9 @@ class ExchangedSlots:
         row_bytes = shape.hidden * y.element_size()
         mail = _Mail(memory.empty(sum(map(units, rows_to)), _WORD), rows_to, row_bytes, units)
         parts = _back_parts(mail.sent_NB, rows_to, shape, y.dtype)
-        tables = torch.zeros(len(rows_to), shape.placement.most_experts, dtype=torch.int64)
+        tables = torch.zeros(
+            len(rows_to), shape.placement.most_experts, dtype=torch.int64, device="cpu"
+        )
         self._kernels.stage_back(y, ranges, [as_bytes(rows) for _, rows in parts], tables)
         for (table, _), told in zip(parts, tables):
             table.copy_(told)

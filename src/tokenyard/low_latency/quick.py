@@ -19,8 +19,10 @@ from tokenyard.low_latency.handle import LowLatencyHandle, PendingCombine
 from tokenyard.low_latency.inputs import Fp8, form
 from tokenyard.low_latency.posts import Post
 from tokenyard.low_latency.shared import Halves, SharedSlots, combine_signature
+from tokenyard.runtime import memory as local_memory
 from tokenyard.shm.segment import Segment
 from tokenyard.wire import call_table as at
+from tokenyard.wire import int64s
 from tokenyard.wire.fp8 import NO_CAST
 from tokenyard.wire.signals import MAIL
 from tokenyard.wire.slots import (
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
 
 _MOST_PLANS = 64
 _new = object.__new__
-_ZERO = array("q", [0])
 
 
 class QuickHandle(LowLatencyHandle):
@@ -139,10 +140,10 @@ class QuickCalls:
             array, receive[at.X] = engine.results.lend(num_elements * dtype.itemsize, number)
         except (RuntimeError, ValueError, MemoryError):  # no memory of its own, or none left
             return None
-        memory = _ZERO * num_words
-        counts = torch.empty(shape.num_local, dtype=torch.int32)
+        memory = int64s.new(num_words)
+        counts = local_memory.small(shape.num_local, dtype=torch.int32, device="cpu")
         recv_x = torch.frombuffer(array, dtype=dtype, count=num_elements).view(shape.x_shape)
-        begin = memory.buffer_info()[0]
+        begin = int64s.address(memory)
         send[at.NUMBER] = receive[at.NUMBER] = number
         send[at.NUM_TOKENS], send[at.BLOCK] = num_tokens, block.address
         send[at.SENT] = sent_at = begin + 8 * shape.num_local * shape.num_ranks
@@ -209,12 +210,12 @@ class QuickCalls:
                 return None
         except RuntimeError:
             return None
-        out = torch.empty(num_tokens, shape.hidden, dtype=dtype)
+        out = local_memory.small(num_tokens, shape.hidden, dtype=dtype, device="cpu")
         tables = shape.num_ranks * shape.table_bytes
         send[at.NUMBER] = receive[at.NUMBER] = number
         send[at.HANDLE] = receive[at.HANDLE] = handle.number
         send[at.NUM_TOKENS] = receive[at.NUM_TOKENS] = num_tokens
-        send[at.LAYOUT_RANGE] = begin = memory.buffer_info()[0]
+        send[at.LAYOUT_RANGE] = begin = int64s.address(memory)
         send[at.SENT], send[at.COPIES_OWN] = begin + 8 * shape.num_local * shape.num_ranks, 0
         send[at.BLOCK], send[at.ROWS] = block.address, block.address + tables
         send[at.ROOM] = (block.size - tables) // (shape.hidden * dtype.itemsize)
@@ -277,7 +278,7 @@ class QuickCalls:
         most = shape.num_ranks * (shape.table_bytes + shape.most_back * row_bytes)
         signature = combine_signature(shape, dtype)
         made = self._plan(COMBINE, shape, num_tokens, dtype, signature, most)
-        picked = torch.empty(num_tokens, shape.num_topk, dtype=torch.int64)
+        picked = local_memory.small(num_tokens, shape.num_topk, dtype=torch.int64, device="cpu")
         for halves in made.halves:
             halves.send_table[at.PICKED] = halves.receive_table[at.PICKED] = picked.data_ptr()
         self._plans[key] = made._replace(picked=picked)

@@ -73,5 +73,5 @@ def _view(array: np.ndarray, begin: int, shape: tuple[int, ...], dtype: torch.dt
     """Part of an array as a tensor, which keeps the array alive."""
     count = math.prod(shape)
     if count == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(array, dtype=dtype, count=count, offset=begin).view(shape)

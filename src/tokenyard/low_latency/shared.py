@@ -25,7 +25,8 @@ from tokenyard.shm.node import SharedNode
 from tokenyard.shm.segment import Segment
 from tokenyard.types import ROW_DTYPES
 from tokenyard.wire import call_table as at
-from tokenyard.wire.call_table import address_of, new_table
+from tokenyard.wire import int64s
+from tokenyard.wire.call_table import new_table
 from tokenyard.wire.slots import (
     BAD,
     COMBINE,
@@ -394,7 +395,7 @@ class SharedSlots:
                 table[at.ROW_BYTES] = shape.hidden * dtype.itemsize
         load = self._statistics.load(shape.placement.num_experts, shape.num_local)
         receive_table[at.LOAD] = load.ctypes.data
-        tables = address_of(send_table), address_of(receive_table)
+        tables = int64s.address(send_table), int64s.address(receive_table)
         if dtype is None:
             send, receive = self._kernels.dispatch_calls(shape, *tables)
         else:

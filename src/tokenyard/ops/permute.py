@@ -59,7 +59,7 @@ def permute(
     if num_rows is not None:
         validate.integer("num_rows", num_rows, at_least=0)
     if out is not None:
-        out = _target(out, "rows", x_ND)
+        out = _target(out, "rows", x_ND, (x_ND, scales_NS, topk_idx))
     kernel_set = kernel_sets.pick(kernels, device.type)
     places, first_bad = kernel_set.place(topk_idx, num_experts, expert_alignment)
     if first_bad >= 0:
@@ -113,7 +113,7 @@ def unpermute(
     if out is None:
         out_ND = memory.empty(row_of.shape[0], y_MD.shape[1], dtype=dtype, device=device)
     else:
-        out_ND = _target(out, row_of.shape[0], y_MD)
+        out_ND = _target(out, row_of.shape[0], y_MD, (y_MD, row_of, weights))
     kernel_set = kernel_sets.pick(kernels, device.type)
     first_bad = kernel_set.unpermute(y_MD, row_of, weights, out_ND)
     if first_bad >= 0:
@@ -230,8 +230,8 @@ def _bad_row(row_of: Tensor, place: int, num_rows: int, why: str) -> ValueError:
     )
 
 
-def _target(out: Any, num_rows: int | str, like: Tensor) -> Tensor:
-    """Memory of the user's for a result like `like`."""
+def _target(out: Any, num_rows: int | str, like: Tensor, read: Sequence[Tensor | None]) -> Tensor:
+    """Memory of the user's for a result like `like`, which shares none with what is read."""
     hidden = like.shape[1]
     out = validate.target(
         "out", out, shape=(num_rows, hidden), dtypes=(like.dtype,), device=like.device
@@ -241,4 +241,7 @@ def _target(out: Any, num_rows: int | str, like: Tensor) -> Tensor:
         out.stride(1) == 1 and apart,
         f"out has strides {list(out.stride())}, want [at least {hidden}, 1]",
     )
+    view = validate.View.of(out)
+    meets = any(one is not None and validate.meet(view, validate.View.of(one)) for one in read)
+    validate.require(not meets, "out shares memory with what is read, want memory of its own")
     return out

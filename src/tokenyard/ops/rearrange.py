@@ -15,9 +15,6 @@ from tokenyard.kernels.rearrange_plan import MOST_AXES
 
 _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
-# How long to search for an element that two views share: `max_work` of np.shares_memory.
-_SEARCH = 100_000
-
 
 def rearrange(dst: Array, src: Array, *, kernels: str = "auto") -> None:
     """dst[i, j, ...] = src[i, j, ...] at every index, whatever the strides: bytes move, not values.
@@ -125,28 +122,8 @@ def _check_apart(
     if dst + spans[1] <= src + spans[2] or src + spans[3] <= dst + spans[0]:
         return
     shape, dst_strides, _, src_strides, itemsize, step = layout
-    views = []
-    for address, strides in ((dst, dst_strides), (src, src_strides)):
-        view = _View(address, shape, [step * stride for stride in strides], itemsize)
-        views.append(np.asarray(view))
-    shares_memory: Any = np.shares_memory  # numpy's types know no limit of work
-    try:
-        meet = shares_memory(*views, max_work=_SEARCH)
-    except np.exceptions.TooHardError:
-        meet = True
-    _require(not meet, "src shares memory with dst, want memory of its own")
-
-
-class _View:
-    """Memory as numpy sees it. It is not read, and need not be on this device."""
-
-    def __init__(
-        self, address: int, shape: tuple[int, ...], strides: list[int], itemsize: int
-    ) -> None:
-        self.__array_interface__ = {
-            "data": (address, True),
-            "shape": tuple(shape),
-            "strides": tuple(strides),
-            "typestr": f"|V{itemsize}",
-            "version": 3,
-        }
+    views = [
+        validate.View(address, shape, [step * stride for stride in strides], itemsize)
+        for address, strides in ((dst, dst_strides), (src, src_strides))
+    ]
+    _require(not validate.meet(*views), "src shares memory with dst, want memory of its own")

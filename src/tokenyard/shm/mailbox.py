@@ -21,6 +21,7 @@ from tokenyard.runtime.waits import Waits
 from tokenyard.shm.control import Control, ControlLayout
 from tokenyard.shm.liveness import Liveness, has_core_each
 from tokenyard.wire import exchange_table as at
+from tokenyard.wire import int64s
 from tokenyard.wire.signals import KINDS, MAIL
 
 _YIELDS = 100  # of a compiled call, before Python waits on, and of a wait that may be in vain
@@ -71,7 +72,7 @@ class Mailbox:
         self.patience = 2000 if has_core_each(layout.size) else 20  # looks of a kernel that spins
         # Given the stage, raises if a rank whose message is awaited has gone on to something else.
         self.look: Callable[[str], None] | None = None
-        self.epochs = array("q", [0] * KINDS)  # compiled calls advance them too
+        self.epochs = int64s.new(KINDS)  # compiled calls advance them too
         self._tables: list[np.ndarray] = []
         rank, bases = liveness.rank, [control.address for control in controls]
         # By kind of signal: where this rank raises it, and where it waits for the others.
@@ -141,7 +142,7 @@ class Mailbox:
         """Tell a compiled call where signals and messages are (`wire.exchange_table`)."""
         table[at.PATIENCE], table[at.YIELDS] = self.patience, _YIELDS
         table[at.WAITS] = self.waits.address
-        table[at.EPOCHS] = self.epochs.buffer_info()[0]
+        table[at.EPOCHS] = int64s.address(self.epochs)
         table[at.OUT_LINES] = self._table([outgoing for outgoing, _ in self._lines])
         table[at.IN_LINES] = self._table([incoming for _, incoming in self._lines])
         table[at.OUT_BOXES] = self._table([outboxes for outboxes, _ in self._boxes])

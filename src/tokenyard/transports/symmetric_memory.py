@@ -83,7 +83,7 @@ class SharedSegments:
         return SymmetricBlock(addresses, rows(own.array(), 0, 1, num_bytes, torch.uint8)[0])
 
     def wait(self, look: Callable[[Tensor, int, int], None], num_flags: int, stage: str) -> None:
-        missing = torch.zeros(1, dtype=torch.int32)
+        missing = torch.zeros(1, dtype=torch.int32, device="cpu")
 
         def step() -> int:
             look(missing, int(missing), 1)
@@ -169,7 +169,7 @@ class TorchSymmetricMemory:
 
 def _host_counter(device: torch.device) -> Tensor:
     """-1, in memory that the host reads and the device writes."""
-    counter = torch.full((1,), -1, dtype=torch.int32)
+    counter = torch.full((1,), -1, dtype=torch.int32, device="cpu")
     if device.type != "cuda":
         return counter
     return counter.pin_memory()  # no GPU has run this

@@ -27,9 +27,11 @@ from tokenyard.validate.calls import (
 )
 from tokenyard.validate.tensors import (
     CPU,
+    View,
     address,
     form,
     held,
+    meet,
     not_a_tensor,
     target,
     tensor,
@@ -55,6 +57,7 @@ __all__ = [
     "MOST",
     "MOST_EXPERTS",
     "SUMMABLE",
+    "View",
     "address",
     "bad_expert",
     "biases",
@@ -67,6 +70,7 @@ __all__ = [
     "kind",
     "layout",
     "layout_fits",
+    "meet",
     "name",
     "no_routing",
     "not_a_tensor",

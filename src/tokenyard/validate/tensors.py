@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,9 @@ from tokenyard.runtime.events import EventHandle
 from tokenyard.validate.values import kind, name, names
 
 CPU = torch.device("cpu")
+
+# How long to search for an element that two views share: `max_work` of np.shares_memory.
+_SEARCH = 100_000
 
 
 def tensor(
@@ -73,6 +77,35 @@ def target(
     if checked.data_ptr() != value.data_ptr():
         raise ValueError(f"{what} is not what its memory holds, want a plain torch.Tensor")
     return checked
+
+
+class View:
+    """Memory as numpy sees it, with strides in bytes. It is not read, and may be on any device."""
+
+    def __init__(
+        self, address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int
+    ) -> None:
+        self.__array_interface__ = {
+            "data": (address, True),
+            "shape": tuple(shape),
+            "strides": tuple(strides),
+            "typestr": f"|V{itemsize}",
+            "version": 3,
+        }
+
+    @classmethod
+    def of(cls, value: Tensor) -> View:
+        size = value.element_size()
+        return cls(value.data_ptr(), value.shape, [size * one for one in value.stride()], size)
+
+
+def meet(one: View, other: View) -> bool:
+    """Whether two views share a byte; also if it would take long to know."""
+    shares_memory: Any = np.shares_memory  # numpy's types know no limit of work
+    try:
+        return bool(shares_memory(np.asarray(one), np.asarray(other), max_work=_SEARCH))
+    except np.exceptions.TooHardError:
+        return True
 
 
 def address(what: str, value: Tensor) -> int:

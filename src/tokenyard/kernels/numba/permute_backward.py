@@ -6,7 +6,6 @@ which element d goes to sum d % 16, and then these by halves.
 
 from __future__ import annotations
 
-from array import array
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from tokenyard.kernels.numba.permute import _find_outside, _mark_kernel, _zero_k
 from tokenyard.kernels.numba.rows import may_stream
 from tokenyard.runtime.threads import in_threads
 from tokenyard.types import UnpermuteGrads
+from tokenyard.wire import int64s
 from tokenyard.wire.columns import LINE
 
 # The words of a call's table. Strides are in bytes; what has one, or is in rows, is an address.
@@ -140,7 +140,7 @@ def unpermute_backward(
     num_copies = _mark_kernel(row_of, numel, marks)
     streaming = may_stream(row_bytes, num_copies * row_bytes) and grad_y % LINE == 0
     streaming = streaming and grad_y_stride % LINE == 0
-    table = array("q", bytes(8 * _WORDS))
+    table = int64s.new(_WORDS)
     table[_GRAD] = grad_ND.data_ptr()
     table[_GRAD_STRIDE] = grad_ND.stride(0) * size
     table[_Y] = y_MD.data_ptr()
@@ -153,7 +153,7 @@ def unpermute_backward(
     table[_GRAD_WEIGHTS] = out.weights.data_ptr()
     table[_HIDDEN] = hidden
     table[_STREAMING] = streaming
-    call = table.buffer_info()[0]
+    call = int64s.address(table)
 
     def part(begin: int, end: int) -> None:
         _unpermute_backward_kernel(call, begin, end, like, np.empty(LANES, wide))

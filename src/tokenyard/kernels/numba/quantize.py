@@ -92,7 +92,7 @@ def _from_fp8_kernel(x, scales, out, num_groups, kind, streaming):
 
 def _model(num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
     """One element that stands for all: to make a tensor like it is quicker than to spell it out."""
-    return torch.empty(1, 1, dtype=dtype).expand(num_rows, hidden)
+    return torch.empty(1, 1, dtype=dtype, device="cpu").expand(num_rows, hidden)
 
 
 def plan_to_fp8(

@@ -64,7 +64,7 @@ def stage_slots(
             if expert >= 0:
                 seen[expert] += 1
     sent_2TK[0] = topk_idx_TK
-    sent_2TK[1] = torch.tensor(nth, dtype=torch.int64).view(num_tokens, num_topk)
+    sent_2TK[1] = torch.tensor(nth, dtype=torch.int64, device="cpu").view(num_tokens, num_topk)
     rows, scales = x_TD, None
     if shape.cast != NO_CAST:
         cast = plan_to_fp8(
@@ -135,7 +135,7 @@ def sum_slots(
     wide = wide_dtype(out_TD.dtype)
     ranks, locals_ = shape.placement.rank_of_expert, shape.placement.local_of_expert
     for token, (experts, picks) in enumerate(zip(pairs.topk_idx.tolist(), pairs.picked.tolist())):
-        total = torch.zeros(shape.hidden, dtype=wide)
+        total = torch.zeros(shape.hidden, dtype=wide, device="cpu")
         for k, (expert, pick) in enumerate(zip(experts, picks)):
             if expert < 0:
                 continue

@@ -70,7 +70,7 @@ def read_first_bad(counter: Tensor) -> int:
 
 def numbers(values: Sequence[int], device: torch.device) -> Tensor:
     """int64s that a kernel reads, brought there without waiting for the device."""
-    there = torch.tensor(values, dtype=torch.int64)
+    there = torch.tensor(values, dtype=torch.int64, device="cpu")
     if device.type == "cpu":
         return there
     return there.pin_memory().to(device, non_blocking=True)  # no GPU has run this

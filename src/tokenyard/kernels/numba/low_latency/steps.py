@@ -28,7 +28,8 @@ from tokenyard.kernels.numba.llvm.sums import sum_scaled
 from tokenyard.kernels.numba.quantize import to_fp8_groups
 from tokenyard.kernels.numba.rows import copy_row, streams
 from tokenyard.wire import call_table as at
-from tokenyard.wire.call_table import address_of, new_table
+from tokenyard.wire import int64s
+from tokenyard.wire.call_table import new_table
 from tokenyard.wire.fp8 import GROUP, NO_CAST
 from tokenyard.wire.slots import LOW, SlotPairs, SlotResults, SlotShape, Stray
 
@@ -241,9 +242,9 @@ def stage_slots(
     table[at.NUM_TOKENS], table[at.NUM_TOPK] = topk_idx_TK.shape
     table[at.SENT] = sent_2TK.data_ptr()
     table[at.BLOCK] = block_B.data_ptr()
-    bad = number_pairs(address_of(table))
+    bad = number_pairs(int64s.address(table))
     if bad == -1:
-        stage_rows(address_of(table), cast_like(shape))
+        stage_rows(int64s.address(table), cast_like(shape))
     return bad
 
 
@@ -256,7 +257,7 @@ def fill_slots(
     table[at.COUNTS] = out.counts.data_ptr()
     table[at.SRC_INFO] = out.src_info.data_ptr()
     table[at.LAYOUT_RANGE] = out.layout_range.data_ptr()
-    address = address_of(table)
+    address = int64s.address(table)
     out.counts.zero_()
     for source, (block, count) in enumerate(zip(blocks, tokens)):
         begin_ranges(address, source)
@@ -275,7 +276,7 @@ def stage_back(
     table[at.Y] = y_LSD.data_ptr()
     table[at.LAYOUT_RANGE] = layout_range_LR.data_ptr()
     for source, out_NB in enumerate(outs):
-        give_back(address_of(table), source, out_NB.data_ptr(), 0, tables_RL[source].data_ptr())
+        give_back(int64s.address(table), source, out_NB.data_ptr(), 0, tables_RL[source].data_ptr())
 
 
 def pick_slots(topk_idx_TK: Tensor, sent_2TK: Tensor, picked_TK: Tensor) -> int:
@@ -284,7 +285,7 @@ def pick_slots(topk_idx_TK: Tensor, sent_2TK: Tensor, picked_TK: Tensor) -> int:
     table[at.NUM_TOKENS], table[at.NUM_TOPK] = topk_idx_TK.shape
     table[at.SENT] = sent_2TK.data_ptr()
     table[at.PICKED] = picked_TK.data_ptr()
-    return pick_pairs(address_of(table))
+    return pick_pairs(int64s.address(table))
 
 
 def sum_slots(
@@ -302,7 +303,7 @@ def sum_slots(
     table[at.WEIGHTS] = pairs.weights.data_ptr()
     table[at.OUT] = out_TD.data_ptr()
     like, wide = LIKE[out_TD.dtype], wide_like(out_TD.dtype)
-    stray = sum_tokens(address_of(table), bases, limits, tables, nobody, like, wide)
+    stray = sum_tokens(int64s.address(table), bases, limits, tables, nobody, like, wide)
     if stray >= 0:
         raise Stray(int(stray))
     return out_TD
