@@ -239,7 +239,7 @@ def _combine(
     else:
         x = combine_rows(case, number, place, count)
         if step.rows == "buffer":
-            x = buffer.get_next_combine_buffer(handle).copy_(x)
+            x = _written(buffer.get_next_combine_buffer(handle), x)
     biases = combine_biases(case, number, place, step.num_biases)
     arguments = {
         "x": x,
@@ -281,7 +281,7 @@ def _combine_by_expert(
         rows = scene.expected[step.handle][scene.place]["x"].shape[0]
         y = combine_rows(case, scene.number, scene.place, rows)
         if step.rows == "buffer":
-            y = buffer.get_next_combine_buffer(made.handle).copy_(y)
+            y = _written(buffer.get_next_combine_buffer(made.handle), y)
     out = None
     if step.given_out:
         out = torch.full((case.num_tokens(scene.place), case.hidden), 5.0, dtype=y.dtype)
@@ -339,7 +339,13 @@ def _low_combine(
 
 
 def _as_shared(buffer: tokenyard.Buffer, handle: Any, y: Tensor) -> Tensor:
-    return buffer.get_next_low_latency_combine_buffer(handle).copy_(y)
+    return _written(buffer.get_next_low_latency_combine_buffer(handle), y)
+
+
+def _written(memory: Tensor, rows: Tensor) -> Tensor:
+    """What was lent inside of inference_mode is written to there."""
+    with torch.inference_mode(memory.is_inference()):
+        return memory.copy_(rows)
 
 
 def _out_of_order(buffer: tokenyard.Buffer, scene: Scene, step: Call) -> Result:

@@ -58,6 +58,7 @@ class CallDrawer:
 
     def __init__(self, rng: random.Random, without: Collection[str]) -> None:
         self.rng, self.without = rng, without
+        self._routings = [kind for kind in ROUTINGS if kind != "doubled" or self.may(kind)]
         self.steps: list[Step] = []
         self.given: list[Given] = []
 
@@ -115,7 +116,7 @@ class CallDrawer:
             num_topk=rng.randint(1, min(4, num_experts)),
             num_experts=num_experts,
             dtype=rng.choice([*SUMMABLE, FP8]),
-            kind=rng.choice(ROUTINGS),
+            kind=rng.choice(self._routings),
             placement=opened.placement,
             ranks_per_node=opened.nodes,
             expert_alignment=rng.choice([1, 1, 16]),
@@ -210,7 +211,7 @@ class CallDrawer:
             num_topk=rng.randint(1, min(4, opened.num_experts)),
             num_experts=opened.num_experts,
             dtype=rng.choice(dtypes),
-            kind=rng.choice(ROUTINGS),
+            kind=rng.choice([kind for kind in ROUTINGS if kind != "doubled"]),  # which it refuses
             placement=opened.placement,
             fp8=fp8,
         )

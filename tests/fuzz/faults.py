@@ -10,6 +10,7 @@ import functools
 import importlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -63,7 +64,7 @@ _SYSTEM: dict[str, str] = {
     "posix_fallocate": "os",
     "open": "os",
     "pidfd_open": "os",
-    "_map": "tokenyard.shm.segment",
+    "map_file": "tokenyard.shm.segment",
     "readlink": "os",
     "fcntl": "fcntl",
 }
@@ -95,8 +96,11 @@ class Arm:
     _armed: ClassVar[dict[str, list[Arm]]] = {}  # by point
     _honest: ClassVar[dict[str, Any]] = {}  # what was there before
 
-    def __init__(self, trouble: Trouble, act: Callable[[], None] | None = None) -> None:
-        self.trouble, self.fired = trouble, False
+    def __init__(
+        self, trouble: Trouble, act: Callable[[], None] | None = None, thread: int | None = None
+    ) -> None:
+        """Met by any thread, or by one: asynchronous calls before it pass the same points."""
+        self.trouble, self.fired, self._thread = trouble, False, thread
         self._act = act or functools.partial(strike, trouble)
         self._passed, self._lock = 0, threading.Lock()
         others = Arm._armed.setdefault(trouble.what, [])
@@ -113,6 +117,8 @@ class Arm:
                 setattr(holder, name, Arm._honest.pop(self.trouble.what))
 
     def meet(self) -> None:
+        if self._thread not in (None, threading.get_ident()):
+            return
         with self._lock:
             self._passed += 1
             if self.fired or self._passed <= self.trouble.nth:
@@ -148,6 +154,10 @@ def _replace(point: str) -> None:
 def strike(trouble: Trouble) -> None:
     if trouble.kind in ("stall", "late"):
         time.sleep(trouble.number)
+    elif trouble.kind == "stop":
+        wake = f"sleep {trouble.number}; kill -CONT {os.getpid()}"
+        with subprocess.Popen(["sh", "-c", wake]):
+            os.kill(os.getpid(), signal.SIGSTOP)
     elif trouble.kind == "errno":
         raise OSError(int(trouble.number), os.strerror(int(trouble.number)))
     elif trouble.kind == "kill":
@@ -176,7 +186,7 @@ def intruding(
         thread.start()
         thread.join(3)
 
-    arm = Arm(Trouble(kind="thread", rank=0, what=point), act)
+    arm = Arm(Trouble(kind="thread", rank=0, what=point), act, threading.get_ident())
     try:
         yield
     finally:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import logging
 import os
 import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
@@ -23,7 +25,8 @@ from tests.cases import exchange as exchange_case
 from tests.cases import inside
 from tests.cases import low_latency as low_latency_case
 from tests.cases.exchange import FP8
-from tests.fuzz import calls, collectives, faults
+from tests.cases.surroundings import AROUND, Surrounded
+from tests.fuzz import calls, collectives, faults, wholes
 from tests.fuzz.expected import Expected
 from tests.fuzz.leaks import Holdings
 from tests.fuzz.oracle import Outcome, Report
@@ -37,10 +40,12 @@ from tests.fuzz.steps import (
     Finish,
     LowCombine,
     LowDispatch,
+    Move,
     Open,
     Program,
     Step,
     Trouble,
+    Whole,
 )
 from tokenyard.runtime.events import EventHandle, EventOverlap
 from tokenyard.transports import available
@@ -69,18 +74,50 @@ def get_ready(world: Any) -> None:
         for fp8 in ((True, False, False), (True, True, True)):
             more = {"hidden": 512, "sum_dtype": torch.bfloat16, "rounds": 1, **some}
             low_latency_case.job(world, low_latency_case.Case(fp8=fp8, **more))
+    os.environ["TOKENYARD_PROGRESS"] = "0"  # who speaks of compiling keeps a socket from then on
+    gc.collect()
+    gc.freeze()  # `leaks` collects after each program, and need not look at torch and numba
 
 
-def interpret(world: Any, program: Program, expected: bytes) -> Report:
+def interpret(world: Any, program: Program, expected: bytes, folder: str) -> Report:
     before = Holdings.now()
+    torch.set_num_threads(program.threads[world.rank()])
     rank = Rank(world.rank(), program, torch.load(io.BytesIO(expected), weights_only=False))
-    for number, step in enumerate(program.steps):
-        rank.do(number, step)
-    report = rank.report
-    rank.leave()
+    said = _Said()
+    with said.heard(), ExitStack() as watching:
+        for one in program.watched:
+            watch = tokenyard.trace if one == "trace" else tokenyard.record
+            watching.enter_context(watch(f"{folder}/{one}"))
+        for number, step in enumerate(program.steps):
+            rank.do(number, step)
+        report = rank.report
+        rank.leave()
     del rank
     report.leaks = before.grown()
+    report.said = said.lines
     return report
+
+
+class _Said(logging.Handler):
+    """What traces and recordings say when they fail: they may not raise."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = self.format(record)
+        if "could not be noted" in line or "cannot be written" in line:
+            self.lines.append(line)
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        log = logging.getLogger("tokenyard")
+        log.addHandler(self)
+        try:
+            yield
+        finally:
+            log.removeHandler(self)
 
 
 @dataclass
@@ -96,7 +133,7 @@ class Rank:
 
     def do(self, number: int, step: Step) -> None:
         """What goes wrong is noted, and the rank goes on: the others do."""
-        if isinstance(step, (Open, Collective)):
+        if isinstance(step, (Open, Collective, Whole)):
             members = step.members
         elif isinstance(step, (Finish, Drop, EndCollective)):
             members = self._members(self.program.steps[step.of])
@@ -168,6 +205,10 @@ class Rank:
             self._finish(step.of, place)
         elif isinstance(step, Drop):
             self._drop(step, place)
+        elif isinstance(step, Move):
+            self._move(step, place)
+        elif isinstance(step, Whole):
+            self.report.outs[number] = wholes.run(_GROUPS[step.members], step)
         elif isinstance(step, Collective):
             self._collective(number, step, place)
         elif isinstance(step, EndCollective):
@@ -192,8 +233,8 @@ class Rank:
         _leave_compiled_calls(buffer, random.Random(f"{self.program.seed} {number} {place}"))
 
         def call() -> calls.Result:
-            with torch.inference_mode() if step.inference else nullcontext():
-                return calls.call(buffer, scene, step, event, mine)
+            surrounded: Any = Surrounded(buffer, AROUND[step.around]) if step.around else buffer
+            return calls.call(surrounded, scene, step, event, mine)
 
         if mine is not None and mine.kind == "thread":
             result = self._intruded(buffer, step, call)
@@ -251,6 +292,12 @@ class Rank:
             self.results[step.of] = calls.Result(handle=result.handle)
         else:
             del self.results[step.of]
+
+    def _move(self, step: Move, place: int) -> None:
+        buffer = self.buffers[step.buffer]
+        buffer.rebalance(torch.tensor(step.placement))
+        own = [expert for expert, rank in enumerate(step.placement) if rank == place]
+        assert buffer.get_local_experts(len(step.placement)) == own
 
     def _check_closed(self, buffer: tokenyard.Buffer) -> None:
         buffer.close()  # twice is fine

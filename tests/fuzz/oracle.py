@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tests.cases.clock import scaled
+from tests.fuzz import wholes
 from tests.fuzz.steps import (
     Call,
     CombineByExpert,
@@ -13,12 +14,17 @@ from tests.fuzz.steps import (
     Open,
     Program,
     Trouble,
+    Whole,
     show,
 )
 from tokenyard.testing import Exited
 
 # Seconds for a step on a busy machine, well below the Buffers' time limit: nobody waits for that.
 SOON = scaled(20)
+
+
+# Points that a rank may pass before it has told anybody of a call.
+_UNTOLD = ("Agreement.meet", "Pool.take")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +48,8 @@ class Report:
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     wrong: dict[int, str] = field(default_factory=dict)  # by step: bytes that are not spec's
     leaks: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)  # by what watched the rank
+    outs: dict[int, bytes] = field(default_factory=dict)  # of `Whole` steps, as torch saves them
 
 
 def judge(program: Program, reports: list[Report | Exited]) -> list[str]:
@@ -66,10 +74,15 @@ def judge(program: Program, reports: list[Report | Exited]) -> list[str]:
             if number in one.wrong
         ]
         said += _judge_step(program, number, outs)
+        if isinstance(step, Whole):
+            found = [reported[one].outs.get(number) for one in step.members if one in reported]
+            if None not in found and len(found) == len(step.members):
+                said += wholes.problems(step, found)
         problems += [f"step {number}, {show(step)}: {one}" for one in said]
     for rank, report in enumerate(reports):
         if isinstance(report, Report):
             problems += [f"leak on rank {rank}: {one}" for one in report.leaks]
+            problems += [f"rank {rank} was not watched: {one}" for one in report.said]
     return problems
 
 
@@ -102,7 +115,7 @@ def _judge_step(program: Program, number: int, outs: dict[int, Outcome]) -> list
 def _allowed(step: Open | Call, trouble: Trouble, own: bool, fired: bool) -> set[str]:
     """Kinds of outcome. Where an error names ranks, they must be the culprit alone."""
     kind = trouble.kind
-    if kind in ("stall", "thread"):
+    if kind in ("stall", "stop", "thread"):
         return {"ok"}
     if kind == "bad":
         return {"ValueError"} if own else {"PeerInputError"}
@@ -122,13 +135,13 @@ def _allowed(step: Open | Call, trouble: Trouble, own: bool, fired: bool) -> set
         if own:
             return {"Interrupted", "Injected"}
         # Before it has told anybody of a call, a rank has only left that call out.
-        skipped = {"CallMismatch"} if trouble.what == "Agreement.meet" else set()
+        skipped = {"CallMismatch"} if trouble.what in _UNTOLD else set()
         return {"ok", "PeerLeft", "PeerInputError"} | skipped
     if kind == "late":  # whoever wakes up late finds the others gone
         return {"ok", "PeerLeft", "PeerTimeout"} if own else {"ok", "PeerTimeout"}
     assert kind == "errno"
     if isinstance(step, Open):
-        errors = {"ok", "SharedMemoryError", "ValueError"}
+        errors = {"ok", "SharedMemoryError", "ValueError", "OSError"}
         return errors if own else errors | {"PeerInputError", "PeerLeft"}
     # These need memory before a rank tells the others of the call.
     early = isinstance(step, (LowDispatch, LowCombine, CombineByExpert))
@@ -157,7 +170,7 @@ def _judge_probe(program: Program, number: int, outs: dict[int, Outcome]) -> lis
         if trouble.kind == "late":  # on whom the others have given up
             allowed.add("PeerTimeout")
         # Whoever did not come to tell of its call may be here a call early.
-        if trouble.kind == "order" or (trouble.kind, trouble.what) == ("raise", "Agreement.meet"):
+        if trouble.kind == "order" or (trouble.kind == "raise" and trouble.what in _UNTOLD):
             allowed.add("CallMismatch")
         # Who has seen that a rank is late, or gave up, has given up as well.
         right = one.names in ((), named) or trouble.kind == "late" or rank == culprit

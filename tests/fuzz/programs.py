@@ -10,7 +10,8 @@ from itertools import combinations
 from typing import Any
 
 from tests.cases.clock import scaled
-from tests.fuzz import faults
+from tests.cases.surroundings import AROUND
+from tests.fuzz import faults, wholes
 from tests.fuzz.drawn_calls import CallDrawer, DrawnBuffer, Given
 from tests.fuzz.steps import (
     BREAKING,
@@ -27,10 +28,12 @@ from tests.fuzz.steps import (
     Finish,
     LowCombine,
     LowDispatch,
+    Move,
     Open,
     Program,
     Step,
     Trouble,
+    Whole,
 )
 
 # What may be left out of programs, by name. Troubles have the names of their kinds.
@@ -41,6 +44,7 @@ TROUBLES = {  # how often, of a hundred calls
     "event": 0.6,
     "thread": 1.5,
     "stall": 10.0,
+    "stop": 0.5,
     "errno": 3.0,
     "raise": 1.0,
     "leave": 0.8,
@@ -56,7 +60,13 @@ FEATURES = (
     "drops",  # results that are dropped while they are on their way
     "chains",  # previous_event
     "peek",  # handles that are read while their rows are on their way
-    "inference",
+    "around",  # default devices and dtypes, inference_mode
+    "doubled",  # tokens that name an expert twice
+    "moves",  # of experts
+    "wholes",  # other Buffers, and experts with copies
+    "trace",
+    "record",
+    "counts",  # of threads, another on each rank
     "bare",  # zero_copy on a rank that has no experts
     "threads",  # calls on other threads, one after the other
     "collectives",  # of the user's, between calls
@@ -84,9 +94,19 @@ LATE_TIMEOUT, LATE_STALL = scaled(3.0), scaled(7.0)  # seconds
 def draw(seed: int, num_ranks: int, without: Collection[str] = ()) -> Program:
     unknown = set(without) - set(FEATURES)
     assert not unknown, f"unknown features: {unknown}, want some of {', '.join(FEATURES)}"
-    steps = _Drawer(random.Random(f"{seed} on {num_ranks}"), num_ranks, without).draw()
+    rng = random.Random(f"{seed} on {num_ranks}")
+    drawer = _Drawer(rng, num_ranks, without)
+    steps = drawer.draw()
+    most = 3 if drawer.may("counts") else 1
     return Program(
-        seed=seed, num_ranks=num_ranks, without=tuple(sorted(without)), steps=tuple(steps)
+        seed=seed,
+        num_ranks=num_ranks,
+        without=tuple(sorted(without)),
+        steps=tuple(steps),
+        threads=tuple(rng.randint(1, most) for _ in range(num_ranks)),
+        watched=tuple(
+            one for one in ("trace", "record") if drawer.may(one) and rng.random() < 0.15
+        ),
     )
 
 
@@ -96,6 +116,7 @@ class _Drawer(CallDrawer):
         self.buffers: dict[int, DrawnBuffer] = {}
         self.collectives: list[int] = []
         self.num_opened = 0
+        self.was_killed = False
         self.most_open = self.may("several") * rng.randint(0, 3) + 1
         self.groups = [
             group
@@ -117,6 +138,8 @@ class _Drawer(CallDrawer):
                 self.act_collective: 2.0 * self.may("collectives"),
                 self.act_end_collective: 2.0 * bool(self.collectives),
                 self.act_close: 1.0 * bool(self.buffers),
+                self.act_move: 0.7 * bool(self.buffers) * self.may("moves"),
+                self.act_whole: 0.5 * self.may("wholes"),
             }
             (act,) = rng.choices(list(acts), list(acts.values()))
             act()
@@ -174,7 +197,7 @@ class _Drawer(CallDrawer):
             self.dispatch_by_expert: 2.0 * self.may("by-expert"),
             self.combine_by_expert: 4.0 * bool(buffer.having(DispatchByExpert)),
             self.low_dispatch: 4.0 * buffer.opened.low_latency,
-            self.low_combine: 3.0 * bool(buffer.having(LowDispatch, over=True)),
+            self.low_combine: 9.0 * bool(buffer.having(LowDispatch, over=True)),
         }
         (make,) = self.rng.choices(list(makers), list(makers.values()))
         self._add_call(buffer, make(buffer))
@@ -203,6 +226,23 @@ class _Drawer(CallDrawer):
     def act_end_collective(self) -> None:
         self._add(EndCollective(of=self.collectives.pop(0)))
 
+    def act_move(self) -> None:
+        """Handles are of no use after it."""
+        buffer = self.rng.choice(list(self.buffers.values()))
+        for one in list(buffer.given):
+            if not one.over:
+                self.finish(one)
+            self.drop(one)
+        size, opened = len(buffer.opened.members), buffer.opened
+        placement = tuple(self.rng.randrange(size) for _ in range(opened.num_experts))
+        self._add(Move(buffer=opened.buffer, placement=placement))
+        buffer.opened = replace(opened, placement=placement)
+
+    def act_whole(self) -> None:
+        members = self.rng.choice(self.groups)
+        kind, case = wholes.draw(self.rng, len(members), self.may("doubled"))
+        self._add(Whole(members=members, kind=kind, case=case))
+
     def act_close(self) -> None:
         self._close(self.rng.choice(list(self.buffers)))
 
@@ -214,7 +254,7 @@ class _Drawer(CallDrawer):
         rng, opened = self.rng, buffer.opened
         step = replace(
             step,
-            inference=self.may("inference") and rng.random() < 0.15,
+            around=rng.choice(list(AROUND)) if self.may("around") and rng.random() < 0.2 else "",
             thread=self.may("threads") and rng.random() < 0.1,
         )
         possible = [kind for kind in TROUBLES if kind not in ("late", "thread")]
@@ -266,13 +306,15 @@ class _Drawer(CallDrawer):
             self._bury(opened.members[step.trouble.rank], at)
 
     def _last_look(self, number: int, at: int) -> None:
-        """After a trouble that may have broken the Buffer."""
+        """After a trouble that may have broken the Buffer, or have made a node of each rank."""
         buffer = self.buffers[number]
         for one in buffer.given:
             if not one.over:
                 self.drop(one)
         probe = replace(self.dispatch(buffer), is_async=False, after=None, x_of=None, probes=at)
-        self._add(replace(probe, case=replace(probe.case, tokens=(2, 3, 1, 0), hidden=9)))
+        self._add(
+            replace(probe, peek=False, case=replace(probe.case, tokens=(2, 3, 1, 0), hidden=9))
+        )
         self._close(number)
 
     def _bury(self, victim: int, at: int) -> None:
@@ -281,6 +323,7 @@ class _Drawer(CallDrawer):
             if victim in buffer.opened.members:
                 self._last_look(number, at)
         self.groups = [group for group in self.groups if victim not in group]
+        self.was_killed = True
 
     def _close(self, number: int) -> None:
         buffer = self.buffers.pop(number)
@@ -304,6 +347,8 @@ class _Drawer(CallDrawer):
     def _trouble_kind(self, possible: list[str]) -> str | None:
         """At most one kill a program: it costs a start of all processes."""
         for kind in possible:
+            if kind == "kill" and self.was_killed:
+                continue
             if self.may(kind) and self.rng.random() < TROUBLES[kind] / 100:
                 return kind
         return None
@@ -319,9 +364,10 @@ class _Drawer(CallDrawer):
                 rng.choice([errno.EMFILE, errno.ENOMEM]),
             )
             return replace(trouble, what=what, nth=rng.choice([0, 0, 0, 1, 2]), number=number)
-        if kind in ("stall", "late", "raise", "kill"):
+        if kind in ("stall", "stop", "late", "raise", "kill"):
             points = faults.points_of(opened.transport, step in (LowDispatch, LowCombine))
-            seconds = {"stall": rng.choice([0.002, 0.02, 0.1]), "late": LATE_STALL}.get(kind, 0)
+            naps = {"stall": rng.choice([0.002, 0.02, 0.1]), "stop": 0.3, "late": LATE_STALL}
+            seconds = naps.get(kind, 0)
             what, nth = rng.choice(points), rng.choice([0, 0, 0, 1, 2])
             return replace(trouble, what=what, nth=nth, number=seconds)
         return trouble

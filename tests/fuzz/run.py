@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 
@@ -18,7 +20,7 @@ from tests.fuzz.expected import expect
 from tests.fuzz.interpret import get_ready, interpret
 from tests.fuzz.oracle import judge
 from tests.fuzz.programs import draw
-from tests.fuzz.steps import Program
+from tests.fuzz.steps import Call, Program
 from tokenyard.testing import Processes, RankFailed
 
 TIMEOUT = scaled(120)  # seconds for a program
@@ -54,7 +56,8 @@ class Ranks:
             self._processes = Processes(self.num_ranks, timeout=TIMEOUT)
             self._processes.run(get_ready, timeout=scaled(900))  # compiles, the first time
         try:
-            reports = self._processes.run(interpret, program, expected, may_die=True)
+            with tempfile.TemporaryDirectory() as folder:
+                reports = self._processes.run(interpret, program, expected, folder, may_die=True)
             problems = judge(program, reports)
         except (TimeoutError, RankFailed) as error:
             problems = [str(error)]
@@ -82,7 +85,7 @@ def run(
         torch.save(expect(program), file)  # plain pickle does not know all dtypes
         return program, file.getvalue()
 
-    with ThreadPoolExecutor(1) as ahead:
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as ahead:
         waiting = [ahead.submit(prepare, seed) for seed in seeds]
         try:
             for future in waiting:
@@ -123,5 +126,7 @@ def run_all(
                     flush=True,
                 )
     took = time.monotonic() - begin
-    print(f"{done} programs in {took:.0f} s, {failed} failed; {dict(sorted(kinds.items()))}")
+    calls = sum(kinds[one.__name__] for one in get_args(Call))
+    what = f"{done} programs of {calls} calls in {took:.0f} s, {failed} failed"
+    print(f"{what}; {dict(sorted(kinds.items()))}")
     return failed

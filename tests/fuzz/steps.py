@@ -25,6 +25,7 @@ class Trouble:
     order     it makes a call of the other mode
     event     it gives a previous_event that fails
     thread    a second thread calls the Buffer meanwhile
+    stop      its process is stopped for `number` seconds, at a point
     stall     it sleeps for `number` seconds at a point (`what`) that it passes for the nth time
     late      the same, for longer than the others wait
     errno     a system call (`what`) fails with error `number`, when made for the nth time
@@ -64,7 +65,7 @@ class _Call:
     buffer: int
     is_async: bool = False
     after: int | None = None  # the step whose event is previous_event
-    inference: bool = False
+    around: str = ""  # what holds around it: one of `surroundings.AROUND`
     thread: bool = False  # called on another thread than the rest
     trouble: Trouble | None = None
 
@@ -133,6 +134,23 @@ class Drop:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Move:
+    """Experts of a Buffer move to other ranks."""
+
+    buffer: int
+    placement: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """A Buffer of another interface, or of experts with copies, from its opening to its end."""
+
+    members: tuple[int, ...]
+    kind: str  # of `wholes.KINDS`
+    case: Any
+
+
+@dataclass(frozen=True, kw_only=True)
 class Collective:
     """One of the user's, on a group of Buffers."""
 
@@ -147,7 +165,7 @@ class EndCollective:
 
 
 Call = Dispatch | Cached | Combine | DispatchByExpert | CombineByExpert | LowDispatch | LowCombine
-Step = Open | Close | Call | Finish | Drop | Collective | EndCollective
+Step = Open | Close | Call | Finish | Drop | Move | Whole | Collective | EndCollective
 
 # Those after which a Buffer may be broken: a probe and the end of the Buffer follow.
 BREAKING = frozenset({"order", "event", "errno", "raise", "leave", "kill", "late"})
@@ -159,6 +177,8 @@ class Program:
     num_ranks: int
     without: tuple[str, ...]
     steps: tuple[Any, ...]  # of Step; which kind one is follows from what refers to it
+    threads: tuple[int, ...] = ()  # that kernels may take, by rank
+    watched: tuple[str, ...] = ()  # "trace", "record"
 
     def opened(self, buffer: int) -> Open:
         return next(step for step in self.steps if isinstance(step, Open) and step.buffer == buffer)
@@ -173,7 +193,8 @@ class Program:
         return None
 
     def __str__(self) -> str:
-        head = f"program {self.seed} on {self.num_ranks} processes"
+        head = f"program {self.seed} on {self.num_ranks} processes, threads {self.threads}"
+        head = " with ".join([head, *self.watched])
         return "\n".join([head, *(f"{n:4} {show(step)}" for n, step in enumerate(self.steps))])
 
 

@@ -4,6 +4,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.fuzz.run import run
@@ -33,3 +38,19 @@ def test_programs(num_ranks: int, seeds: range) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_very_many_programs(num_ranks: int) -> None:
     check(range(100 + num_ranks, 5100 + num_ranks, 3), num_ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7_200)
+def test_many_programs_between_guard_pages() -> None:
+    """In a process of its own: the server that forks ranks has the environment it began with."""
+    command = [sys.executable, "-m", "tests.fuzz", "--programs", "500", "--seed", "20000"]
+    done = subprocess.run(
+        command,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "TOKENYARD_GUARD": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
