@@ -54,8 +54,8 @@ class PeerLeft(PeerError):
 
 
 class CallsDiffer(PeerLeft):
-    """What a rank tells the others that saw first that they are in calls of different modes. They
-    raise CallMismatch, as it does.
+    """Ranks are in calls of different modes. The rank that sees it first tells the others so, and
+    all raise CallMismatch.
     """
 
 

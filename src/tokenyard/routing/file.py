@@ -99,11 +99,8 @@ def _join(parts: list[LayerRouting]) -> LayerRouting:
     rows = {id(part): {step: s for s, step in enumerate(part.step.tolist())} for part in parts}
     ranks = sorted(column)
     with_weights = all(part.topk_weights is not None for part in parts)
-    ids, weights, counts = (
-        [],
-        [],
-        torch.zeros(len(steps), len(ranks), dtype=torch.int64, device="cpu"),
-    )
+    ids, weights = [], []
+    counts = torch.zeros(len(steps), len(ranks), dtype=torch.int64, device="cpu")
     for s, step in enumerate(steps):
         for p, rank in enumerate(ranks):
             part, number = column[rank]

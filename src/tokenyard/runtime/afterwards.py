@@ -21,7 +21,9 @@ _pid = 0  # the process whose thread runs: a fork has none
 
 
 def start() -> None:
-    """Before anything is left. Where no thread can be started, the next process's end does it."""
+    """Before anything is left. Where no thread can be started nobody does it, and the system takes
+    all back when the process ends.
+    """
     global _pid, _work
     if _pid != os.getpid():
         _pid, _work = os.getpid(), queue.SimpleQueue()

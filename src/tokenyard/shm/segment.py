@@ -149,7 +149,7 @@ _REMEDIES = {
 
 
 def file_bytes(num_bytes: int) -> int:
-    """Bytes of the file of a segment of so many bytes (`runtime.guard` takes whole pages)."""
+    """Bytes of the file of a segment of so many bytes (`shm.guard` takes whole pages)."""
     return num_bytes
 
 

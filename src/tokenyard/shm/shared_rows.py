@@ -66,13 +66,13 @@ class Room:
         if self._careful:
             self._careful -= 1
         elif self._largest > self._last:
-            for wanted in (self._largest, self._of_window):
-                if wanted > self._last:
-                    found = self._pool.take_idle(wanted, self._last)
-                    if found is not None:
-                        return found
-                    if wanted == self._of_window:
-                        self._careful = _WINDOW
+            found = self._pool.take_idle(self._largest, self._last)
+            if found is None and self._last < self._of_window < self._largest:
+                found = self._pool.take_idle(self._of_window, self._last)
+            if found is not None:
+                return found
+            if self._of_window > self._last:
+                self._careful = _WINDOW
         few = self._of_window if self._of_window <= _LITTLE else 0
         return self._pool.take_small(max(self._last, few))
 
