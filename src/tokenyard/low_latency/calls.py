@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tokenyard import recording
+from tokenyard.errors import BufferClosed
 from tokenyard.low_latency import forks
 from tokenyard.low_latency.engine import LowLatency
 from tokenyard.low_latency.handle import STAGE_OF, LowLatencyHandle
@@ -214,10 +215,13 @@ class LowLatencyCalls:
     def _receive(self, hook: RecvHook) -> None:
         """What the user's hook does. Called a second time it does nothing."""
         if not hook.is_over:
-            hook.look()
             self._use.stage = "low-latency receive"
-            with self._use:
-                hook()
+            try:
+                with self._use:
+                    hook()
+            except BufferClosed:
+                hook.look()
+                raise
 
     def _open_low_latency(self, is_open: bool = False) -> LowLatency:
         """`is_open` inside a call, which has looked already."""

@@ -46,8 +46,10 @@ class RecvHook:
             work()
 
     def look(self) -> None:
-        """Raise what the rows have met on their way. Nobody else may have told the user yet."""
-        if self._way is not None and self._way.is_over:
+        """Raise what the rows have met on their way: in a Buffer that is broken already, nobody
+        else may have told the user yet.
+        """
+        if self._way is not None:
             self._way.current_stream_wait()
 
     def on_thread(self) -> None:
