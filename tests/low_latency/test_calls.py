@@ -239,3 +239,38 @@ def test_a_hook_after_the_other_rank_has_left(
 ) -> None:
     pair = processes(2)
     assert pair.run(left_before_the_hook, drops, zero_copy, later) == [512.0, 1024.0]
+
+
+def left_after_a_second_combine(group: Any, forgets: int) -> float:
+    """Rank 0 closes its Buffer before rank 1 has mapped memory that an earlier combine named: rank
+    1 dropped the hooks of that combine and the next. Or before it has mapped the block beside it.
+    """
+    buffer = tokenyard.Buffer(group, low_latency_mode=True, timeout=scaled(60))
+    ids, weights = torch.tensor([[0, 1]] * 4), torch.ones(4, 2)
+    x = torch.full((4, 64), group.rank() + 1.0)
+    got: Any = buffer.low_latency_dispatch(x, ids, 4, 2, use_fp8=False)
+    y = buffer.get_next_low_latency_combine_buffer(got.handle).copy_(got.recv_x)
+    for _ in range(max(1, forgets)):
+        back = buffer.low_latency_combine(
+            y, ids, weights, got.handle, zero_copy=True, return_recv_hook=True
+        )
+        assert back.hook is not None
+        if group.rank() == 0 or not forgets:
+            back.hook()
+        del back
+    owed = buffer.low_latency_dispatch(x, ids, 4, 2, use_fp8=False, return_recv_hook=True)
+    last = buffer.low_latency_combine(
+        y, ids, weights, got.handle, zero_copy=True, return_recv_hook=True
+    )
+    assert last.hook is not None
+    if group.rank() == 1:
+        time.sleep(scaled(0.7))
+    last.hook()
+    buffer.close()
+    del owed
+    return float(last.combined_x.sum())
+
+
+@pytest.mark.parametrize("forgets", [0, 2], ids=["all received", "two forgotten"])
+def test_memory_that_an_earlier_combine_named(processes: Pools, forgets: int) -> None:
+    assert processes(2).run(left_after_a_second_combine, forgets) == [512.0, 1024.0]

@@ -1,8 +1,9 @@
 """Posts: how low-latency calls of ranks that share memory are told, fail and wait.
 
 Every rank has a segment that all others map. It holds, for each kind of call (dispatch, combine)
-and for even and odd calls: the post, the number of the last call that this rank has read, and the
-failure of a call. It also holds a mask for each other rank: whether this rank has left it out.
+and for even and odd calls: the post, the number of the last call that this rank has read, beside it
+that of the last call which it was done with unread, and the failure of a call. It also holds a mask
+for each other rank: whether this rank has left it out.
 
 A rank that is left out may fall behind, so that others write over a block which it still reads.
 Therefore the others set its mask before they write without waiting for it, and it looks at its mask
@@ -48,6 +49,7 @@ from tokenyard.wire.slots import POST_WORDS, TEXT
 
 _POST = 8 * POST_WORDS
 _READS = 4 * _POST  # the numbers of the calls that were read, after the four posts
+_UNREAD = 8  # behind each: of the last that this rank was done with and had not read
 _FAILURES = _READS + 4 * LINE
 _FAILURE = LINE + 8 * TEXT_WORDS  # the call's number, and on the next line why
 _MASKS = _FAILURES + 4 * _FAILURE
@@ -197,8 +199,10 @@ class Posts:
             self.done(post, number)
 
     def done(self, post: Post, number: int) -> None:
-        """This rank will read nothing more of this call."""
-        self._kernels.signal(post.read, max(number, self.owed[post.place]))
+        """This rank will not read this call, or one that failed while it was unread."""
+        last = max(number, self.owed[post.place])
+        words(post.read + _UNREAD, 1)[0] = last
+        self._kernels.signal(post.read, last)
 
     def pay(self, post: Post, number: int) -> None:
         """This rank has read the call: a later one that failed for lack of that is done too."""
@@ -237,6 +241,11 @@ class Posts:
                 return not missing()
             self._blame(stopped, stage)
             given_up.update(stopped.ranks)
+
+    def was_received(self, place: int, named: int) -> bool:
+        """Whether all ranks that were done with a call had read it, and mapped what it named."""
+        reads = self._posts[place].arrays[1]
+        return all(words(int(reads[rank]) + _UNREAD, 1)[0] < named for rank in self._others())
 
     def wait_to_leave(self, place: int, named: int, deadline: float) -> None:
         """As `wait_until_read`, before this rank closes its Buffer. It blames nobody, and does not

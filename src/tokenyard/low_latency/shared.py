@@ -101,7 +101,7 @@ class SharedSlots:
         self._too_large = [0] * 4  # by post: the calls in a row that needed far less than they had
         self.mapped: set[int] = set()  # segments of this rank that all others have mapped
         self._held: dict[tuple[int, int, int], Mapped] = {}  # of others, as `peers` knows them
-        self.new: dict[int, tuple[int, int]] = {}  # by post: a call that named another, and which
+        self.new: dict[int, tuple[int, set[int]]] = {}  # by post: a call that named others, which
         self.lent: list[Tensor | None] = [None] * 2  # rows that others read where they are
         # By post, shape, and the dtype of the rows of a combine.
         self._halves: dict[tuple[int, SlotShape, torch.dtype | None], Halves] = {}
@@ -132,7 +132,7 @@ class SharedSlots:
             else:
                 assert what in (BAD, TWICE)
                 return which if what == BAD else -2 - which
-        self._note_new(post.place, number, block.identity)
+        self._note_new(post.place, number, {block.identity})
         return -1
 
     def receive_dispatch(
@@ -189,7 +189,7 @@ class SharedSlots:
             what, which = code >> 32, code & LOW
             if not code:
                 self.lent[number % 2] = None if given is None else y
-                self._note_new(post.place, number, (given or block).identity)
+                self._note_new(post.place, number, {block.identity, (given or block).identity})
                 return -1
             if what == LATE:
                 self.posts.wait_to_send(post, number, stage)
@@ -311,9 +311,9 @@ class SharedSlots:
                 self._held[post.place, rank, to] = mapped
                 known[to : to + 3] = told[-1], mapped.address, mapped.array.size
 
-    def _note_new(self, place: int, number: int, identity: int) -> None:
-        if identity not in self.mapped:
-            self.new[place] = number, identity
+    def _note_new(self, place: int, number: int, named: set[int]) -> None:
+        if not named <= self.mapped:
+            self.new[place] = number, named
 
     def wait_to_leave(self, seconds: float) -> None:
         """Wait until all ranks have mapped what this rank named in calls that it has ended."""
@@ -327,13 +327,14 @@ class SharedSlots:
         rank waits for this one meanwhile, a later call waits instead.
         """
         self.posts.pay(post, number)
-        for place, (named, identity) in self.new.copy().items():
+        for place, (named, identities) in self.new.copy().items():
             if not self.posts.wait_until_read(place, named, post, number, stage):
                 return
             self.new.pop(place, None)
             if len(self.mapped) >= _MANY:  # most of these segments are gone
                 self.mapped &= {segment.identity for segment in self._node.pool}
-            self.mapped.add(identity)
+            if self.posts.was_received(place, named):  # who dropped its hook has mapped nothing
+                self.mapped |= identities
 
     def _block(self, post: Post, number: int, num_bytes: int, most: int, stage: str) -> Segment:
         """Memory for what this call sends: `num_bytes` now, at most `most` in calls of its sizes.
