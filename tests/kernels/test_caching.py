@@ -219,3 +219,8 @@ def test_one_process_of_a_launcher_says_what_is_compiled(
         "tokenyard: compiling .outer, 1 of 2 functions, once for this machine",
         "tokenyard: compiling .outer, 2 of 2 functions, 2 s so far",
     ]
+    outer(1)
+    with speaks.making(outer):  # for another dtype
+        speaks._said -= 2.0
+        speaks.beat(3.0)
+    assert capsys.readouterr().err == "tokenyard: compiling .outer, 1 of 1 functions, 3 s so far\n"

@@ -33,7 +33,8 @@ class Progress:
         if self._depth == 0:
             module = kernel.py_func.__module__.partition(".numba.")[2]
             self._what = f"{module}.{kernel.py_func.__name__.strip('_')}"
-            self._done, self._total = 0, _count_missing(kernel, set())
+            # Of a kernel that is there for other dtypes, those that it calls may be too.
+            self._done, self._total = 0, max(1, _count_missing(kernel, set()))
         self._depth += 1
         try:
             yield
