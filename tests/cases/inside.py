@@ -49,7 +49,7 @@ def write_by_expert_in_one_step(buffer: tokenyard.Buffer, at_once: bool) -> None
     """Whether the next dispatch by expert writes rows straight to their places, if it can."""
     pairs = transport_of(buffer).pairs
     if pairs is not None:
-        pairs.had_much = int(at_once)
+        pairs.large_for = int(at_once)
 
 
 def write_by_expert_in_one_step_from(buffer: tokenyard.Buffer, num_bytes: int) -> None:

@@ -59,7 +59,7 @@ def dispatch_by_expert(engine: Engine, request: DispatchRequest) -> tuple[RowsBy
     pairs = engine.transport.pairs
     if pairs is None:
         return _dispatch_and_spread(engine, request, alignment)
-    if pairs.had_much:
+    if pairs.large_for:
         rows, handle = _dispatch_in_one_step(engine, pairs, request)
     else:
         rows, handle = _dispatch_and_spread(engine, request, alignment)

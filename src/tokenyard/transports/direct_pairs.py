@@ -96,11 +96,11 @@ class DirectPairs:
         self._node, self._kernels, self._node_of_rank = node, kernels, node_of_rank
         self.rank, self.size = node.rank, node.size
         self._room = Room(node.pool)  # for what dispatches by expert bring
-        self.had_much = 1  # calls to come that count as large: the same on all ranks
+        self.large_for = 1  # calls to come that count as large: the same on all ranks
 
     def learn(self, num_bytes: int) -> None:
         """So many bytes the pairs of all ranks had in the call that has just ended."""
-        self.had_much = _LATELY if num_bytes >= self.least_bytes else max(0, self.had_much - 1)
+        self.large_for = _LATELY if num_bytes >= self.least_bytes else max(0, self.large_for - 1)
 
     def offer(self) -> Offer:
         block = self._room.offer()
