@@ -255,6 +255,8 @@ def left_after_a_second_combine(group: Any, forgets: int) -> float:
             y, ids, weights, got.handle, zero_copy=True, return_recv_hook=True
         )
         assert back.hook is not None
+        if group.rank() == 0 and forgets:
+            time.sleep(scaled(0.2))  # until rank 1 is done with the call
         if group.rank() == 0 or not forgets:
             back.hook()
         del back
