@@ -101,11 +101,11 @@ def train(group: Any, placements: list[Any], steps: int) -> dict[str, Any]:
             sum_replica_gradients(layer)
             for parameter in (layer.router.weight,):
                 assert parameter.grad is not None
-                total = sum_over_ranks(buffer, parameter.grad.flatten(), EXPERTS) / size
+                total = sum_over_ranks(buffer, parameter.grad.flatten()) / size
                 parameter.grad.copy_(total.view_as(parameter))
             norms.append(clip_grad_norm_(layer, 0.5))
             optimizer.step()
-            losses.append(sum_over_ranks(buffer, loss.detach()[None], EXPERTS) / size)
+            losses.append(sum_over_ranks(buffer, loss.detach()[None]) / size)
         state = optimizer.state[layer.experts.down]
         return {
             "losses": torch.cat(losses),

@@ -288,8 +288,8 @@ def test_a_sum_over_ranks_has_the_same_bits_everywhere() -> None:
     def job(group: Any) -> tuple[Tensor, Tensor]:
         with tokenyard.Buffer(group) as buffer:
             x = tokens(group.rank())[0]
-            rows = functional.gather_over_ranks(buffer, x, 4)
-            return rows, functional.sum_over_ranks(buffer, x, 4)
+            rows = functional.gather_over_ranks(buffer, x)
+            return rows, functional.sum_over_ranks(buffer, x)
 
     results = run_virtual(job, 3).results
     want = torch.stack([tokens(rank)[0] for rank in range(3)])
@@ -305,7 +305,7 @@ def test_a_sum_over_ranks_has_a_gradient() -> None:
     def job(group: Any) -> Tensor:
         with tokenyard.Buffer(group) as buffer:
             x = tokens(group.rank())[0].requires_grad_()
-            (functional.sum_over_ranks(buffer, x, 4).sum() * (group.rank() + 1)).backward()
+            (functional.sum_over_ranks(buffer, x).sum() * (group.rank() + 1)).backward()
             assert x.grad is not None
             return x.grad
 

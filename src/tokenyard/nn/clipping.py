@@ -74,9 +74,7 @@ def get_grad_norm(
 
     # By Buffer: the experts' parameters, and which places of their stacks count; None for all.
     own: dict[Buffer, dict[nn.Parameter, list[int] | None]] = {}
-    num_experts: dict[Buffer, int] = {}
     for _, _, share in shares(module):
-        num_experts[share.buffer] = share.num_experts
         own[share.buffer] = {}
     for _, parameter, share in named_own_parameters(module):
         own[share.buffer][parameter] = share.first_copies()
@@ -98,7 +96,7 @@ def get_grad_norm(
             if one.grad is not None
         )
         mine = mine.to(next(iter(parameters)).device)
-        gathered = gather_over_ranks(buffer, mine[None], num_experts[buffer])
+        gathered = gather_over_ranks(buffer, mine[None])
         norms.append(torch.linalg.vector_norm(gathered, order))
     total = norm(norms)
     if error_if_nonfinite and not math.isfinite(total):

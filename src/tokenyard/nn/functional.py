@@ -169,19 +169,16 @@ def autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind))
 
 
-def gather_over_ranks(buffer: Buffer, x: Tensor, num_experts: int) -> Tensor:
+def gather_over_ranks(buffer: Buffer, x: Tensor) -> Tensor:
     """[R, D]: x [D] of every rank, ranks ascending, on all ranks. For a few numbers; no gradients.
 
-    `Buffer.all_gather` as an operator that torch.compile keeps. num_experts has no use any more.
+    `Buffer.all_gather` as an operator that torch.compile keeps.
     """
     return operators.gather_over_ranks(x, number_of(buffer))
 
 
-def sum_over_ranks(buffer: Buffer, x: Tensor, num_experts: int) -> Tensor:
-    """[D]: the sum of x [D] of all ranks, on all ranks. For a few numbers, such as loads.
-
-    num_experts has no use any more.
-    """
+def sum_over_ranks(buffer: Buffer, x: Tensor) -> Tensor:
+    """[D]: the sum of x [D] of all ranks, on all ranks. For a few numbers, such as loads."""
     require_plain("sum_over_ranks", x=x)
     return operators.sum_over_ranks(x, number_of(buffer))
 

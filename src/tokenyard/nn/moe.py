@@ -196,4 +196,4 @@ class MoE(nn.Module):
         return {**self.__dict__, "auxiliary_loss": None}
 
     def _over_ranks(self, load: Tensor) -> Tensor:
-        return functional.sum_over_ranks(self.buffer, load, self.num_experts)
+        return functional.sum_over_ranks(self.buffer, load)

@@ -175,7 +175,7 @@ def _learn(model: Stack, rate: float, average: bool) -> None:
                 continue
             grad = torch.zeros_like(parameter) if grad is None else grad
             if not name.startswith("experts"):
-                total = functional.sum_over_ranks(moe.buffer, grad.flatten(), moe.num_experts)
+                total = functional.sum_over_ranks(moe.buffer, grad.flatten())
                 grad = total.view(grad.shape) / (moe.buffer.group_size if average else 1)
             parameter.data -= rate * grad.clamp(-1, 1)
 
