@@ -375,7 +375,14 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
 
     def get_local_experts(self, num_experts: int) -> list[int]:
         """The global ids of this rank's experts, in the order of their local ids."""
-        return self._open_engine().local_experts(num_experts)
+        engine = self._open_engine()
+        return list(engine.replicas(num_experts, "get_local_experts").experts_of_rank[engine.rank])
+
+    def get_placement(self, num_experts: int) -> Replicas:
+        """Where so many experts live now: those in each rank's slots. Local, as is
+        get_local_experts. Two placements are the same if their `mark` is.
+        """
+        return self._open_engine().replicas(num_experts, "get_placement")
 
     def rebalance(self, placement: Tensor | Replicas) -> Moves:
         """Change where experts live, on all ranks at once, and say which of them move.

@@ -88,7 +88,7 @@ def test_any_module_that_has_a_share() -> None:
             ids = buffer.get_local_experts(6)
             self.up_proj = nn.Parameter(torch.tensor(ids).view(-1, 1, 1).expand(-1, 4, 2).float())
             self.bias = nn.Parameter(torch.tensor(ids).view(-1, 1).expand(-1, 4).float())
-            self.tokenyard = Share(buffer=buffer, ids=ids, num_experts=6, num_losses=3)
+            self.tokenyard = Share(buffer=buffer, replicas=buffer.get_placement(6), num_losses=3)
 
     def job(group: Any) -> dict[str, Tensor]:
         with tokenyard.Buffer(group) as buffer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -12,6 +13,8 @@ from tokenyard.nn.optimiser_state import optimiser_entries, split
 from tokenyard.nn.share import is_dtensor, own_parameters, refuse_adapters, shares
 
 
+@torch.inference_mode(False)  # what is made in that mode cannot be trained
+@torch.no_grad()
 def checkpoint_state(module: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
     """Everything to save, under names that are the same on any number of ranks.
 

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from tokenyard.buffer import Buffer
 from tokenyard.nn import operators
+from tokenyard.nn.operators.place import NO_PLACE
 from tokenyard.nn.plain import autocast_device, require_known_rows, require_plain
 from tokenyard.nn.tickets import number_of
 from tokenyard.types import Permuted
@@ -51,19 +52,26 @@ def dispatch(
     num_experts: int,
     *,
     num_worst_tokens: int = 0,
+    place: int = NO_PLACE,
 ) -> Rows:
     """Send every token once to each rank that owns one of its experts. x and topk_weights get
     gradients.
 
     With num_worst_tokens the result has exactly so many rows, whatever arrives. No size depends on
     the routing then, and torch.compile needs no graph break.
+
+    `place` is the mark of the placement that the caller's weights lie in
+    (`buffer.get_placement(num_experts).mark` when they were made). If the Buffer has another by
+    now, all ranks raise ValueError.
     """
     require_plain("dispatch", x=x, topk_idx=topk_idx, topk_weights=topk_weights)
     if not num_worst_tokens:
         require_known_rows("dispatch", x, "num_worst_tokens")
     number, graph = number_of(buffer), _makes_graph(x, topk_weights)
     return Rows(
-        *operators.dispatch(x, topk_idx, topk_weights, number, num_experts, num_worst_tokens, graph)
+        *operators.dispatch(
+            x, topk_idx, topk_weights, number, num_experts, num_worst_tokens, place, graph
+        )
     )
 
 
@@ -91,16 +99,17 @@ def dispatch_by_expert(
     num_experts: int,
     *,
     expert_alignment: int = 1,
+    place: int = NO_PLACE,
 ) -> RowsByExpert:
     """Send every token to each of its experts: dispatch and permute as one call. x and topk_weights
-    get gradients.
+    get gradients. `place` is that of dispatch.
     """
     require_plain("dispatch_by_expert", x=x, topk_idx=topk_idx, topk_weights=topk_weights)
     require_known_rows("dispatch_by_expert", x, "dispatch with num_worst_tokens")
     number, graph = number_of(buffer), _makes_graph(x, topk_weights)
     return RowsByExpert(
         *operators.dispatch_by_expert(
-            x, topk_idx, topk_weights, number, num_experts, expert_alignment, graph
+            x, topk_idx, topk_weights, number, num_experts, expert_alignment, place, graph
         )
     )
 

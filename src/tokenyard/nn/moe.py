@@ -68,6 +68,26 @@ class Experts(nn.Module):
         weights: Tensor = getattr(self, name) if share is None else share.weights(self, name)
         return functional.grouped_mm(x, weights.to(x.dtype), offsets)
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """As torch has it, with the experts' ids as metadata: a stack does not tell whose it is."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if hasattr(destination, "_metadata"):
+            destination._metadata[prefix[:-1]]["experts"] = list(self.ids)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *more: Any
+    ) -> None:
+        """As torch has it; a stack of other experts is refused, if its metadata came with it."""
+        saved = local_metadata.get("experts", self.ids)
+        if saved != self.ids:
+            *_, errors = more
+            errors.append(
+                f"{prefix[:-1]} holds experts {saved}, want {self.ids}: the placement was another, "
+                "see tokenyard.nn.checkpoint_state"
+            )
+            return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *more)
+
     def extra_repr(self) -> str:
         """What print(module) says of it."""
         num_local, intermediate, hidden = self.down.shape
@@ -124,15 +144,14 @@ class MoE(nn.Module):
         self.buffer = buffer
         self.num_experts = router.num_experts
         self.num_worst_tokens = num_worst_tokens
-        local = buffer.get_local_experts(router.num_experts)
-        self.router = Router(hidden, router, device=device, dtype=dtype)
-        self.experts = Experts(hidden, intermediate, local, device=device, dtype=dtype)
-        self.experts.tokenyard = Share(
+        share = Share(
             buffer=buffer,
-            ids=local,
-            num_experts=router.num_experts,
+            replicas=buffer.get_placement(router.num_experts),
             num_losses=buffer.group_size,
         )
+        self.router = Router(hidden, router, device=device, dtype=dtype)
+        self.experts = Experts(hidden, intermediate, share.ids, device=device, dtype=dtype)
+        self.experts.tokenyard = share
         self.shared = SharedExpert(hidden, shared, device=device, dtype=dtype) if shared else None
         # Of the last call, if that was in training, and the router has one.
         self.auxiliary_loss: Tensor | None = None
@@ -145,7 +164,9 @@ class MoE(nn.Module):
         if self.num_worst_tokens:
             out = self._with_fixed_sizes(*routed)
         else:
-            rows = functional.dispatch_by_expert(self.buffer, *routed, self.num_experts)
+            rows = functional.dispatch_by_expert(
+                self.buffer, *routed, self.num_experts, place=self._place
+            )
             y = self.experts(rows.x, rows.offsets)
             out = functional.combine_by_expert(self.buffer, y, rows, tokens.shape[0])
         if self.shared is not None:
@@ -162,6 +183,7 @@ class MoE(nn.Module):
             topk_weights,
             self.num_experts,
             num_worst_tokens=self.num_worst_tokens,
+            place=self._place,
         )
         # The most rows that permute can make of those that arrive: a token's experts are distinct.
         num_local = len(self.experts.ids)
@@ -170,6 +192,12 @@ class MoE(nn.Module):
         y = self.experts(grouped.x, grouped.offsets)
         y = functional.unpermute(y, grouped.row_of, rows.topk_weights)
         return functional.combine(self.buffer, y, rows.ticket, x.shape[0])
+
+    @property
+    def _place(self) -> int:
+        share = self.experts.tokenyard
+        assert share is not None
+        return share.place
 
     def _balance(self, scores: Tensor, topk_idx: Tensor) -> None:
         coefficient = self.router.config.auxiliary_loss

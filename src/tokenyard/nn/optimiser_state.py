@@ -76,9 +76,11 @@ def optimiser_entries(
     return entries
 
 
-def states_by_expert(optimizer: Optimizer, parameter: Tensor, name: str) -> list[str]:
-    """The states of a stack that have one part for each expert. Raises ValueError if another state
-    belongs to no single expert.
+def states_by_expert(
+    optimizer: Optimizer, parameter: Tensor, name: str
+) -> tuple[list[str], dict[str, Any]]:
+    """The states of a stack that have one part for each expert, and the numbers that all of its
+    experts have in common. Raises ValueError if another state belongs to no single expert.
     """
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
@@ -88,10 +90,10 @@ def states_by_expert(optimizer: Optimizer, parameter: Tensor, name: str) -> list
         None,
     )
     if group is None or not there:
-        return []
+        return [], {}
     stack = _Stack(optimizer, group, parameter, name)
     kept = _Kept(optimizer, group, parameter, name, list(range(len(parameter))), stack, {})
-    return kept.tensors_by_expert()
+    return kept.taken_apart()
 
 
 def split(name: str, stack: Tensor, experts: list[int]) -> dict[str, Tensor]:
@@ -156,9 +158,15 @@ class _Kept:
                 found |= {f"{self.name}.{key}.{expert}": one for expert, one in copies}
         return found
 
-    def tensors_by_expert(self) -> list[str]:
-        """The names of states with one part for each expert that are there now."""
-        return [key for key in self._there if self._is_by_expert(key)]
+    def taken_apart(self) -> tuple[list[str], dict[str, Any]]:
+        """Of the states that are there now: the names of those with one part for each expert, and
+        the numbers that are left.
+        """
+        by_expert = [key for key in self._there if self._is_by_expert(key)]
+        rest = {key: one for key, one in self._there.items() if key not in by_expert}
+        return by_expert, {
+            key: one.item() if isinstance(one, Tensor) else one for key, one in rest.items()
+        }
 
     def state_dict(self) -> dict[str, str]:
         return dict(self._records)

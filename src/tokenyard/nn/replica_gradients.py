@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tokenyard.buffer import Buffer
 from tokenyard.nn.clipping import note_change
-from tokenyard.nn.moving import PIECE
+from tokenyard.nn.moving import PIECE, no_experts
 from tokenyard.nn.share import own_parameters, shares
 from tokenyard.replicas import Replicas
 from tokenyard.types import Handle
@@ -30,21 +30,21 @@ def sum_replica_gradients(module: nn.Module) -> None:
     copies it does nothing.
     """
     for _, part, share in shares(module):
-        replicas = share.buffer.replicas
-        if replicas is None or max(replicas.num_copies) == 1:
+        if not share.replicas.has_copies:
             continue
         for parameter in own_parameters(part):
             if not parameter.requires_grad:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            _sum(share.buffer, replicas, parameter.grad)
+            _sum(share.buffer, share.replicas, parameter.grad)
             note_change(parameter)
 
 
 def _sum(buffer: Buffer, replicas: Replicas, grad: Tensor) -> None:
     routes = _Routes(buffer, replicas)
-    flat_LN = grad.view(grad.shape[0], -1) if grad.is_contiguous() else grad.flatten(1).clone()
+    length = math.prod(grad.shape[1:])  # of a rank without slots torch could not infer it
+    flat_LN = grad.contiguous().view(grad.shape[0], length)
     wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
     for locals_ in routes.locals_of.values():  # copies of one rank first
         if len(locals_) > 1:
@@ -52,7 +52,6 @@ def _sum(buffer: Buffer, replicas: Replicas, grad: Tensor) -> None:
             for local in locals_[1:]:
                 total = total + flat_LN[local].to(wide)
             flat_LN[locals_] = total.to(grad.dtype)
-    length = math.prod(grad.shape[1:])
     if routes.most and length:
         num_rows = -(-length // _WIDTH)
         width = -(-length // num_rows)
@@ -79,7 +78,7 @@ class _Routes:
     """The ranks of each expert that has copies on several of them: the first is its home."""
 
     def __init__(self, buffer: Buffer, replicas: Replicas) -> None:
-        self._buffer, self._replicas = buffer, replicas
+        self._buffer, self._num_experts = buffer, replicas.num_experts
         rank, num_ranks = buffer.rank, replicas.num_ranks
         self.locals_of: dict[int, list[int]] = {}  # this rank's slots, by expert
         for local, expert in enumerate(replicas.experts_of_rank[rank]):
@@ -109,9 +108,7 @@ class _Routes:
                 torch.zeros(len(to_ranks), 1, dtype=torch.float32, device="cpu"),
                 num_tokens_per_rank=to_ranks.sum(0, dtype=torch.int32),
                 is_token_in_rank=to_ranks,
-                num_tokens_per_expert=torch.zeros(
-                    self._replicas.num_slots, dtype=torch.int32, device="cpu"
-                ),
+                num_tokens_per_expert=no_experts(self._buffer, self._num_experts),
             )
             assert got.handle is not None
             self._handles[count] = got.handle

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -40,14 +40,31 @@ def is_dtensor(given: object) -> TypeGuard[DTensor]:
 
 @dataclass(kw_only=True, eq=False)
 class Share:
-    """This rank's experts of one module."""
+    """This rank's experts of one module.
+
+    It knows the placement that their weights lie in. A dispatch compares that with its Buffer's, by
+    `place`, and raises on all ranks if it is another: see `nn.functional.dispatch`.
+    """
 
     buffer: Buffer
-    ids: list[int]  # global, in the order of the stack
-    num_experts: int  # of all ranks
+    replicas: Replicas  # where the experts of all ranks lie, wherever the Buffer sends rows by now
     num_losses: int  # whose gradients add up in an expert: those of all ranks, or one
     averages: bool = False  # whether gradients are divided by that number
     num_wrapped_seen: int = 0  # modules under fully_shard, when the last look was taken
+    place: int = field(init=False)  # the mark of `replicas`, for torch.compile to look at
+
+    def __post_init__(self) -> None:
+        self.place = self.replicas.mark
+
+    @property
+    def ids(self) -> list[int]:
+        """This rank's experts, global, in the order of the stack."""
+        return list(self.replicas.experts_of_rank[self.buffer.rank])
+
+    @property
+    def num_experts(self) -> int:
+        """Of all ranks."""
+        return self.replicas.num_experts
 
     def weights(self, module: nn.Module, name: str) -> Tensor:
         """A stacked parameter of the module, to compute with.
@@ -68,14 +85,14 @@ class Share:
 
     def follow(self, module: nn.Module, replicas: Replicas) -> None:
         """The module's experts have moved, and live there now."""
-        self.ids = list(replicas.experts_of_rank[self.buffer.rank])
+        self.replicas, self.place = replicas, replicas.mark
         if hasattr(module, "ids"):
             setattr(module, "ids", self.ids)  # noqa: B010 - a Module promises no such list
 
     def first_copies(self) -> list[int] | None:
         """The places in the stack of experts whose first copy is here; None for all."""
-        replicas = self.buffer.replicas
-        if replicas is None or max(replicas.num_copies) == 1:
+        replicas = self.replicas
+        if not replicas.has_copies:
             return None
         firsts = {replicas.slots_of(expert)[0] for expert in set(self.ids)}
         return sorted(slot.local for slot in firsts if slot.rank == self.buffer.rank)

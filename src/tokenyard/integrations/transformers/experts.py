@@ -30,7 +30,6 @@ Through = Callable[[Experts, Tensor, Tensor], Tensor]
 class Plan(Share):
     """How one experts module takes part."""
 
-    replicas: Replicas  # where the experts are
     everyone: Everyone | None = None  # where all ranks have the same tokens
 
     @classmethod
@@ -39,8 +38,6 @@ class Plan(Share):
             buffer=buffer,
             replicas=replicas,
             everyone=everyone,
-            ids=list(replicas.experts_of_rank[buffer.rank]),
-            num_experts=replicas.num_experts,
             num_losses=buffer.group_size if everyone is None else 1,
         )
 
@@ -60,7 +57,6 @@ class Plan(Share):
     def follow(self, module: Experts, replicas: Replicas) -> None:
         """The module's experts have moved, and live there now."""
         super().follow(module, replicas)
-        self.replicas = replicas
         module.num_experts = len(self.ids)
 
 
@@ -80,7 +76,9 @@ def run_by_expert(
     plan = _plan_of(module)
     if plan.everyone is None:
         x, weights = x.contiguous(), topk_weights.float()
-        rows = functional.dispatch_by_expert(plan.buffer, x, topk_idx, weights, plan.num_experts)
+        rows = functional.dispatch_by_expert(
+            plan.buffer, x, topk_idx, weights, plan.num_experts, place=plan.place
+        )
         y = through(module, rows.x, rows.offsets).to(x.dtype)
         return functional.combine_by_expert(plan.buffer, y, rows, len(x))
 
@@ -101,7 +99,9 @@ def run_spread(
     plan = _plan_of(module)
     x, weights = x.contiguous(), topk_weights.float()
     if plan.everyone is None:
-        rows = functional.dispatch(plan.buffer, x, topk_idx, weights, plan.num_experts)
+        rows = functional.dispatch(
+            plan.buffer, x, topk_idx, weights, plan.num_experts, place=plan.place
+        )
         y = run(module, *rows[:3])
         return functional.combine(plan.buffer, y, rows.ticket, len(x))
     require_plain("the experts' exchange", x=x, topk_idx=topk_idx, topk_weights=weights)

@@ -11,6 +11,7 @@ from tokenyard.nn import tickets
 from tokenyard.nn.operators.define import operator
 from tokenyard.nn.operators.exchange import combine_both, dispatch_again, same_on_all_ranks
 from tokenyard.nn.operators.permute import unpermute, unpermute_backward
+from tokenyard.nn.operators.place import check_place
 
 
 @operator("dispatch_by_expert")
@@ -21,12 +22,14 @@ def dispatch_by_expert(
     buffer: int,
     num_experts: int,
     expert_alignment: int,
+    place: int,
     graph: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The rows by expert, their offsets, row_of, the weights that arrived, and the ticket. graph: a
     backward pass may come.
     """
     known = tickets.buffer_of(buffer)
+    check_place(known, num_experts, place)
     with same_on_all_ranks("x or topk_weights of dispatch_by_expert", graph):
         got = known.dispatch_by_expert(
             x,
@@ -52,6 +55,7 @@ def _(
     buffer: int,
     num_experts: int,
     expert_alignment: int,
+    place: int,
     graph: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     sizes = torch.library.get_ctx()
@@ -112,7 +116,7 @@ def _dispatch_backward(ctx: Any, grad_x: Tensor, *others: Tensor) -> Any:
     where = ticket, ctx.buffer, ctx.num_tokens
     rows = unpermute(grad_x, row_of, None)
     x, weights = combine_both(rows, grad_weights, *where, need_x, need_weights)
-    return x if need_x else None, None, weights if need_weights else None, *[None] * 4
+    return x if need_x else None, None, weights if need_weights else None, *[None] * 5
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -13,6 +13,7 @@ from tokenyard.buffer import Buffer
 from tokenyard.errors import CallMismatch
 from tokenyard.nn import tickets
 from tokenyard.nn.operators.define import operator
+from tokenyard.nn.operators.place import check_place
 
 
 @operator("dispatch")
@@ -23,10 +24,12 @@ def dispatch(
     buffer: int,
     num_experts: int,
     num_worst_tokens: int,
+    place: int,
     graph: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """recv_x, recv_topk_idx, recv_topk_weights and the ticket. graph: a backward pass may come."""
     known = tickets.buffer_of(buffer)
+    check_place(known, num_experts, place)
     with same_on_all_ranks("x or topk_weights of dispatch", graph):
         got = known.dispatch(
             x,
@@ -51,6 +54,7 @@ def _(
     buffer: int,
     num_experts: int,
     num_worst_tokens: int,
+    place: int,
     graph: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_rows = num_worst_tokens or torch.library.get_ctx().new_dynamic_size()
@@ -204,7 +208,7 @@ def _dispatch_backward(ctx: Any, grad_x: Tensor, _: Any, grad_weights: Tensor, _
     # If an expert lives elsewhere, the weight arrived as a constant 0, so it gets no gradient.
     grad_weights = grad_weights.masked_fill(topk_idx < 0, 0.0)
     x, weights = combine_both(grad_x, grad_weights, *where, need_x, need_weights)
-    return x if need_x else None, None, weights if need_weights else None, None, None, None, None
+    return x if need_x else None, None, weights if need_weights else None, *[None] * 5
 
 
 def _save_way(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
