@@ -97,8 +97,15 @@ def states_by_expert(
 
 
 def split(name: str, stack: Tensor, experts: list[int]) -> dict[str, Tensor]:
-    """Each expert's part of a stack, by its global id."""
-    return {f"{name}.{expert}": stack[local] for local, expert in enumerate(experts)}
+    """Each expert's part of a stack, by its global id; that of its first copy here."""
+    return {f"{name}.{expert}": stack[experts.index(expert)] for expert in dict.fromkeys(experts)}
+
+
+def fill_copies(stack: Tensor, experts: list[int]) -> None:
+    """Give what was loaded into the first copy of each expert to its other copies here."""
+    for local, expert in enumerate(experts):
+        if local != experts.index(expert):
+            stack[local].copy_(stack[experts.index(expert)])
 
 
 class _Kept:
@@ -135,9 +142,11 @@ class _Kept:
                 )
             if stack is not None and isinstance(value, Tensor):
                 self._check(stack, key, value)
-        # What all experts of a stack have in common is saved with each of them.
+        # What all experts of a stack have in common is saved with each of them. A rank without
+        # experts shares it too, since some may come to it later: it has expert 0's.
+        self._sharing = sorted(set(experts or [0]))
         self._common = {
-            key: [value.clone() for _ in experts]
+            key: [value.clone() for _ in self._sharing]
             for key, value in self._room.items()
             if experts is not None and isinstance(value, Tensor) and not self._is_by_expert(key)
         }
@@ -154,7 +163,7 @@ class _Kept:
             elif self._is_by_expert(key):
                 found |= split(f"{self.name}.{key}", value, self._experts)
             else:
-                copies = zip(self._experts, self._common[key])
+                copies = zip(self._sharing, self._common[key])
                 found |= {f"{self.name}.{key}.{expert}": one for expert, one in copies}
         return found
 
@@ -173,8 +182,8 @@ class _Kept:
 
     def load_state_dict(self, records: dict[str, str]) -> None:
         """Let the optimiser have what was loaded, if it was there when the checkpoint was saved."""
-        if not records or all(records[key] is mine for key, mine in self._records.items()):
-            return  # nothing came: a rank without experts, or allow_partial_load
+        if all(records[key] is mine for key, mine in self._records.items()):
+            return  # nothing came, as with allow_partial_load
         if len(set(records.values())) > 1:
             raise ValueError(
                 f"{self.name}: experts that live on one rank now were saved in different states: "
@@ -194,6 +203,9 @@ class _Kept:
             if not all(torch.equal(one, other) for other in others):
                 self._refuse(key, "a number", "which was another for other experts of this rank")
             self._room[key].copy_(one)
+        for key in record["tensors"]:
+            if self._is_by_expert(key):
+                fill_copies(self._room[key], self._experts or [])
         state = {key: self._room[key] for key in record["tensors"]} | record["numbers"]
         if state:
             kept = self._optimizer.state[self._parameter]
@@ -221,7 +233,7 @@ class _Kept:
         )
         if self._experts is None:
             return {"record": record}
-        return {f"record.{expert}": record for expert in self._experts}
+        return {f"record.{expert}": record for expert in self._sharing}
 
     def _restore(self, options: State) -> None:
         before = self._restored.setdefault(id(self._group), options)
