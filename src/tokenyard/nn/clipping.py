@@ -49,6 +49,13 @@ def clip_grad_norm_(
     given = {one: one.grad for one in module.parameters() if one.grad is not None}
     # torch multiplies what is in `grad`, and cannot multiply a DTensor by a plain tensor.
     local = [SimpleNamespace(grad=_local(one)) for one in given.values()]
+    if any(map(_has_changed, given)) and not math.isfinite(total):
+        warnings.warn(
+            f"the norm of the gradients is {float(total)}, and gradients of experts were changed "
+            "since the backward pass. If torch.amp.GradScaler did that, ranks skip different "
+            "steps, and drift apart: want tokenyard.nn.GradScaler(model)",
+            stacklevel=2,
+        )
     clip_grads_with_norm_(cast("list[Tensor]", local), max_norm, total, foreach)
     for parameter in given:
         note_change(parameter)
@@ -144,21 +151,26 @@ def _note_version(parameter: Tensor) -> None:
     _versions[parameter] = parameter.grad._version
 
 
+def _has_changed(parameter: Tensor) -> bool:
+    """Whether somebody else has changed the gradient since the backward pass."""
+    grad = parameter.grad
+    return grad is not None and _versions.get(parameter, -1) not in (-1, grad._version)
+
+
 def _check_versions(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            noted = _versions.get(parameter, -1)
-            if parameter.grad is not None and noted not in (-1, parameter.grad._version):
-                warnings.warn(
-                    "gradients of experts were changed since the backward pass. If "
-                    "torch.nn.utils.clip_grad_norm_ did that, it left the experts of other ranks "
-                    "out of the norm, and dense parameters of ranks drift apart: want "
-                    "tokenyard.nn.clip_grad_norm_(model, max_norm)",
-                    stacklevel=2,
-                )
-                return
+        if any(map(_has_changed, group["params"])):
+            warnings.warn(
+                "gradients of experts were changed since the backward pass. If "
+                "torch.nn.utils.clip_grad_norm_ did that, it left the experts of other ranks "
+                "out of the norm, and if torch.amp.GradScaler did, ranks skip different steps: "
+                "dense parameters of ranks drift apart. Want tokenyard.nn.clip_grad_norm_(model, "
+                "max_norm), and tokenyard.nn.GradScaler(model)",
+                stacklevel=2,
+            )
+            return
 
 
 def _local(grad: Tensor) -> Tensor:
