@@ -75,6 +75,6 @@ def test_what_is_refused(processes: Pools, tmp_path: Path) -> None:
         assert "those of model.layers.0.mlp.experts.gate_up_proj are sums over 2 ranks" in (
             said.pop("ddp without averages")
         )
-        assert said.keys() == REFUSED.keys() - {"fsdp_all"}
+        assert said.keys() == REFUSED.keys()
         for name, text in said.items():
             assert REFUSED[name].outcome in text, name

@@ -24,7 +24,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tokenyard.buffer import Buffer
 from tokenyard.nn.functional import gather_over_ranks
-from tokenyard.nn.share import is_dtensor, named_expert_parameters, named_own_parameters, shares
+from tokenyard.nn.share import (
+    is_dtensor,
+    is_fsdp1,
+    named_expert_parameters,
+    named_own_parameters,
+    shares,
+)
 from tokenyard.validate import require
 
 if TYPE_CHECKING:
@@ -74,6 +80,12 @@ def get_grad_norm(
     """
     order = float(norm_type)
     require(order > 0, f"norm_type is {norm_type!r}, want a number above 0, or inf")
+    for name, part in module.named_modules():
+        require(
+            not is_fsdp1(part),
+            f"{name or 'the module'} is FullyShardedDataParallel, whose gradients do not say of "
+            "what they are parts: want fully_shard",
+        )
 
     def norm(gradients: Iterable[Tensor]) -> Tensor:
         some = [one for one in gradients if one.numel()]  # an empty one has no maximum

@@ -16,6 +16,8 @@ from tokenyard.nn.moe import MoE
 from tokenyard.nn.router import Router
 from tokenyard.nn.share import is_dtensor, named_expert_parameters, shares, was_sharded
 
+_COMPILED = "_orig_mod."  # before the names of a module that torch.compile has wrapped
+
 
 def expert_parameters(module: nn.Module) -> set[nn.Parameter]:
     """As `fully_shard(module, ignored_params=expert_parameters(module))` wants them."""
@@ -52,10 +54,10 @@ def hide_from_ddp(module: nn.Module) -> None:
         for prefix, part in module.named_modules()
         if isinstance(part, Router)
     ]
+    plain = [name.removeprefix(_COMPILED) for name in alone]  # it may be compiled later, or before
     before = getattr(module, "_ddp_params_and_buffers_to_ignore", [])
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-        module, list(dict.fromkeys([*before, *alone]))
-    )
+    names = dict.fromkeys([*before, *plain, *(_COMPILED + name for name in plain)])
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(names))
 
 
 def update_biases(module: nn.Module) -> None:

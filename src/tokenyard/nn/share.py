@@ -7,6 +7,7 @@ spread.
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
 from collections.abc import Iterator
@@ -16,7 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from tokenyard.buffer import Buffer
 from tokenyard.replicas import Replicas
@@ -66,13 +69,20 @@ class Share:
         """Of all ranks."""
         return self.replicas.num_experts
 
+    def __post_init__(self) -> None:
+        if not _watching:
+            _watching.append(register_module_module_registration_hook(_check_wrapper))
+            _watching.append(register_optimizer_step_pre_hook(_check_optimiser))
+
     def weights(self, module: nn.Module, name: str) -> Tensor:
         """A stacked parameter of the module, to compute with.
 
         The gradient is divided here rather than by a hook: a hook belongs to one Parameter object,
         and `load_state_dict(assign=True)` and `to_empty` replace that.
         """
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            _check_traced()
+        else:
             _check_ddp()
             self._check_fsdp(module)
         weights: Tensor = getattr(module, name)
@@ -97,6 +107,14 @@ class Share:
         firsts = {replicas.slots_of(expert)[0] for expert in set(self.ids)}
         return sorted(slot.local for slot in firsts if slot.rank == self.buffer.rank)
 
+    def mixes(self, *groups: Any) -> bool:
+        """Whether one of these process groups joins ranks that hold different experts."""
+        if not isinstance(self.buffer.group, dist.ProcessGroup):
+            return False
+        own = set(dist.get_process_group_ranks(self.buffer.group))
+        joined = (dist.get_process_group_ranks(one) for one in groups if one is not None)
+        return any(len(own & set(ranks)) > 1 for ranks in joined)
+
     def _check_fsdp(self, module: nn.Module) -> None:
         """Raise if fully_shard has sharded the module's parameters. During a forward pass they look
         like any others, so FSDP's own records are read.
@@ -104,19 +122,10 @@ class Share:
         num_wrapped = len(_module_state_mapping)
         if num_wrapped == self.num_wrapped_seen:
             return
-        for fsdp_param in _sharded_parameters():
-            info = fsdp_param._module_info
-            if module in (info.module, *info.shared_modules) and self._is_mixed(fsdp_param):
-                raise RuntimeError(was_sharded(f"{type(module).__name__}.{info.param_name}"))
+        for holder, name in _mixed_by_fully_shard():
+            if holder is module:
+                raise RuntimeError(was_sharded(name))
         self.num_wrapped_seen = num_wrapped
-
-    def _is_mixed(self, fsdp_param: Any) -> bool:
-        """Whether it is sharded over ranks that hold different experts."""
-        group = getattr(fsdp_param.mesh_info, "shard_process_group", None)
-        if group is None or not isinstance(self.buffer.group, dist.ProcessGroup):
-            return False
-        sharded = set(dist.get_process_group_ranks(group))
-        return len(sharded & set(dist.get_process_group_ranks(self.buffer.group))) > 1
 
 
 class _Divided(torch.autograd.Function):
@@ -207,27 +216,106 @@ def was_sharded(name: str) -> str:
     )
 
 
-def _sharded_parameters() -> Iterator[Any]:
-    """What FSDP2 notes of each parameter that it has sharded, of all models."""
+_watching: list[Any] = []  # torch's hooks: one of each for the process, from the first Share on
+
+
+def _check_wrapper(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
+    """torch calls it whenever a module gets another inside: before DistributedDataParallel copies
+    anything, and while FullyShardedDataParallel is made. No compiled code gets around that.
+    """
+    if isinstance(wrapper, DistributedDataParallel) and module is not None:
+        _refuse_ddp(wrapper, module)
+    elif is_fsdp1(wrapper) and module is not None:
+        groups = [vars(wrapper).get(key) for key in ("process_group", "_inter_node_pg")]
+        for part, _, share in shares(module):
+            if share.mixes(*groups):
+                raise RuntimeError(
+                    "FullyShardedDataParallel takes parameters for the same on all ranks, and "
+                    f"mixes experts of different ones ({part}): want "
+                    "fully_shard(model, ignored_params=expert_parameters(model))"
+                )
+
+
+def is_fsdp1(module: nn.Module) -> bool:
+    """By name: importing it takes a while, and few do."""
+    return any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__)
+
+
+def _check_optimiser(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise before a ZeroRedundancyOptimizer steps that also has experts: it hands the parameters
+    that one rank has moved to all others.
+    """
+    if type(optimizer).__name__ != "ZeroRedundancyOptimizer":
+        return
+    given = {one for group in optimizer.param_groups for one in group["params"]}
+    if vars(optimizer).get("_tokenyard_checked") == len(given):
+        return
+    # An optimiser knows no modules, and parameters are replaced by torch, without their marks.
+    for part in [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]:
+        share = part.__dict__.get("tokenyard")
+        own = given.intersection(own_parameters(part)) if isinstance(share, Share) else ()
+        if own and share.mixes(vars(optimizer).get("process_group")):
+            raise RuntimeError(
+                f"ZeroRedundancyOptimizer would copy one rank's parameters of {type(part).__name__}"
+                " to all ranks: want it for other parameters, and another optimiser for "
+                "expert_parameters(model)"
+            )
+    vars(optimizer)["_tokenyard_checked"] = len(given)
+
+
+def _check_traced() -> None:
+    """The checks of a forward pass, when torch.compile traces one. They look at all modules: with
+    this one as an argument, torch.compile would compile each layer anew.
+    """
+    _check_ddp()
+    for _, name in _mixed_by_fully_shard():
+        raise RuntimeError(was_sharded(name))
+
+
+# As `tickets.number_of`: torch.compile calls it, and keeps what it returns.
+_check_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _mixed_by_fully_shard() -> Iterator[tuple[nn.Module, str]]:
+    """The modules, of all models, whose experts FSDP2 shards, or averages, over ranks that hold
+    different ones; with the names of parameters.
+    """
     for reference in list(_module_state_mapping.values()):
         for group in getattr(reference(), "_fsdp_param_groups", ()):
-            yield from group.fsdp_params
+            for one in group.fsdp_params:
+                info, mesh = one._module_info, one.mesh_info
+                kinds = "shard_process_group", "replicate_process_group"
+                groups = [getattr(mesh, kind, None) for kind in kinds]
+                for holder in (info.module, *info.shared_modules):
+                    share = _share_of(holder)
+                    if share is not None and share.mixes(*groups):
+                        yield holder, f"{type(holder).__name__}.{info.param_name}"
+
+
+_PREPARE = "want tokenyard.nn.prepare_for_ddp(model) before DistributedDataParallel(model)"
+
+
+def _refuse_ddp(ddp: DistributedDataParallel, module: nn.Module) -> None:
+    for name, _, share in named_own_parameters(module):
+        if name not in ddp.parameters_to_ignore and share.mixes(ddp.process_group):
+            raise RuntimeError(
+                f"DistributedDataParallel copies rank 0's {name} to all ranks: {_PREPARE}"
+            )
 
 
 def _check_ddp() -> None:
-    """Raise if this runs inside a DistributedDataParallel that also manages the experts."""
+    """Raise if this runs inside a DistributedDataParallel that also manages the experts, since they
+    came after it was made. Warn if it averages, and the experts do not.
+    """
     ddp = DistributedDataParallel._get_active_ddp_module()
     if ddp is None or getattr(ddp, "_tokenyard_checked", False):
         return
-    want = "want tokenyard.nn.prepare_for_ddp(model) before DistributedDataParallel(model)"
+    _refuse_ddp(ddp, ddp.module)
     for name, parameter, share in named_own_parameters(ddp.module):
-        if name not in ddp.parameters_to_ignore:
-            said = f"DistributedDataParallel has copied rank 0's {name} to all ranks: {want}"
-            raise RuntimeError(said)
         if parameter.requires_grad and share.num_losses > 1 and not share.averages:
             warnings.warn(
                 "DistributedDataParallel averages gradients of dense parameters over ranks, while "
-                f"those of {name} are sums over {share.num_losses} ranks: {want}",
+                f"those of {name} are sums over {share.num_losses} ranks: {_PREPARE}",
                 stacklevel=2,
             )
             break

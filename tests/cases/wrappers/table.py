@@ -5,7 +5,9 @@ python -m tests.cases.wrappers.table  # prints the table
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,10 @@ LAYER = {
         within=1e-2,
         because="bfloat16 keeps 8 bits, and sums over ranks are made in another order",
     ),
+    "ddp_zero": Case(
+        wrapper="DistributedDataParallel, ZeroRedundancyOptimizer",
+        how="as above; it gets dense parameters alone, and experts another optimiser",
+    ),
     "fsdp_offload": Case(
         wrapper="FSDP2, `CPUOffloadPolicy`",
         how="as above; `pin_memory=False` where there is no GPU",
@@ -65,6 +71,10 @@ COMPILED = {
     ("aot_eager", 64, "fsdp"): Case(
         wrapper="torch.compile, aot_eager, FSDP2",
         how="`fully_shard` first",
+    ),
+    ("aot_eager", 64, "compiled_ddp"): Case(
+        wrapper="DistributedDataParallel around a compiled model",
+        how="`prepare_for_ddp` of the model, compiled or not",
     ),
     ("inductor", 64, "ddp"): Case(
         wrapper="torch.compile, inductor, DistributedDataParallel",
@@ -145,16 +155,74 @@ MODEL = {
     ),
 }
 
-REFUSED = {
+_FULLY_SHARD = "want fully_shard(model, ignored_params=expert_parameters(model))"
+_PREPARE = "want tokenyard.nn.prepare_for_ddp(model) before DistributedDataParallel(model)"
+
+# With nn.MoE, on 2 ranks: tests/wrappers/test_layer.py
+REFUSED_LAYER = {
+    "ddp": Case(
+        wrapper="DistributedDataParallel, not prepared, compiled or not",
+        how="it raises when it is made",
+        outcome=_PREPARE,
+    ),
+    "ddp_compiled": Case(
+        wrapper="DistributedDataParallel, not prepared, around a compiled model that was called",
+        how="it raises when it is made",
+        outcome=_PREPARE,
+    ),
+    "ddp_outside": Case(
+        wrapper="DistributedDataParallel around a module that holds the prepared one",
+        how="it raises when it is made",
+        outcome=_PREPARE,
+    ),
     "fsdp_all": Case(
         wrapper="FSDP2 without `ignored_params`",
         how="the first forward pass raises",
-        outcome="want fully_shard(model, ignored_params=expert_parameters(model))",
+        outcome=_FULLY_SHARD,
     ),
+    "fsdp_experts": Case(
+        wrapper="FSDP2 of the experts module itself",
+        how="the first forward pass raises",
+        outcome=_FULLY_SHARD,
+    ),
+    "fsdp_compiled": Case(
+        wrapper="torch.compile, FSDP2 without `ignored_params`",
+        how="the first forward pass raises",
+        outcome=_FULLY_SHARD,
+    ),
+    "fsdp_compiled_later": Case(
+        wrapper="FSDP2 without `ignored_params`, of a model that was compiled and called",
+        how="the next forward pass raises",
+        outcome=_FULLY_SHARD,
+    ),
+    "fsdp_hybrid": Case(
+        wrapper="FSDP2 with a mesh that copies over ranks, without `ignored_params`",
+        how="the first forward pass raises",
+        outcome=_FULLY_SHARD,
+    ),
+    "fsdp1": Case(
+        wrapper="FullyShardedDataParallel (FSDP1) around experts",
+        how="it raises when it is made",
+        outcome=_FULLY_SHARD,
+    ),
+    "fsdp1_clipped": Case(
+        wrapper="`nn.clip_grad_norm_` with FullyShardedDataParallel around a dense part",
+        how="it raises",
+        outcome="whose gradients do not say of what they are parts: want fully_shard",
+    ),
+    "zero": Case(
+        wrapper="ZeroRedundancyOptimizer that has experts",
+        how="`step` raises",
+        outcome="want it for other parameters, and another optimiser for expert_parameters(model)",
+    ),
+}
+
+# With a model of transformers, on 2 ranks: tests/wrappers/test_model.py
+REFUSED = {
     "ddp around peft": Case(
         wrapper="DistributedDataParallel around a PeftModel, not prepared",
-        how="the first forward pass raises",
-        outcome="want tokenyard.nn.prepare_for_ddp(model) before DistributedDataParallel(model)",
+        how="it raises when it is made",
+        outcome=_PREPARE,
     ),
     "checkpoints": Case(
         wrapper="`Trainer`, checkpoints with the optimiser",
@@ -209,19 +277,44 @@ REFUSED = {
 }
 
 
+LAYER_FILE, MODEL_FILE = "wrappers/test_layer.py", "wrappers/test_model.py"
+_TESTS: list[tuple[Mapping[Any, Case], str]] = [
+    (LAYER, "test_twenty_steps"),
+    (COMPILED, "test_twenty_compiled_steps"),
+    (PIPELINE, "test_twenty_steps_in_stages"),
+    (MODEL, "test_twenty_steps"),
+    (REFUSED_LAYER, "test_wrappers_that_take_experts_are_refused"),
+    (REFUSED, "test_what_is_refused"),
+]
+
+
+def test_of(cases: Mapping[Any, Case], key: Any) -> str:
+    """The name of the case's test, as pytest has it."""
+    name = next(name for one, name in _TESTS if one is cases)
+    kind = "-".join(map(str, key)) if isinstance(key, tuple) else key
+    return f"`{name}[{kind}]`" if cases is not REFUSED else f"`{name}`"
+
+
 def table() -> str:
     """In Markdown, as docs/guide/training.md has it."""
-    parts = {"with `nn.MoE`": [*LAYER.values(), *COMPILED.values(), *PIPELINE.values()]}
-    parts["with a model of transformers"] = list(MODEL.values())
+    parts: dict[str, list[Mapping[Any, Case]]] = {
+        f"with `nn.MoE` (`{LAYER_FILE}`)": [LAYER, COMPILED, PIPELINE],
+        f"with a model of transformers (`{MODEL_FILE}`)": [MODEL],
+    }
     lines = []
-    for title, cases in parts.items():
-        lines += [f"| {title} | how | within |", "|---|---|---|"]
-        for case in cases:
-            within = f"{case.within:g}" + (f": {case.because}" if case.because else "")
-            lines.append(f"| {case.wrapper} | {case.how} | {within} |")
+    for title, kinds in parts.items():
+        lines += [f"| {title} | how | within | test |", "|---|---|---|---|"]
+        for cases in kinds:
+            for key, case in cases.items():
+                within = f"{case.within:g}" + (f": {case.because}" if case.because else "")
+                lines.append(f"| {case.wrapper} | {case.how} | {within} | {test_of(cases, key)} |")
         lines.append("")
-    lines += ["| refused | where | in the words |", "|---|---|---|"]
-    lines += [f"| {case.wrapper} | {case.how} | {case.outcome} |" for case in REFUSED.values()]
+    lines += ["| refused | where | in the words | test |", "|---|---|---|---|"]
+    for cases in (REFUSED_LAYER, REFUSED):
+        for key, case in cases.items():
+            lines.append(
+                f"| {case.wrapper} | {case.how} | {case.outcome} | {test_of(cases, key)} |"
+            )
     return "\n".join(lines) + "\n"
 
 
