@@ -77,6 +77,38 @@ def test_parameters_that_are_replaced_are_still_averaged() -> None:
     run_virtual(job, 2)
 
 
+@pytest.mark.parametrize("how", ["device=meta", "under torch.device"])
+def test_a_layer_that_gets_its_memory_later(how: str) -> None:
+    """It begins as one that had its memory from the start, whatever was in that memory."""
+
+    def job(group: Any) -> None:
+        with tokenyard.Buffer(group) as buffer:
+            want = make(buffer, bias_rate=0.001)
+            config = want.router.config
+            if how == "device=meta":
+                layer = MoE(buffer, HIDDEN, 8, config, device="meta")
+            else:
+                with torch.device("meta"):
+                    layer = MoE(buffer, HIDDEN, 8, config)
+            assert all(one.is_meta for one in (*layer.parameters(), *layer.buffers()))
+            junk = [torch.full((4,), 1e9) for _ in range(200)]
+            del junk  # memory that was used before
+            layer.to_empty(device="cpu")
+            assert not layer.router.load.any()  # which no checkpoint has
+            layer.router.bias += 1.0
+            layer.router.load += 1.0
+            with _seeding:
+                torch.manual_seed(0)
+                layer.router.reset_parameters()
+                layer.experts.reset_parameters()
+            assert_same(list(layer.state_dict().values()), list(want.state_dict().values()))
+            assert layer.router.bias.tolist() == layer.router.load.tolist() == [0.0] * 4
+            layer.to_empty(device="cpu").load_state_dict(want.state_dict())
+            assert not layer.router.load.any()
+
+    run_virtual(job, 1)
+
+
 @pytest.mark.parametrize("cast", ["to", "bfloat16", "half"])
 def test_bias_and_load_stay_in_float32(cast: str) -> None:
     def job(group: Any) -> None:

@@ -50,6 +50,8 @@ class Experts(nn.Module):
         here.
         """
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_(2**48))
+        if self.down.is_meta:  # there is nothing to fill
+            return
         for local, expert in enumerate(self.ids):
             generator = torch.Generator().manual_seed(seed + expert)
             for stack in (self.gate_up, self.down):
