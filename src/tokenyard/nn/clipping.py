@@ -29,6 +29,7 @@ from tokenyard.nn.share import (
     is_fsdp1,
     named_expert_parameters,
     named_own_parameters,
+    refuse_adapters_of_copies,
     shares,
 )
 from tokenyard.validate import require
@@ -78,6 +79,7 @@ def get_grad_norm(
     """The norm of the gradients of all parameters, the experts of all ranks included. Every rank
     calls it.
     """
+    refuse_adapters_of_copies(module)
     order = float(norm_type)
     require(order > 0, f"norm_type is {norm_type!r}, want a number above 0, or inf")
     for name, part in module.named_modules():

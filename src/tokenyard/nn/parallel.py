@@ -14,7 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from tokenyard.nn.clipping import watch_gradients
 from tokenyard.nn.moe import MoE
 from tokenyard.nn.router import Router
-from tokenyard.nn.share import is_dtensor, named_expert_parameters, shares, was_sharded
+from tokenyard.nn.share import (
+    is_dtensor,
+    named_expert_parameters,
+    refuse_adapters_of_copies,
+    shares,
+    was_sharded,
+)
 
 _COMPILED = "_orig_mod."  # before the names of a module that torch.compile has wrapped
 
@@ -33,6 +39,7 @@ def average_expert_gradients(module: nn.Module) -> None:
     for name, parameter in named_expert_parameters(module):
         if is_dtensor(parameter):
             raise ValueError(was_sharded(name))
+    refuse_adapters_of_copies(module)
     for _, _, share in shares(module):
         share.averages = True
     watch_gradients(module)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tokenyard.buffer import Buffer
 from tokenyard.nn.clipping import note_change
 from tokenyard.nn.moving import PIECE, no_experts
-from tokenyard.nn.share import own_parameters, shares
+from tokenyard.nn.share import own_parameters, refuse_adapters_of_copies, shares
 from tokenyard.replicas import Replicas
 from tokenyard.types import Handle
 
@@ -29,6 +29,7 @@ def sum_replica_gradients(module: nn.Module) -> None:
     were equal stay so, if the optimiser treats each number by itself, as SGD and Adam do. Without
     copies it does nothing.
     """
+    refuse_adapters_of_copies(module)
     for _, part, share in shares(module):
         if not share.replicas.has_copies:
             continue

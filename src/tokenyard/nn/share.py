@@ -183,13 +183,28 @@ def own_parameters(part: nn.Module) -> list[nn.Parameter]:
 
 def refuse_adapters(module: nn.Module) -> None:
     """Raise if an adapter wraps experts: one of its matrices holds several experts' numbers."""
-    stacked = {one for _, part, _ in shares(module) for one in own_parameters(part)}
-    for name, parameter, _ in named_own_parameters(module):
-        if parameter not in stacked:
+    for name, *_ in _adapters(module):
+        raise ValueError(
+            f"{name} is an adapter of this rank's experts, which has no name for each: want "
+            "the adapter merged, or saved by save_pretrained"
+        )
+
+
+def refuse_adapters_of_copies(module: nn.Module) -> None:
+    """Raise if an adapter that is trained wraps experts with copies: those would drift apart."""
+    for name, parameter, share in _adapters(module):
+        if parameter.requires_grad and share.first_copies() is not None:
             raise ValueError(
-                f"{name} is an adapter of this rank's experts, which has no name for each: want "
-                "the adapter merged, or saved by save_pretrained"
+                f"{name} is an adapter of experts that have copies, whose gradients nobody sums: "
+                "want a placement without copies, or the adapter merged"
             )
+
+
+def _adapters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Share]]:
+    stacked = {one for _, part, _ in shares(module) for one in own_parameters(part)}
+    for one in named_own_parameters(module):
+        if one[1] not in stacked:
+            yield one
 
 
 def _share_of(part: nn.Module | None) -> Share | None:
@@ -251,10 +266,12 @@ def _check_optimiser(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if vars(optimizer).get("_tokenyard_checked") == len(given):
         return
     # An optimiser knows no modules, and parameters are replaced by torch, without their marks.
-    for part in [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]:
-        share = part.__dict__.get("tokenyard")
-        own = given.intersection(own_parameters(part)) if isinstance(share, Share) else ()
-        if own and share.mixes(vars(optimizer).get("process_group")):
+    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+    for part in modules:
+        share = _share_of(part)
+        if share is None or not share.mixes(vars(optimizer).get("process_group")):
+            continue
+        if not given.isdisjoint(one for _, one, _ in named_own_parameters(part)):
             raise RuntimeError(
                 f"ZeroRedundancyOptimizer would copy one rank's parameters of {type(part).__name__}"
                 " to all ranks: want it for other parameters, and another optimiser for "

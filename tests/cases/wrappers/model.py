@@ -27,6 +27,7 @@ with warnings.catch_warnings():
     from peft import LoraConfig, get_peft_model
     from transformers import Trainer, TrainingArguments
 
+from tokenyard import Replicas
 from tokenyard.integrations.accelerate import prepare_accelerator
 from tokenyard.integrations.transformers import expert_parallel, prepare_trainer, save_pretrained
 from tokenyard.integrations.transformers.lora import by_expert
@@ -35,7 +36,9 @@ from tokenyard.nn import (
     checkpoint_state,
     clip_grad_norm_,
     expert_parameters,
+    get_grad_norm,
     prepare_for_ddp,
+    sum_replica_gradients,
 )
 from tokenyard.nn.share import named_own_parameters
 
@@ -284,6 +287,14 @@ def told(group: Any, folder: str) -> dict[str, str]:
         on_a_gpu = SimpleNamespace(distributed_type=DistributedType.FSDP)
         asked["accelerate's fsdp"] = partial(prepare_accelerator, on_a_gpu, model)
         asked["checkpoint_state"] = partial(checkpoint_state, trainer.model)
+        copies = Replicas([[0, 1, 2, 3, 4], [4, 5, 6, 7]])
+        of_copies = expert_parallel(make_model(None, "experts"), group, placement=copies)
+        for name, function in {
+            "copies": average_expert_gradients,
+            "copies' gradients": sum_replica_gradients,
+            "copies' norm": get_grad_norm,
+        }.items():
+            asked[name] = partial(function, of_copies)
         asked["same tokens"] = partial(prepare_accelerator, trainer.accelerator, same)
         for name, ask in asked.items():
             with pytest.raises((RuntimeError, ValueError)) as refused:
