@@ -288,6 +288,21 @@ def test_a_rank_without_sequences(shape: tuple[int, ...]) -> None:
     run_virtual(job, 2)
 
 
+@pytest.mark.parametrize("shape", [(6, HIDDEN + 1), (HIDDEN - 1,), ()])
+def test_another_hidden_size_is_refused_on_all_ranks(shape: tuple[int, ...]) -> None:
+    def job(group: Any) -> str:
+        with tokenyard.Buffer(group, timeout=scaled(60)) as buffer:
+            layer = make(buffer)
+            with pytest.raises(ValueError, match="want") as info:
+                layer(torch.ones(shape) if group.rank() else tokens(0))
+            layer(tokens(group.rank()))  # the Buffer still works
+            return str(info.value)
+
+    told, own = run_virtual(job, 2).results
+    assert own == f"x is {list(shape)}, want [..., {HIDDEN}], on rank 1"
+    assert told == f"rank 1 rejected its input, so no rank went on: {own}"
+
+
 def under_ddp(group: Any, prepare: bool) -> str:
     with tokenyard.Buffer(group) as buffer:
         layer, x = make(buffer), tokens(group.rank())

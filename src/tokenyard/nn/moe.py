@@ -160,7 +160,11 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D] -> [..., D]. All ranks of the Buffer call it together, each with its own x."""
-        tokens = x.reshape(-1, x.shape[-1])
+        hidden = self.router.weight.shape[1]
+        if x.shape[-1:] != (hidden,):
+            wrong = f"x is {list(x.shape)}, want [..., {hidden}], on rank {self.buffer.rank}"
+            self.buffer.refuse(ValueError(wrong))
+        tokens = x.reshape(-1, hidden)
         chosen = self.router(tokens)
         routed = functional.autocast(tokens), chosen.topk_idx, chosen.topk_weights
         if self.num_worst_tokens:

@@ -21,6 +21,7 @@ from tokenyard.replicas import Replicas
 from tokenyard.validate import require
 
 NAME = "tokenyard"  # in transformers' registry of expert functions
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # that it computes with
 Experts = Any  # a module of transformers that holds stacked experts
 Run = Callable[[Experts, Tensor, Tensor, Tensor], Tensor]
 Through = Callable[[Experts, Tensor, Tensor], Tensor]

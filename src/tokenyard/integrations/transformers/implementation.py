@@ -21,13 +21,12 @@ from transformers.distributed.expert_parallel import EPImplementation, EPImpleme
 
 from tokenyard.buffer import Buffer
 from tokenyard.integrations.transformers.everyone import everyone_of, join_slices, slice_of_rank
-from tokenyard.integrations.transformers.experts import NAME, Experts, through_experts
+from tokenyard.integrations.transformers.experts import FLOATS, NAME, Experts, through_experts
 from tokenyard.nn import functional
 from tokenyard.replicas import Replicas
 
 # Ways to compute the same products, for which ours stand in; others may have weights of their own.
 _PRODUCTS = (None, "eager", "grouped_mm", "batched_mm")
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # By the id of a mesh, while that lives. Only layers hold a Buffer: caches of torch hold meshes.
 _buffers: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
@@ -81,7 +80,7 @@ def _is_plain(experts: Experts) -> bool:
     if not hasattr(experts, "has_gate"):
         return False
     weights = experts.gate_up_proj if experts.has_gate else experts.up_proj
-    return experts.config._experts_implementation in _PRODUCTS and weights.dtype in _FLOATS
+    return experts.config._experts_implementation in _PRODUCTS and weights.dtype in FLOATS
 
 
 def _buffer_of(mesh: Any) -> Buffer:
