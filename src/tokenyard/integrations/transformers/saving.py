@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -16,7 +20,11 @@ from tokenyard.integrations.transformers.lora import (
     from_experts,
     is_peft_model,
 )
+from tokenyard.integrations.transformers.together import together
 from tokenyard.nn.share import shares
+
+# Of a whole model or adapter, or of a part of one, and the list of such parts.
+_WEIGHTS = re.compile(r"(\w+?)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 
 
 class Whole(dict[str, Any]):
@@ -26,13 +34,39 @@ class Whole(dict[str, Any]):
 def save_pretrained(model: Any, path: Any, **kwargs: Any) -> None:
     """`model.save_pretrained(path, **kwargs)` with the experts of all ranks, written by rank 0.
 
-    Every rank calls it. Rank 0 of the group holds the whole model while it writes, and the others
-    may go on before it is done. Of a PeftModel the adapter is written, as PEFT does it.
+    Every rank calls it, and returns when the folder is whole; if rank 0 cannot write it, all raise.
+    A new folder appears whole. In one that is there, files are replaced when all are written, and
+    weights of before are removed. Rank 0 of the group holds the whole model while it writes. Of a
+    PeftModel the adapter is written, as PEFT does it.
     """
     state = gather_state(model)
-    if state is not None:
-        kind: Any = type(model)
-        kind.save_pretrained(model, path, state_dict=state, **kwargs)
+    with together(model.tokenyard_buffer.group, "save_pretrained"):
+        if state is not None:
+            _write(model, Path(path).absolute(), state, kwargs)
+
+
+def _write(model: Any, path: Path, state: Whole, kwargs: dict[str, Any]) -> None:
+    if kwargs.get("push_to_hub"):
+        kwargs.setdefault("repo_id", path.name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as beside:
+        written = Path(beside, path.name)
+        written.mkdir()
+        if (path / "README.md").exists():
+            shutil.copy(path / "README.md", written)  # PEFT adds to it
+        type(model).save_pretrained(model, written, state_dict=state, **kwargs)
+        if not path.is_dir() or not any(path.iterdir()):
+            written.replace(path)
+            return
+        files = [one.relative_to(written) for one in written.rglob("*") if one.is_file()]
+        for file in files:
+            (path / file).parent.mkdir(parents=True, exist_ok=True)
+            (written / file).replace(path / file)
+        new = {match[1] for file in files if (match := _WEIGHTS.fullmatch(str(file)))}
+        for old in path.iterdir():  # transformers would load a model.safetensors of before
+            match = _WEIGHTS.fullmatch(old.name)
+            if match and match[1] in new and Path(old.name) not in files:
+                old.unlink()
 
 
 def gather_state(model: Any) -> Whole | None:
