@@ -156,6 +156,7 @@ MODEL = {
 }
 
 _FULLY_SHARD = "want fully_shard(model, ignored_params=expert_parameters(model))"
+_COPIES = "whose gradients nobody sums: want a placement without copies, or the adapter merged"
 _PREPARE = "want tokenyard.nn.prepare_for_ddp(model) before DistributedDataParallel(model)"
 
 # With nn.MoE, on 2 ranks: tests/wrappers/test_layer.py
@@ -254,6 +255,21 @@ REFUSED = {
         how="it raises",
         outcome="want the adapter merged, or saved by save_pretrained",
     ),
+    "copies": Case(
+        wrapper="LoRA on experts that have copies, trained",
+        how="`average_expert_gradients`, `prepare_for_ddp` raise",
+        outcome=_COPIES,
+    ),
+    "copies' gradients": Case(
+        wrapper="`nn.sum_replica_gradients` with LoRA on experts that have copies",
+        how="it raises",
+        outcome=_COPIES,
+    ),
+    "copies' norm": Case(
+        wrapper="`nn.clip_grad_norm_`, `nn.get_grad_norm` with LoRA on experts that have copies",
+        how="they raise",
+        outcome=_COPIES,
+    ),
     "experts alone": Case(
         wrapper="`accelerator.clip_grad_norm_` of some parameters",
         how="it raises, if experts are among them",
@@ -276,6 +292,83 @@ REFUSED = {
     ),
 }
 
+
+# What a training does besides: what becomes of it, and the test, by its file in tests.
+OTHERS = [
+    ("optimisers", "[each](optimisers.md)", "nn/test_optimisers.py::test_a_row_of_the_table"),
+    (
+        "`nn.clip_grad_norm_` under DistributedDataParallel and FSDP2",
+        "works",
+        "nn/test_clipping.py::test_clipped_training_is_that_of_one_rank",
+    ),
+    (
+        "`torch.nn.utils.clip_grad_norm_` with experts",
+        "warns at the optimiser's step",
+        "nn/test_clipping.py::test_torchs_own_clipping_is_noticed",
+    ),
+    ("`torch.autocast(bfloat16)`", "works", "nn/test_training.py::test_autocast"),
+    ("parameters in bfloat16", "works", "nn/test_moe.py::test_bfloat16"),
+    (
+        "`model.to(bfloat16)`: the router's bias and load stay in float32",
+        "works",
+        "nn/test_training.py::test_bias_and_load_stay_in_float32",
+    ),
+    (
+        "bfloat16 rows with experts in float32",
+        "works",
+        "nn/test_training.py::test_bfloat16_rows_with_float32_experts",
+    ),
+    (
+        "quantised experts of transformers",
+        "refused by `expert_parallel`",
+        "integrations/test_transformers.py::test_says_what_is_wrong",
+    ),
+    (
+        '`device="meta"`, `to_empty`, `reset_parameters`',
+        "works",
+        "nn/test_training.py::test_a_layer_that_gets_its_memory_later",
+    ),
+    (
+        "activation checkpointing, `use_reentrant=False`",
+        "works",
+        "nn/test_moe.py::test_activation_checkpointing",
+    ),
+    (
+        "activation checkpointing, reentrant, with an auxiliary loss",
+        "refused by `auxiliary_losses`",
+        "nn/test_training.py::test_an_auxiliary_loss_without_its_gradient_is_refused",
+    ),
+    (
+        "checkpoints on another number of ranks",
+        "works",
+        "nn/test_parallel.py::test_a_checkpoint_goes_on_on_another_number_of_ranks",
+    ),
+    (
+        "`nn.rebalance`, with copies and the optimiser's states",
+        "works",
+        "nn/test_rebalance.py::test_training_goes_on_as_on_one_rank",
+    ),
+    (
+        "`nn.rebalance` of a model of transformers",
+        "works",
+        "integrations/test_transformers.py::test_experts_move_while_a_model_is_trained",
+    ),
+    (
+        '`nn.rebalance` with `tokens="same"`',
+        "refused on all ranks",
+        "integrations/test_transformers.py::test_experts_of_the_same_tokens_stay",
+    ),
+    (
+        "`nn.rebalance` of what belongs to no single expert",
+        "refused on all ranks",
+        "nn/test_rebalance.py::test_what_cannot_move_raises_on_all_ranks_and_changes_nothing",
+    ),
+    (
+        "`nn.sum_replica_gradients`",
+        "works",
+        "nn/test_rebalance.py::test_copies_stay_equal_to_the_bit",
+    ),
+]
 
 LAYER_FILE, MODEL_FILE = "wrappers/test_layer.py", "wrappers/test_model.py"
 _TESTS: list[tuple[Mapping[Any, Case], str]] = [
@@ -315,6 +408,8 @@ def table() -> str:
             lines.append(
                 f"| {case.wrapper} | {case.how} | {case.outcome} | {test_of(cases, key)} |"
             )
+    lines += ["", "| besides | | test |", "|---|---|---|"]
+    lines += [f"| {what} | {outcome} | `{test}` |" for what, outcome, test in OTHERS]
     return "\n".join(lines) + "\n"
 
 
