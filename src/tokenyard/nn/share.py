@@ -58,6 +58,9 @@ class Share:
 
     def __post_init__(self) -> None:
         self.place = self.replicas.mark
+        if not _watching:
+            _watching.append(register_module_module_registration_hook(_check_wrapper))
+            _watching.append(register_optimizer_step_pre_hook(_check_optimiser))
 
     @property
     def ids(self) -> list[int]:
@@ -68,11 +71,6 @@ class Share:
     def num_experts(self) -> int:
         """Of all ranks."""
         return self.replicas.num_experts
-
-    def __post_init__(self) -> None:
-        if not _watching:
-            _watching.append(register_module_module_registration_hook(_check_wrapper))
-            _watching.append(register_optimizer_step_pre_hook(_check_optimiser))
 
     def weights(self, module: nn.Module, name: str) -> Tensor:
         """A stacked parameter of the module, to compute with.
