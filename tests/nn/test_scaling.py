@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import tokenyard
 from tests.cases.nn import moving as jobs
+from tests.cases.nn import scaling as cases
 from tokenyard.nn import GradScaler, average_expert_gradients, clip_grad_norm_
-from tokenyard.testing import assert_same, run_virtual
+from tokenyard.testing import Processes, assert_same, run_virtual
 
 
 def overflow(layer: nn.Module, here: bool) -> None:
@@ -50,6 +51,13 @@ def test_all_ranks_skip_the_step_of_one(fused: bool, clips: bool) -> None:
             return scales
 
     assert run_virtual(job, 2).results == [[512.0, 1024.0, 512.0, 1024.0]] * 2
+
+
+@pytest.mark.processes
+def test_with_fsdp2() -> None:
+    """torch unscales shards and plain tensors, which one optimiser has here, by themselves only."""
+    with Processes(2) as ranks:
+        assert ranks.run(cases.with_fsdp) == [[512.0, 512.0]] * 2
 
 
 def test_no_warning_where_ranks_agree() -> None:

@@ -6,6 +6,7 @@ step and lower its scale, and ranks would drift apart.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from tokenyard.nn.clipping import note_change
 from tokenyard.nn.functional import gather_over_ranks
-from tokenyard.nn.share import named_expert_parameters, shares
+from tokenyard.nn.share import is_dtensor, named_expert_parameters, shares
 from tokenyard.validate import require
 
 
@@ -32,9 +33,18 @@ class GradScaler(torch.amp.GradScaler):
         require(len(self._buffers) > 0, "the module holds no experts of a Buffer, want some")
 
     def _unscale_grads_(self, optimizer: Optimizer, *more: Any) -> dict[torch.device, Tensor]:
-        """What torch finds on this rank, and then the most that any rank has found."""
-        found = super()._unscale_grads_(optimizer, *more)
-        most = torch.tensor([max(map(float, found.values()), default=0.0)], device="cpu")
+        """What torch finds on this rank, and then the most that any rank has found. torch takes
+        DTensors, as those of FSDP2, by themselves only.
+        """
+        given = [one for group in optimizer.param_groups for one in group["params"]]
+        found: dict[torch.device, Tensor] = {torch.device("cpu"): torch.zeros(1, device="cpu")}
+        most = found[torch.device("cpu")]
+        for sharded in (False, True):
+            some = [one for one in given if is_dtensor(one.grad) == sharded]
+            alike: Any = SimpleNamespace(param_groups=[{"params": some}])
+            for device, one in super()._unscale_grads_(alike, *more).items():
+                found[device] = one
+                most = torch.maximum(most, one.to("cpu"))
         for buffer in self._buffers:
             most = gather_over_ranks(buffer, most).amax(0)
         for one in found.values():
