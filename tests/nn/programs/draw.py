@@ -26,7 +26,7 @@ MOST_PROCESSES = 4
 def draw(seed: int, num_ranks: int | None = None, attempt: int = 0) -> Program:
     """On so many ranks, or on 1 to 6."""
     rng = random.Random(f"{seed} on {num_ranks}, attempt {attempt}")
-    real = num_ranks is not None or rng.random() < 0.4  # processes, which torch.distributed knows
+    real = num_ranks is not None or rng.random() < 0.6  # processes, which torch.distributed knows
     most = num_ranks or (MOST_PROCESSES if real else 6)
     num_ranks = num_ranks or rng.randint(1, most)
     dtype = rng.choice(["float64"] * 6 + ["float32"] * 3 + ["bfloat16"])
@@ -44,7 +44,7 @@ def draw(seed: int, num_ranks: int | None = None, attempt: int = 0) -> Program:
         ways = ["direct", "direct", "ring", "collective"] + ["hierarchical"] * (not restart_at)
         transport = rng.choice(ways)
     own_buffers = num_layers > 1 and rng.random() < 0.3
-    moves = rng.random() < 0.5
+    moves = rng.random() < 0.6
     layers = [_draw_layer(rng, num_ranks, tuple(steps))]
     for _ in range(num_layers - 1):
         # A Buffer that is told the placement of experts is told their number.
@@ -152,7 +152,7 @@ def _draw_events(rng: random.Random, program: Program, moves: bool) -> Program:
     adapted = any(one.adapter for one in program.layers)
     holders = program.num_models + program.ema
     alike = program.own_buffers or len({one.num_experts for one in program.layers}) == 1
-    now = [one.slots for one in program.layers[:count]]
+    now = [one.slots for one in program.layers[:count]]  # by Buffer
     steps = []
     for number, step in enumerate(program.steps):
         if program.restart is not None and number == program.restart.step:
@@ -187,7 +187,11 @@ def _draw_events(rng: random.Random, program: Program, moves: bool) -> Program:
                 wide_rank=rng.randrange(step.num_ranks) if rng.random() < 0.05 else -1,
             )
         )
-    return replace(program, steps=tuple(steps))
+    # fully_shard gathers parameters before a layer can refuse it: of as many experts on each rank.
+    alone = [_blocks(one.num_experts, step.num_ranks) for one in program.layers[count:]]
+    even = all(len(set(map(len, slots))) == 1 for slots in (*now, *([] if alike else alone)))
+    last = "" if program.last == "fsdp2" and not even else program.last
+    return replace(program, steps=tuple(steps), last=last)
 
 
 def _draw_slots(rng: random.Random, num_experts: int, num_ranks: int, copies: bool = True) -> Slots:

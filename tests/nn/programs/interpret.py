@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import traceback
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,22 +46,37 @@ _groups: dict[int, Any] = {}  # of the first so many processes
 
 
 def on_process(world: Any, program: Program, folder: str) -> Record:
+    """What fails is told in the folder too: other ranks may wait for the one that failed."""
+    try:
+        return _in_phases(world, program, folder)
+    except BaseException:
+        Path(folder, f"rank-{world.rank()}").write_text(traceback.format_exc())
+        raise
+
+
+def _in_phases(world: Any, program: Program, folder: str) -> Record:
     """Some ranks may have nothing to do, before a checkpoint is loaded or after it."""
     if not _groups:
         sizes = range(1, world.size() + 1)
         _groups.update({size: dist.new_group(list(range(size))) for size in sizes})
     cut = len(program.steps) if program.restart is None else program.restart.step
     record: Record = {}
+    failed: list[BaseException] = []
     with poisoned():
         for steps in (range(cut), range(cut, len(program.steps))):
             if not steps:
                 continue
             size = program.steps[steps[0]].num_ranks
             if world.rank() < size:
-                load, save = "" if steps[0] == 0 else folder, folder if program.restart else ""
+                saved = str(Path(folder, "saved")) if program.restart else ""
                 phase = _Phase(_groups[size], program, steps, record)
-                phase.run(load, "" if load else save)
-            dist.barrier(world)
+                try:
+                    phase.run(saved if steps[0] else "", "" if steps[0] else saved)
+                except Exception as error:
+                    failed.append(error)
+            dist.barrier(world)  # also where this rank failed, since others wait there
+            if failed:
+                raise failed[0]
     if program.compiled != "none":
         torch._dynamo.reset()
         gc.collect()

@@ -10,6 +10,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -110,21 +111,23 @@ class Ranks:
         self._processes: Processes | None = None
 
     def problems(self, program: Program, want: list[Record]) -> list[str]:
-        try:
-            if self.num_processes or program.on_processes:
-                if self._processes is None:
-                    number = self.num_processes or MOST_PROCESSES
-                    self._processes = Processes(number, timeout=scaled(120))
-                with tempfile.TemporaryDirectory() as folder:
-                    got = self._processes.run(on_process, program, folder)
-            else:
+        if not self.num_processes and not program.on_processes:
+            try:
                 with poisoned():
                     got = run_virtual(on_virtual_rank, program.num_ranks, program).results
-        except (TimeoutError, RankFailed) as error:
-            self.close()
-            return [str(error)]
-        except Exception:  # of a virtual rank
-            return [traceback.format_exc()]
+            except Exception:
+                return [traceback.format_exc()]
+            return compare(program, got, want)
+        if self._processes is None:
+            number = self.num_processes or MOST_PROCESSES
+            self._processes = Processes(number, timeout=scaled(60))
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                got = self._processes.run(on_process, program, folder)
+            except (TimeoutError, RankFailed) as error:
+                self.close()
+                told = [one.read_text() for one in sorted(Path(folder).glob("rank-*"))]
+                return [*told, str(error)] if isinstance(error, TimeoutError) else [str(error)]
         return compare(program, got, want)
 
     def close(self) -> None:

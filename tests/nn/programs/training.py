@@ -43,6 +43,7 @@ class Trainee:
         self.rank, self.buffers = group.rank(), buffers
         self.stack = Stack(buffers, program, number, to_load=to_load)
         self.run: Any = self._wrap(group)
+        self._parameters = list(self.stack.parameters())  # shards, which FSDP2 hides at times
         own = expert_parameters(self.stack)
         self.optimisers = optimisers.make(
             program.optimiser,
@@ -78,7 +79,8 @@ class Trainee:
         """`slots` are those of the first layer."""
         step = self.program.steps[number]
         self.run.train(step.training)
-        self.stack.zero_grad()
+        for one in self._parameters:
+            one.grad = None
         scaler = self.scaler if step.learning_rate else None
         for call in range(len(step.shapes)):
             self._call(number, call, scaler, record)
