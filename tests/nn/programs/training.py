@@ -92,8 +92,8 @@ class Trainee:
             if overflow is not None:
                 self._overflow(step, overflow)
             if scaler is not None:
-                for one in self.optimisers:
-                    scaler.unscale_(one)
+                for optimiser in self.optimisers:
+                    scaler.unscale_(optimiser)
             if overflow is None:
                 self._note_gradients(f"step {number}", record)
         if step.learning_rate:
