@@ -27,7 +27,6 @@ from tokenyard.nn import (
     moving,
     scaling,
 )
-from tokenyard.nn.operators import by_expert
 from tokenyard.testing import run_virtual
 
 
@@ -216,13 +215,23 @@ def with_other(change: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[[Any
     """A dispatch_by_expert that is given other tokens, experts or weights."""
 
     def broken(real: Any) -> Any:
-        def dispatch(buffer: Any, *routed: Any) -> Any:
+        def dispatch(buffer: Any, *routed: Any, **options: Any) -> Any:
             *tensors, num_experts = routed
-            return real(buffer, *change(*tensors, num_experts), num_experts)
+            return real(buffer, *change(*tensors, num_experts), num_experts, **options)
 
         return dispatch
 
     return broken
+
+
+def anywhere(real: Any) -> Any:
+    """A dispatch_by_expert that does not know where the caller's weights lie."""
+
+    def dispatch(*routed: Any, place: Any, **options: Any) -> Any:
+        del place
+        return real(*routed, **options)
+
+    return dispatch
 
 
 def own_load(real: Any) -> Any:
@@ -278,11 +287,11 @@ def test_the_moving_program(moving_whole: tuple[Program, list[Record]]) -> None:
 @pytest.mark.parametrize(
     "where, name, broken, says",
     [
-        (by_expert, "check_place", lambda *_: None, "DID NOT RAISE"),
-        (training, "sum_replica_gradients", lambda _: None, "step 0, layer 0, experts."),
-        (moving, "states_by_expert", lambda *_: ([], {}), "size of tensor|must match|shape"),
-        (scaling, "gather_over_ranks", lambda _, x: x[None], "step 2, scale is 2048, want 1024"),
-        (clipping, "gather_over_ranks", lambda _, x: x[None], "step 0, norm differs"),
+        (functional, "dispatch_by_expert", anywhere, "DID NOT RAISE|did not match"),
+        (training, "sum_replica_gradients", lambda _: lambda _: None, "step 0, layer 0, experts."),
+        (moving, "states_by_expert", lambda _: lambda *_: ([], {}), "must match"),
+        (scaling, "gather_over_ranks", lambda _: lambda _, x: x[None], "step 2, scale is 2048"),
+        (clipping, "gather_over_ranks", lambda _: lambda _, x: x[None], "step 0, norm differs"),
     ],
     ids=["place", "copies", "states", "overflow", "norm"],
 )
@@ -294,7 +303,7 @@ def test_faults_of_training_that_the_oracle_notices(
     broken: Callable[..., Any],
     says: str,
 ) -> None:
-    monkeypatch.setattr(where, name, broken)
+    monkeypatch.setattr(where, name, broken(getattr(where, name)))
     assert re.search(says, "\n".join(Ranks().problems(*moving_whole)))
 
 

@@ -171,8 +171,8 @@ def _draw_events(rng: random.Random, program: Program, moves: bool) -> Program:
             if refused == "differ" and any(one == one[::-1] for one in then):
                 refused = ""
             how = "together"
-            if not program.own_buffers and not refused and then != now and rng.random() < 0.4:
-                how = rng.choice(["by hand"] + ["behind"] * (holders > 1))
+            if not program.own_buffers and not refused and then != now and rng.random() < 0.5:
+                how = rng.choice(["by hand"] + ["behind"] * 2 * (holders > 1))
             move = Move(slots=tuple(then), how=how, refused=refused)
             now = now if refused else then
         overflow = None
@@ -191,6 +191,9 @@ def _draw_events(rng: random.Random, program: Program, moves: bool) -> Program:
     alone = [_blocks(one.num_experts, step.num_ranks) for one in program.layers[count:]]
     even = all(len(set(map(len, slots))) == 1 for slots in (*now, *([] if alike else alone)))
     last = "" if program.last == "fsdp2" and not even else program.last
+    copies, plain = any(map(has_copies, now)), (program.wrapper, program.compiled) == ("none",) * 2
+    if not last and plain and copies and not adapted and rng.random() < 0.5:
+        last = "adapter"
     return replace(program, steps=tuple(steps), last=last)
 
 

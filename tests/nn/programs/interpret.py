@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.nn.programs import data
-from tests.nn.programs.layer import open_buffers, placement
+from tests.nn.programs.layer import Adapter, open_buffers, placement
 from tests.nn.programs.oracle import DECAY
 from tests.nn.programs.program import Move, Program, Slots
 from tests.nn.programs.training import Trainee, mesh_of, note_parameters
 from tokenyard import PeerInputError
-from tokenyard.nn import checkpoint_state, rebalance
+from tokenyard.nn import checkpoint_state, rebalance, sum_replica_gradients
 from tokenyard.testing import poisoned
 
 Record = dict[str, Tensor]
@@ -31,6 +31,7 @@ REFUSED = {
     "differ": "ranks differ in the placement",
     "adapter": "is an adapter of this rank's experts",
     "ddp": r"want tokenyard\.nn\.prepare_for_ddp\(model\) before",
+    "copies": "is an adapter of experts that have copies",
     "fsdp2": "was sharded by fully_shard, which mixes experts of different ranks",
 }
 
@@ -198,9 +199,17 @@ class _Phase:
             self._holders()[0].eval()(x)  # choices of refused tokens count where it trains
 
     def _end(self) -> None:
-        """A wrapper that takes experts for the same on all ranks."""
+        """A wrapper that takes experts for the same on all ranks, or an adapter of copies."""
         stack, last = self._models[0].stack, self.program.last
         number = len(self.program.steps) - 1
+        if last == "adapter":
+            moe: Any
+            for moe in stack.layers:
+                nothing = moe.experts.gate_up.new_zeros(len(moe.experts.ids), 1, 1)
+                moe.experts = Adapter(moe.experts, nothing, nothing)
+            with refused(REFUSED["copies"]):
+                sum_replica_gradients(stack)
+            return
         with refused(REFUSED[last]), torch.no_grad():
             if last == "ddp":
                 nn.parallel.DistributedDataParallel(stack, process_group=self.group)

@@ -74,6 +74,8 @@ class Adapter(nn.Module):
             return self.base_layer(x, offsets)
         finally:
             parametrize.remove_parametrizations(self.base_layer, "gate_up", False)
+            held = self.base_layer._parameters  # in their old order, by which averages take them
+            held["down"] = held.pop("down")
 
 
 class _Plus(nn.Module):

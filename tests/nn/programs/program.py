@@ -108,7 +108,7 @@ class Program:
     wrapper: str = "none"  # ddp or fsdp2
     compiled: str = "none"  # inside or outside the wrapper
     restart: Restart | None = None
-    last: str = ""  # a wrapper that must be refused at the end: ddp or fsdp2
+    last: str = ""  # ddp, fsdp2 or adapter: what must be refused at the end
 
     @property
     def calls(self) -> tuple[int, ...]:
@@ -118,7 +118,7 @@ class Program:
     @property
     def on_processes(self) -> bool:
         """Whether it needs ranks that torch.distributed knows."""
-        wrapped = {self.wrapper, self.compiled} != {"none"} or bool(self.last)
+        wrapped = {self.wrapper, self.compiled} != {"none"} or self.last in ("ddp", "fsdp2")
         return wrapped or self.restart is not None
 
     @property
@@ -195,7 +195,7 @@ class Program:
             "loaded on other ranks": self.restart is not None
             and self.restart.num_ranks != self.num_ranks,
             "refused: width": any(step.wide_rank >= 0 for step in steps),
-            f"refused: {self.last} of experts": bool(self.last),
+            f"refused: {self.last} at the end": bool(self.last),
             "processes": self.on_processes,
         }
         yield from (name for name, is_so in flags.items() if is_so)

@@ -159,13 +159,15 @@ class Trainee:
                 record[f"{at}, layer {place}, {name}.grad"] = grad.clone()
 
     def _overflow(self, step: Step, what: str) -> None:
-        """In one number of one rank."""
+        """In one number: of one rank's experts, or of a dense parameter, which ranks have averaged,
+        on all.
+        """
         assert step.overflow is not None
         name = "router.weight"
         if what == "experts":
             layer = self.program.layers[0]
             name = "experts.first" if layer.adapter else "experts.down"
-        if self.rank == step.overflow[0]:
+        if self.rank == step.overflow[0] or what == "dense":
             grad = self._layers()[0].get_parameter(name).grad
             assert grad is not None
             grad.view(-1)[-1] = torch.inf
