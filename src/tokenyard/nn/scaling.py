@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tokenyard.nn.clipping import note_change
+from tokenyard.nn.clipping import own_change
 from tokenyard.nn.functional import gather_over_ranks
-from tokenyard.nn.share import named_expert_parameters, shares
+from tokenyard.nn.share import shares
 from tokenyard.validate import require
 
 
@@ -33,13 +33,11 @@ class GradScaler(torch.amp.GradScaler):
 
     def _unscale_grads_(self, optimizer: Optimizer, *more: Any) -> dict[torch.device, Tensor]:
         """What torch finds on this rank, and then the most that any rank has found."""
-        found = super()._unscale_grads_(optimizer, *more)
+        with own_change(self._module):
+            found = super()._unscale_grads_(optimizer, *more)
         most = torch.tensor([max(map(float, found.values()), default=0.0)], device="cpu")
         for buffer in self._buffers:
             most = gather_over_ranks(buffer, most).amax(0)
         for one in found.values():
             one.copy_(most[0])
-        for _, parameter in named_expert_parameters(self._module):
-            if parameter.grad is not None:
-                note_change(parameter)
         return found
