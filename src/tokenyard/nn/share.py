@@ -111,15 +111,16 @@ class Share:
 
     def sums(self, weights: Tensor) -> bool:
         """Whether what is trained gets the sum of all ranks' gradients, not their average."""
-        trained = weights.requires_grad and torch.is_grad_enabled()
-        return trained and self.num_losses > 1 and not self.averages
+        may = self.num_losses > 1 and not self.averages
+        return may and weights.requires_grad and torch.is_grad_enabled()
 
     def _check_wrappers(self, module: nn.Module, weights: Tensor) -> None:
         """Raise if the wrappers around the module are wrong for experts. During a forward pass
         sharded parameters look like any others, so FSDP's own records are read.
         """
-        sums, ddp = self.sums(weights), DistributedDataParallel._get_active_ddp_module()
-        if sums and ddp is not None and self.mixes(ddp.process_group):
+        sums = self.sums(weights)
+        ddp = DistributedDataParallel._get_active_ddp_module() if sums else None
+        if ddp is not None and self.mixes(ddp.process_group):
             held = isinstance(ddp.module, nn.ParameterList)  # torch's `replicate` names no modules
             if held or module in ddp.module.modules():
                 DistributedDataParallel._active_ddp_module = None  # `replicate` would leave it
