@@ -18,7 +18,6 @@ from tests.cases.clock import scaled
 from tests.cases.nn import exchange as jobs
 from tokenyard.nn import functional as tf
 from tokenyard.nn import operators, tickets
-from tokenyard.nn.operators.place import NO_PLACE
 from tokenyard.testing import Processes, assert_same, run_virtual
 
 NUM_EXPERTS = jobs.NUM_EXPERTS
@@ -335,7 +334,7 @@ def test_opcheck_of_the_exchange() -> None:
                 rows = tf.dispatch(
                     buffer, x, topk_idx, weights, NUM_EXPERTS, num_worst_tokens=worst
                 )
-                args = (x, topk_idx, weights, number, NUM_EXPERTS, worst, NO_PLACE, True)
+                args = (x, topk_idx, weights, number, NUM_EXPERTS, worst, None, True)
                 # test_aot_dispatch wants equal outputs, and every dispatch has its own ticket.
                 torch.library.opcheck(
                     operators.dispatch.operator,

@@ -209,11 +209,18 @@ def test_ranks_that_differ_in_the_placement() -> None:
 def test_layers_that_share_parameters_move_together() -> None:
     def job(group: Any) -> None:
         with tokenyard.Buffer(group) as buffer:
-            one, other = jobs.make(buffer), jobs.make(buffer, 1)
+            x, one, other = jobs.tokens(group.rank()), jobs.make(buffer), jobs.make(buffer, 1)
             other.experts.down = one.experts.down
-            rebalance(one, jobs.TO)
+            want = one(x).detach(), other(x).detach()
+            with pytest.raises(ValueError, match=r"\['experts.down'\] belong to a layer outside"):
+                rebalance(one, jobs.TO)
+            rebalance(nn.ModuleList([one, other]), jobs.TO)
+            assert_same((one(x).detach(), other(x).detach()), want)
+            one, other = jobs.make(buffer, 2), jobs.make(buffer, 3)
+            rebalance(one, jobs.EVEN)
+            other.experts.down = one.experts.down  # from now on
             with pytest.raises(ValueError, match="of which one was rebalanced without the other"):
-                rebalance(nn.ModuleList([one, other]), jobs.EVEN)
+                rebalance(nn.ModuleList([one, other]), jobs.TO)
 
     run_virtual(job, 2)
 

@@ -71,7 +71,7 @@ def gradients_job(group: Any, slots: tuple[tuple[int, ...], ...], options: Any) 
 def test_gradients_of_copies_are_summed_as_spec_says(
     options: Any, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_gradients, "PIECE", piece)
+    monkeypatch.setattr(moving, "PIECE", piece)
     monkeypatch.setattr(replica_gradients, "_WIDTH", 32 if piece < 1000 else 4096)
     outs = run_virtual(gradients_job, 4, SECOND, options).results
     nodes = (0, 0, 1, 1) if options[1] else (0, 0, 0, 0)

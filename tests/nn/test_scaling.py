@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import tokenyard
 from tests.cases.nn import moving as jobs
 from tests.cases.nn import scaling as cases
-from tokenyard.nn import GradScaler, average_expert_gradients, clip_grad_norm_
+from tokenyard import PeerLeft
+from tokenyard.nn import GradScaler, accept_gradients, average_expert_gradients, clip_grad_norm_
 from tokenyard.testing import Processes, assert_same, run_virtual
 
 
@@ -21,6 +22,7 @@ def overflow(layer: nn.Module, here: bool) -> None:
     assert grad is not None
     with torch.no_grad():
         grad[1, 0, 0] = torch.inf if here else grad[1, 0, 0]
+    accept_gradients(layer)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -60,9 +62,7 @@ def test_with_fsdp2() -> None:
         assert ranks.run(cases.with_fsdp) == [[512.0, 512.0]] * 2
 
 
-def test_no_warning_where_ranks_agree() -> None:
-    """Warnings are errors in tests."""
-
+def test_ours_is_not_refused() -> None:
     def job(group: Any) -> None:
         with tokenyard.Buffer(group) as buffer:
             layer = jobs.make(buffer)
@@ -76,26 +76,87 @@ def test_no_warning_where_ranks_agree() -> None:
     run_virtual(job, 2)
 
 
+@pytest.mark.parametrize("overflows", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("clips", [False, True])
-def test_torch_s_own_is_warned_of(clips: bool) -> None:
-    """By the clipping, where the experts of one rank have overflowed; by the step, always."""
+def test_torch_s_own_is_refused(fused: bool, clips: bool, overflows: bool) -> None:
+    """By the first step, on each rank that makes it, before it changes anything. A rank that skips
+    it meets ranks that have left.
+    """
 
-    def job(group: Any) -> Tensor | None:
+    def job(group: Any) -> None:
+        with tokenyard.Buffer(group) as buffer:
+            layer, x = jobs.make(buffer), jobs.tokens(0)
+            sgd = torch.optim.SGD(layer.parameters(), fused=fused)
+            scaler = torch.amp.GradScaler("cpu")
+            scaler.scale(layer(x).sum()).backward()
+            overflow(layer, overflows and group.rank() == 1)
+            before = [one.detach().clone() for one in layer.parameters()]
+            if clips:
+                scaler.unscale_(sgd)
+                clip_grad_norm_(layer, 1.0)
+            if overflows and not fused and group.rank() == 1:
+                scaler.step(sgd)
+                with pytest.raises(PeerLeft):
+                    layer(x)
+            else:
+                with pytest.raises(ValueError, match=r"want tokenyard\.nn\.GradScaler\(model\)"):
+                    scaler.step(sgd)
+            assert_same([one.detach() for one in layer.parameters()], before)
+
+    run_virtual(job, 2)
+
+
+def test_who_asks_all_ranks_or_does_nothing_is_not_refused() -> None:
+    class Asking(torch.amp.GradScaler):
+        def _unscale_grads_(self, *args: Any) -> Any:
+            return super()._unscale_grads_(*args)
+
+    def job(group: Any) -> None:
+        with tokenyard.Buffer(group) as buffer:
+            for scaler in (torch.amp.GradScaler("cpu", enabled=False), Asking("cpu")):
+                layer = jobs.make(buffer)
+                sgd = torch.optim.SGD(layer.parameters(), lr=1.0)
+                before = layer.experts.down.detach().clone()
+                scaler.scale(layer(jobs.tokens(0)).sum()).backward()
+                scaler.step(sgd)
+                assert not torch.equal(layer.experts.down, before)
+
+    run_virtual(job, 2)
+
+
+def test_what_was_meant_is_accepted() -> None:
+    def job(group: Any) -> None:
         with tokenyard.Buffer(group) as buffer:
             layer = jobs.make(buffer)
-            average_expert_gradients(layer)
-            sgd = torch.optim.SGD(layer.parameters())
-            scaler = torch.amp.GradScaler("cpu")
-            scaler.scale(layer(jobs.tokens(0)).sum()).backward()
-            scaler.unscale_(sgd)
-            overflow(layer, clips and group.rank() == 1)
-            if clips:
-                return clip_grad_norm_(layer, 1.0)
-            scaler.step(sgd)
-            return None
+            sgd = torch.optim.SGD(layer.parameters(), lr=1.0)
+            layer(jobs.tokens(0)).sum().backward()
+            torch.nn.utils.clip_grad_value_(layer.parameters(), 1e-3)
+            before = layer.experts.down.detach().clone()
+            with pytest.raises(RuntimeError, match=r"want tokenyard\.nn\.accept_gradients"):
+                sgd.step()
+            accept_gradients(layer)
+            sgd.step()
+            assert layer.experts.down.grad is not None
+            assert_same(layer.experts.down.detach(), before - layer.experts.down.grad)
 
-    with pytest.warns(UserWarning, match=r"want tokenyard\.nn\.GradScaler|and tokenyard\.nn\.Grad"):
-        run_virtual(job, 2)
+    run_virtual(job, 2)
+
+
+def test_zeros_are_no_change() -> None:
+    """Of a layer that was not used since `zero_grad`."""
+
+    def job(group: Any) -> None:
+        with tokenyard.Buffer(group) as buffer:
+            layer = jobs.make(buffer)
+            sgd = torch.optim.SGD(layer.parameters(), lr=1.0)
+            layer(jobs.tokens(0)).sum().backward()
+            sgd.zero_grad(set_to_none=False)
+            before = layer.experts.down.detach().clone()
+            sgd.step()
+            assert_same(layer.experts.down.detach(), before)
+
+    run_virtual(job, 2)
 
 
 def test_a_module_without_experts_is_refused() -> None:

@@ -13,7 +13,7 @@ checkpoint  what to save, by names that do not depend on the number of ranks
 
 from tokenyard.nn import functional
 from tokenyard.nn.checkpoint import checkpoint_state
-from tokenyard.nn.clipping import clip_grad_norm_, get_grad_norm
+from tokenyard.nn.clipping import accept_gradients, clip_grad_norm_, get_grad_norm
 from tokenyard.nn.moe import Experts, MoE, SharedExpert
 from tokenyard.nn.moving import rebalance
 from tokenyard.nn.parallel import (
@@ -36,6 +36,7 @@ __all__ = [
     "RouterConfig",
     "Share",
     "SharedExpert",
+    "accept_gradients",
     "auxiliary_losses",
     "average_expert_gradients",
     "checkpoint_state",

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from tokenyard.buffer import Buffer
 from tokenyard.nn import operators
-from tokenyard.nn.operators.place import NO_PLACE
 from tokenyard.nn.plain import autocast_device, require_known_rows, require_plain
 from tokenyard.nn.tickets import number_of
 from tokenyard.types import Permuted
@@ -52,7 +51,7 @@ def dispatch(
     num_experts: int,
     *,
     num_worst_tokens: int = 0,
-    place: int = NO_PLACE,
+    place: int | None = None,
 ) -> Rows:
     """Send every token once to each rank that owns one of its experts. x and topk_weights get
     gradients.
@@ -99,7 +98,7 @@ def dispatch_by_expert(
     num_experts: int,
     *,
     expert_alignment: int = 1,
-    place: int = NO_PLACE,
+    place: int | None = None,
 ) -> RowsByExpert:
     """Send every token to each of its experts: dispatch and permute as one call. x and topk_weights
     get gradients. `place` is that of dispatch.

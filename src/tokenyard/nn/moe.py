@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tokenyard.buffer import Buffer
 from tokenyard.nn import functional
+from tokenyard.nn.clipping import watch_gradients
 from tokenyard.nn.router import Router, RouterConfig, auxiliary_loss, count
 from tokenyard.nn.share import Share
 
@@ -146,14 +147,12 @@ class MoE(nn.Module):
         self.buffer = buffer
         self.num_experts = router.num_experts
         self.num_worst_tokens = num_worst_tokens
-        share = Share(
-            buffer=buffer,
-            replicas=buffer.get_placement(router.num_experts),
-            num_losses=buffer.group_size,
-        )
+        replicas = buffer.get_placement(router.num_experts)
+        self._share = Share(buffer=buffer, replicas=replicas, num_losses=buffer.group_size)
         self.router = Router(hidden, router, device=device, dtype=dtype)
-        self.experts = Experts(hidden, intermediate, share.ids, device=device, dtype=dtype)
-        self.experts.tokenyard = share
+        self.experts = Experts(hidden, intermediate, self._share.ids, device=device, dtype=dtype)
+        self.experts.tokenyard = self._share
+        watch_gradients(self)
         self.shared = SharedExpert(hidden, shared, device=device, dtype=dtype) if shared else None
         # Of the last call, if that was in training, and the router has one.
         self.auxiliary_loss: Tensor | None = None
@@ -171,7 +170,7 @@ class MoE(nn.Module):
             out = self._with_fixed_sizes(*routed)
         else:
             rows = functional.dispatch_by_expert(
-                self.buffer, *routed, self.num_experts, place=self._place
+                self.buffer, *routed, self.num_experts, place=self._share.place
             )
             y = self.experts(rows.x, rows.offsets)
             out = functional.combine_by_expert(self.buffer, y, rows, tokens.shape[0])
@@ -189,7 +188,7 @@ class MoE(nn.Module):
             topk_weights,
             self.num_experts,
             num_worst_tokens=self.num_worst_tokens,
-            place=self._place,
+            place=self._share.place,
         )
         # The most rows that permute can make of those that arrive: a token's experts are distinct.
         num_local = len(self.experts.ids)
@@ -198,12 +197,6 @@ class MoE(nn.Module):
         y = self.experts(grouped.x, grouped.offsets)
         y = functional.unpermute(y, grouped.row_of, rows.topk_weights)
         return functional.combine(self.buffer, y, rows.ticket, x.shape[0])
-
-    @property
-    def _place(self) -> int:
-        share = self.experts.tokenyard
-        assert share is not None
-        return share.place
 
     def _balance(self, scores: Tensor, topk_idx: Tensor) -> None:
         coefficient = self.router.config.auxiliary_loss

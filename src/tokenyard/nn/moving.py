@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +22,14 @@ from tokenyard.nn.optimiser_state import states_by_expert
 from tokenyard.nn.share import (
     Share,
     is_dtensor,
+    living,
     own_parameters,
     refuse_adapters,
     shares,
     was_sharded,
 )
 from tokenyard.replicas import Moves, Replicas, Slot, as_replicas
+from tokenyard.results import Dispatched
 from tokenyard.runtime import interrupts
 from tokenyard.types import digest
 from tokenyard.validate import require
@@ -39,25 +42,23 @@ _ROW = 16 << 10  # bytes of a row, at most
 @torch.no_grad()
 def rebalance(module: nn.Module, placement: Tensor | Replicas, *optimizers: Optimizer) -> Moves:
     """`Buffer.rebalance`, and the experts move with it: those of all layers in the module, which
-    must share one Buffer, with what the optimisers keep for them. Says which experts moved; of
-    layers that lay in different placements, those of the first.
+    must share one Buffer, with what the optimisers keep for them. Says which of the first layer's
+    moved.
 
     All ranks call it between an optimiser's step and the next forward pass. Parameters stay the
     objects that they were; their gradients are dropped. Give all optimisers of the experts, and
     everything that holds experts of the Buffer, as `nn.ModuleList([model, ema])`. What is left out
     raises when it is called, until `rebalance` gets it too, with the same placement.
 
-    Weights change hands all or none: they move into new memory, beside the old, and every rank
-    waits for the last of them. Raises on all ranks, and changes nothing, if something cannot move,
-    if the placement has other experts than a layer, if ranks differ in the placement or in what
-    there is to move, or if there is no memory.
+    Raises on all ranks, and changes nothing, if something cannot move, if there is no memory for
+    the new experts beside the old, or if ranks differ in the placement or in what there is to move.
     """
     held = [(part, share) for _, part, share in shares(module)]
     require(len(held) > 0, "the module holds no experts of a Buffer, want one that has an nn.MoE")
     buffer = held[0][1].buffer
     try:
         after = as_replicas(validate.placement(placement, buffer.group_size))
-        stacks, moves = _check(module, held, after, optimizers)
+        stacks = _check(module, held, after, optimizers)
     except Exception as error:
         buffer.refuse(error)
         raise
@@ -67,8 +68,7 @@ def rebalance(module: nn.Module, placement: Tensor | Replicas, *optimizers: Opti
     require(
         same_stacks,
         "ranks differ in the experts' parameters, in where they lie, or in what optimisers keep "
-        "for them, want the same module and as many steps on all ranks, on rank "
-        f"{buffer.rank}",
+        f"for them, want the same module and as many steps on all ranks, on rank {buffer.rank}",
     )
     require(same_placement, f"ranks differ in the placement, want the same, on rank {buffer.rank}")
     try:
@@ -83,27 +83,23 @@ def rebalance(module: nn.Module, placement: Tensor | Replicas, *optimizers: Opti
             stack.put(tensor)
         for part, share in held:
             share.follow(part, after)
-    return moves
+    return stacks[0].moves
 
 
+@dataclass(frozen=True)
 class _Stack:
     """A tensor with one part for each expert of this rank: a parameter, or a state of one."""
 
-    def __init__(
-        self,
-        parameter: nn.Parameter,
-        moves: Moves,
-        name: str,
-        optimizer: Optimizer | None = None,
-        common: object = None,  # what the optimiser keeps for all experts of the parameter
-    ) -> None:
-        self.parameter, self.moves = parameter, moves
-        self._optimizer, self._name, self._common = optimizer, name, common
+    parameter: nn.Parameter
+    moves: Moves
+    name: str
+    optimizer: Optimizer | None = None
+    common: object = None  # what the optimiser keeps for all experts of the parameter
 
     def get(self) -> Tensor:
-        if self._optimizer is None:
+        if self.optimizer is None:
             return self.parameter.data
-        return self._optimizer.state[self.parameter][self._name]
+        return self.optimizer.state[self.parameter][self.name]
 
     def move(self, buffer: Buffer) -> Tensor:
         """What it becomes; of a tensor of inference mode another such."""
@@ -113,8 +109,8 @@ class _Stack:
 
     def put(self, moved: Tensor) -> None:
         parameter = self.parameter
-        if self._optimizer is not None:
-            self._optimizer.state[parameter][self._name] = moved
+        if self.optimizer is not None:
+            self.optimizer.state[parameter][self.name] = moved
             return
         parameter.grad = None
         # Where a graph of before is alive, so is its node for this parameter's gradient, which
@@ -126,8 +122,8 @@ class _Stack:
     def told(self) -> tuple[object, ...]:
         """What must be the same on all ranks."""
         stack = self.get()
-        place = self.moves.before.mark
-        return self._name, place, list(stack.shape[1:]), str(stack.dtype), self._common
+        kind = list(stack.shape[1:]), str(stack.dtype)
+        return self.name, self.moves.before.mark, kind, self.common
 
 
 def _check(
@@ -135,11 +131,9 @@ def _check(
     held: list[tuple[nn.Module, Share]],
     after: Replicas,
     optimizers: tuple[Optimizer, ...],
-) -> tuple[list[_Stack], Moves]:
-    """What will move, and how that of the first layer does. Raises ValueError if something cannot.
-
-    An expert is taken from where its layer knows it to be. The Buffer may know better: somebody may
-    have rebalanced it with another module.
+) -> list[_Stack]:
+    """What will move. Raises ValueError if something cannot. An expert is taken from where its
+    layer knows it to be: the Buffer may have been rebalanced with another module.
     """
     refuse_adapters(module)
     buffer = held[0][1].buffer
@@ -168,15 +162,16 @@ def _check(
                 len(parameter) == len(share.ids),
                 f"{name} has {len(parameter)} experts, want {len(share.ids)}, those of this rank",
             )
-            stacks[parameter] = [_Stack(parameter, moves, name)]
+            mine = stacks[parameter] = [_Stack(parameter, moves, name)]
             for optimizer in optimizers:
                 keys, common = states_by_expert(optimizer, parameter, name)
-                stacks[parameter] += [
-                    _Stack(parameter, moves, key, optimizer, common) for key in keys
-                ]
-    return [one for some in stacks.values() for one in some], held[0][1].replicas.moves(
-        after, nodes
-    )
+                mine += [_Stack(parameter, moves, key, optimizer, common) for key in keys]
+    inside = {part for part, _ in held}
+    for part in living(nn.Module):
+        if isinstance(part.__dict__.get("tokenyard"), Share) and part not in inside:
+            shared = [names[one] for one in own_parameters(part) if one in stacks]
+            require(not shared, f"{shared} belong to a layer outside too, want both together")
+    return [one for some in stacks.values() for one in some]
 
 
 def move_stack(buffer: Buffer, moves: Moves, stack: Tensor) -> Tensor:
@@ -194,19 +189,16 @@ def move_stack(buffer: Buffer, moves: Moves, stack: Tensor) -> Tensor:
     if not moves.between_ranks or not num_bytes:
         return moved
     trips = _Trips(moves, buffer.group_size)
-    num_rows = -(-num_bytes // _ROW)
-    width = -(-num_bytes // num_rows)
     old_LB, new_LB = _as_bytes(stack), _as_bytes(moved)
     sent, came = trips.sent[rank], trips.received(rank)
-    for begin, end in pieces(num_rows, width * trips.most):
-        here = slice(begin * width, min(end * width, num_bytes))
-        rows = torch.zeros(len(sent), (end - begin) * width, dtype=torch.uint8, device="cpu")
+    for count, width, here in pieces(num_bytes, _ROW, trips.most):
+        rows = torch.zeros(len(sent), count * width, dtype=torch.uint8, device="cpu")
         if sent:
             rows[:, : here.stop - here.start] = old_LB[list(sent), here]
-        to_ranks = trips.to_ranks(rank).repeat_interleave(end - begin, 0)
-        got = send(buffer, rows.view(-1, width), to_ranks, moves.after.num_experts)
-        for number, targets in enumerate(came):
-            block = got[number * (end - begin) : (number + 1) * (end - begin)].reshape(-1)
+        to_ranks = trips.to_ranks(rank).repeat_interleave(count, 0)
+        got = send(buffer, rows.view(-1, width), to_ranks, moves.after.num_experts).recv_x
+        assert isinstance(got, Tensor)
+        for block, targets in zip(got.reshape(-1, count * width), came):
             for local in targets:
                 new_LB[local, here] = block[: here.stop - here.start].to(new_LB.device)
     return moved
@@ -238,29 +230,27 @@ class _Trips:
         return found
 
 
-def pieces(num_rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows of at most PIECE bytes, or of one row."""
-    step = max(1, PIECE // max(1, row_bytes))
+def pieces(length: int, widest: int, each: int) -> Iterator[tuple[int, int, slice]]:
+    """Pieces of an expert of this length: how many rows, their width, and where they lie in it. A
+    row has at most `widest` elements, of `each` bytes on a rank, and a piece PIECE bytes, or a row.
+    """
+    num_rows = -(-length // widest)
+    width = -(-length // num_rows)
+    step = max(1, PIECE // (width * each))
     for begin in range(0, num_rows, step):
-        yield begin, min(begin + step, num_rows)
+        count = min(step, num_rows - begin)
+        yield count, width, slice(begin * width, min((begin + count) * width, length))
 
 
-def send(buffer: Buffer, rows_TW: Tensor, to_ranks_TR: Tensor, num_experts: int) -> Tensor:
+def send(buffer: Buffer, rows_TW: Tensor, to_ranks_TR: Tensor, num_experts: int) -> Dispatched:
     """Rows that go to these ranks, whatever experts are there: what arrives, by (rank, row)."""
-    got = buffer.dispatch(
+    num_slots = buffer.get_placement(num_experts).num_slots
+    return buffer.dispatch(
         rows_TW,
         num_tokens_per_rank=to_ranks_TR.sum(0, dtype=torch.int32),
         is_token_in_rank=to_ranks_TR,
-        num_tokens_per_expert=no_experts(buffer, num_experts),
+        num_tokens_per_expert=torch.zeros(num_slots, dtype=torch.int32, device="cpu"),
     )
-    assert isinstance(got.recv_x, Tensor)
-    return got.recv_x
-
-
-def no_experts(buffer: Buffer, num_experts: int) -> Tensor:
-    """The counts of rows that go to ranks and to no expert, as the Buffer's placement has slots."""
-    num_slots = buffer.get_placement(num_experts).num_slots
-    return torch.zeros(num_slots, dtype=torch.int32, device="cpu")
 
 
 def _as_bytes(stack: Tensor) -> Tensor:

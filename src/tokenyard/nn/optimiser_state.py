@@ -168,13 +168,11 @@ class _Kept:
         return found
 
     def taken_apart(self) -> tuple[list[str], dict[str, Any]]:
-        """Of the states that are there now: the names of those with one part for each expert, and
-        the numbers that are left.
-        """
+        """Of what is there: the states with one part for each expert, and the numbers besides."""
         by_expert = [key for key in self._there if self._is_by_expert(key)]
         rest = {key: one for key, one in self._there.items() if key not in by_expert}
         return by_expert, {
-            key: one.item() if isinstance(one, Tensor) else one for key, one in rest.items()
+            k: one.item() if isinstance(one, Tensor) else one for k, one in rest.items()
         }
 
     def state_dict(self) -> dict[str, str]:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from tokenyard.buffer import Buffer
-from tokenyard.nn.clipping import note_change
-from tokenyard.nn.moving import PIECE, no_experts
+from tokenyard.nn.clipping import own_change
+from tokenyard.nn.moving import pieces, send
 from tokenyard.nn.share import own_parameters, refuse_adapters_of_copies, shares
 from tokenyard.replicas import Replicas
 from tokenyard.types import Handle
@@ -30,16 +30,16 @@ def sum_replica_gradients(module: nn.Module) -> None:
     copies it does nothing.
     """
     refuse_adapters_of_copies(module)
-    for _, part, share in shares(module):
-        if not share.replicas.has_copies:
-            continue
-        for parameter in own_parameters(part):
-            if not parameter.requires_grad:
+    with own_change(module):
+        for _, part, share in shares(module):
+            if not share.replicas.has_copies:
                 continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            _sum(share.buffer, share.replicas, parameter.grad)
-            note_change(parameter)
+            for parameter in own_parameters(part):
+                if not parameter.requires_grad:
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                _sum(share.buffer, share.replicas, parameter.grad)
 
 
 def _sum(buffer: Buffer, replicas: Replicas, grad: Tensor) -> None:
@@ -54,12 +54,7 @@ def _sum(buffer: Buffer, replicas: Replicas, grad: Tensor) -> None:
                 total = total + flat_LN[local].to(wide)
             flat_LN[locals_] = total.to(grad.dtype)
     if routes.most and length:
-        num_rows = -(-length // _WIDTH)
-        width = -(-length // num_rows)
-        step = max(1, PIECE // (routes.most * width * grad.element_size()))
-        for begin in range(0, num_rows, step):
-            count = min(step, num_rows - begin)
-            here = slice(begin * width, min((begin + count) * width, length))
+        for count, width, here in pieces(length, _WIDTH, routes.most * grad.element_size()):
             used = here.stop - here.start
             rows = flat_LN.new_zeros(len(routes.held), count * width)
             if routes.held:
@@ -105,12 +100,8 @@ class _Routes:
         """Of a dispatch of so many rows an expert, from its home to its copies."""
         if count not in self._handles:
             to_ranks = self._to_ranks.repeat_interleave(count, 0)
-            got = self._buffer.dispatch(
-                torch.zeros(len(to_ranks), 1, dtype=torch.float32, device="cpu"),
-                num_tokens_per_rank=to_ranks.sum(0, dtype=torch.int32),
-                is_token_in_rank=to_ranks,
-                num_tokens_per_expert=no_experts(self._buffer, self._num_experts),
-            )
-            assert got.handle is not None
-            self._handles[count] = got.handle
+            rows = torch.zeros(len(to_ranks), 1, dtype=torch.float32, device="cpu")
+            handle = send(self._buffer, rows, to_ranks, self._num_experts).handle
+            assert handle is not None
+            self._handles[count] = handle
         return self._handles[count]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tokenyard.nn.clipping import note_change
+from tokenyard.nn.clipping import own_change
 from tokenyard.nn.functional import gather_over_ranks
-from tokenyard.nn.share import is_dtensor, named_expert_parameters, shares
+from tokenyard.nn.share import is_dtensor, shares
 from tokenyard.validate import require
 
 
@@ -42,14 +42,13 @@ class GradScaler(torch.amp.GradScaler):
         for sharded in (False, True):
             some = [one for one in given if is_dtensor(one.grad) == sharded]
             alike: Any = SimpleNamespace(param_groups=[{"params": some}])
-            for device, one in super()._unscale_grads_(alike, *more).items():
+            with own_change(self._module):
+                there = super()._unscale_grads_(alike, *more)
+            for device, one in there.items():
                 found[device] = one
                 most = torch.maximum(most, one.to("cpu"))
         for buffer in self._buffers:
             most = gather_over_ranks(buffer, most).amax(0)
         for one in found.values():
             one.copy_(most[0])
-        for _, parameter in named_expert_parameters(self._module):
-            if parameter.grad is not None:
-                note_change(parameter)
         return found

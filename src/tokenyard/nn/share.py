@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import gc
 import sys
-import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -19,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from tokenyard.buffer import Buffer
 from tokenyard.replicas import Replicas
@@ -53,14 +51,13 @@ class Share:
     replicas: Replicas  # where the experts of all ranks lie, wherever the Buffer sends rows by now
     num_losses: int  # whose gradients add up in an expert: those of all ranks, or one
     averages: bool = False  # whether gradients are divided by that number
-    num_wrapped_seen: int = 0  # modules under fully_shard, when the last look was taken
+    looked: tuple[int, bool] = 0, False  # modules under fully_shard, at the last look, and `sums`
     place: int = field(init=False)  # the mark of `replicas`, for torch.compile to look at
 
     def __post_init__(self) -> None:
         self.place = self.replicas.mark
         if not _watching:
             _watching.append(register_module_module_registration_hook(_check_wrapper))
-            _watching.append(register_optimizer_step_pre_hook(_check_optimiser))
 
     @property
     def ids(self) -> list[int]:
@@ -78,12 +75,11 @@ class Share:
         The gradient is divided here rather than by a hook: a hook belongs to one Parameter object,
         and `load_state_dict(assign=True)` and `to_empty` replace that.
         """
+        weights: Tensor = getattr(module, name)
         if torch.compiler.is_compiling():
             _check_traced()
         else:
-            _check_ddp()
-            self._check_fsdp(module)
-        weights: Tensor = getattr(module, name)
+            self._check_wrappers(module, weights)
         if self.averages and self.num_losses > 1:
             return _Divided.apply(weights, self.num_losses)
         return weights
@@ -113,17 +109,29 @@ class Share:
         joined = (dist.get_process_group_ranks(one) for one in groups if one is not None)
         return any(len(own & set(ranks)) > 1 for ranks in joined)
 
-    def _check_fsdp(self, module: nn.Module) -> None:
-        """Raise if fully_shard has sharded the module's parameters. During a forward pass they look
-        like any others, so FSDP's own records are read.
+    def sums(self, weights: Tensor) -> bool:
+        """Whether what is trained gets the sum of all ranks' gradients, not their average."""
+        may = self.num_losses > 1 and not self.averages
+        return may and weights.requires_grad and torch.is_grad_enabled()
+
+    def _check_wrappers(self, module: nn.Module, weights: Tensor) -> None:
+        """Raise if the wrappers around the module are wrong for experts. During a forward pass
+        sharded parameters look like any others, so FSDP's own records are read.
         """
-        num_wrapped = len(_module_state_mapping)
-        if num_wrapped == self.num_wrapped_seen:
+        sums = self.sums(weights)
+        ddp = DistributedDataParallel._get_active_ddp_module() if sums else None
+        if ddp is not None and self.mixes(ddp.process_group):
+            held = isinstance(ddp.module, nn.ParameterList)  # torch's `replicate` names no modules
+            if held or module in ddp.module.modules():
+                DistributedDataParallel._active_ddp_module = None  # `replicate` would leave it
+                raise RuntimeError(_are_sums(module))
+        looked = len(_module_state_mapping), sums
+        if looked == self.looked:
             return
-        for holder, name in _mixed_by_fully_shard():
-            if holder is module:
-                raise RuntimeError(was_sharded(name))
-        self.num_wrapped_seen = num_wrapped
+        for part, taken in _under_fully_shard():
+            if part is module and (taken or sums):
+                raise RuntimeError(taken or _are_sums(module))
+        self.looked = looked
 
 
 class _Divided(torch.autograd.Function):
@@ -229,22 +237,29 @@ def was_sharded(name: str) -> str:
     )
 
 
-_watching: list[Any] = []  # torch's hooks: one of each for the process, from the first Share on
+_watching: list[Any] = []  # torch's hook: one for the process, from the first Share on
 
 
-def _check_wrapper(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
+def _check_wrapper(wrapper: nn.Module, key: str, module: nn.Module | None) -> None:
     """torch calls it whenever a module gets another inside: before DistributedDataParallel copies
     anything, and while FullyShardedDataParallel is made. No compiled code gets around that.
     """
-    if isinstance(wrapper, DistributedDataParallel) and module is not None:
-        _refuse_ddp(wrapper, module)
-    elif is_fsdp1(wrapper) and module is not None:
+    if module is None:
+        return
+    if isinstance(wrapper, DistributedDataParallel):
+        ignored = wrapper.parameters_to_ignore
+        taken = [one for name, one in module.named_parameters() if name not in ignored]
+        for found in experts_among(taken, wrapper.process_group):
+            raise RuntimeError(
+                f"DistributedDataParallel copies rank 0's {found} to all ranks: want "
+                "tokenyard.nn.prepare_for_ddp(model) before DistributedDataParallel(model)"
+            )
+    elif is_fsdp1(wrapper):
         groups = [vars(wrapper).get(key) for key in ("process_group", "_inter_node_pg")]
-        for part, _, share in shares(module):
-            if share.mixes(*groups):
+        for name, _, share in shares(module):
+            if share.mixes(*groups):  # whose parameters are flat by now
                 raise RuntimeError(
-                    "FullyShardedDataParallel takes parameters for the same on all ranks, and "
-                    f"mixes experts of different ones ({part}): want "
+                    f"FullyShardedDataParallel mixes {name} of different ranks: want "
                     "fully_shard(model, ignored_params=expert_parameters(model))"
                 )
 
@@ -254,84 +269,65 @@ def is_fsdp1(module: nn.Module) -> bool:
     return any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__)
 
 
-def _check_optimiser(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise before a ZeroRedundancyOptimizer steps that also has experts: it hands the parameters
-    that one rank has moved to all others.
+def experts_among(parameters: Iterable[Tensor], *groups: Any) -> Iterator[str]:
+    """Names of the experts among the parameters, if one of the process groups joins ranks that hold
+    different ones. A parameter knows no module, and torch replaces parameters.
     """
-    if type(optimizer).__name__ != "ZeroRedundancyOptimizer":
-        return
-    given = {one for group in optimizer.param_groups for one in group["params"]}
-    if vars(optimizer).get("_tokenyard_checked") == len(given):
-        return
-    # An optimiser knows no modules, and parameters are replaced by torch, without their marks.
-    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
-    for part in modules:
+    given = set(parameters)
+    for part in living(nn.Module):
         share = _share_of(part)
-        if share is None or not share.mixes(vars(optimizer).get("process_group")):
-            continue
-        if not given.isdisjoint(one for _, one, _ in named_own_parameters(part)):
-            raise RuntimeError(
-                f"ZeroRedundancyOptimizer would copy one rank's parameters of {type(part).__name__}"
-                " to all ranks: want it for other parameters, and another optimiser for "
-                "expert_parameters(model)"
-            )
-    vars(optimizer)["_tokenyard_checked"] = len(given)
+        if share is not None and share.mixes(*groups):
+            for name, one, _ in named_own_parameters(part):
+                if one in given:
+                    yield f"{type(part).__name__}.{name}"
+
+
+def living(kind: type) -> list[Any]:
+    """All objects of a type, in whoever's hands."""
+    return [one for one in gc.get_objects() if issubclass(type(one), kind)]
 
 
 def _check_traced() -> None:
     """The checks of a forward pass, when torch.compile traces one. They look at all modules: with
     this one as an argument, torch.compile would compile each layer anew.
     """
-    _check_ddp()
-    for _, name in _mixed_by_fully_shard():
-        raise RuntimeError(was_sharded(name))
+    ddp, around = DistributedDataParallel._get_active_ddp_module(), list(_under_fully_shard())
+    if ddp is not None:
+        held = shares(ddp.module)
+        around += [(part, "") for _, part, share in held if share.mixes(ddp.process_group)]
+    for part, taken in around:
+        share = _share_of(part)
+        assert share is not None
+        if taken or any(map(share.sums, own_parameters(part))):
+            raise RuntimeError(taken or _are_sums(part))
 
 
 # As `tickets.number_of`: torch.compile calls it, and keeps what it returns.
 _check_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _mixed_by_fully_shard() -> Iterator[tuple[nn.Module, str]]:
-    """The modules, of all models, whose experts FSDP2 shards, or averages, over ranks that hold
-    different ones; with the names of parameters.
+def _under_fully_shard() -> Iterator[tuple[nn.Module, str]]:
+    """The modules with experts, of all models, around which FSDP2 averages over ranks that hold
+    different ones; and what to say where it takes the experts themselves.
     """
-    for reference in list(_module_state_mapping.values()):
+    for wrapped, reference in list(_module_state_mapping.items()):
         for group in getattr(reference(), "_fsdp_param_groups", ()):
+            kinds = "shard_process_group", "replicate_process_group"
+            groups = [getattr(group.mesh_info, kind, None) for kind in kinds]
+            taken: dict[nn.Module, str] = {}
             for one in group.fsdp_params:
-                info, mesh = one._module_info, one.mesh_info
-                kinds = "shard_process_group", "replicate_process_group"
-                groups = [getattr(mesh, kind, None) for kind in kinds]
-                for holder in (info.module, *info.shared_modules):
-                    share = _share_of(holder)
-                    if share is not None and share.mixes(*groups):
-                        yield holder, f"{type(holder).__name__}.{info.param_name}"
+                info = one._module_info
+                name = f"{type(info.module).__name__}.{info.param_name}"
+                taken |= dict.fromkeys((info.module, *info.shared_modules), was_sharded(name))
+            for part in (*taken, *wrapped.modules()):
+                share = _share_of(part)
+                if share is not None and share.mixes(*groups):
+                    yield part, taken.get(part, "")
 
 
-_PREPARE = "want tokenyard.nn.prepare_for_ddp(model) before DistributedDataParallel(model)"
-
-
-def _refuse_ddp(ddp: DistributedDataParallel, module: nn.Module) -> None:
-    for name, _, share in named_own_parameters(module):
-        if name not in ddp.parameters_to_ignore and share.mixes(ddp.process_group):
-            raise RuntimeError(
-                f"DistributedDataParallel copies rank 0's {name} to all ranks: {_PREPARE}"
-            )
-
-
-def _check_ddp() -> None:
-    """Raise if this runs inside a DistributedDataParallel that also manages the experts, since they
-    came after it was made. Warn if it averages, and the experts do not.
-    """
-    ddp = DistributedDataParallel._get_active_ddp_module()
-    if ddp is None or getattr(ddp, "_tokenyard_checked", False):
-        return
-    _refuse_ddp(ddp, ddp.module)
-    for name, parameter, share in named_own_parameters(ddp.module):
-        if parameter.requires_grad and share.num_losses > 1 and not share.averages:
-            warnings.warn(
-                "DistributedDataParallel averages gradients of dense parameters over ranks, while "
-                f"those of {name} are sums over {share.num_losses} ranks: {_PREPARE}",
-                stacklevel=2,
-            )
-            break
-    ddp._tokenyard_checked = True
+def _are_sums(module: nn.Module) -> str:
+    return (
+        "gradients of dense parameters are averaged over ranks, and those of "
+        f"{type(module).__name__} are sums: want "
+        "tokenyard.nn.average_expert_gradients(model), or prepare_for_ddp(model), before"
+    )

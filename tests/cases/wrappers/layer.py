@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -9,6 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_by_fsdp
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -28,11 +32,12 @@ from tokenyard.nn import (
     prepare_for_ddp,
     update_biases,
 )
+from tokenyard.nn.parallel import hide_from_ddp
 from tokenyard.nn.share import shares
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of its own imports
-    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 
 NUM_STEPS, NUM_TOKENS = 20, 24  # tokens of all ranks, at least
 BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -138,6 +143,7 @@ def refused(group: Any, kind: str) -> tuple[str, float]:
     first step; and how far the experts are then from what they were, if nobody has sharded them.
     """
     torch._dynamo.reset()
+    gc.collect()  # models that were refused before: what torch.compile traces looks at all
     with tokenyard.Buffer(group) as buffer:
         model = make_model(buffer, num_worst_tokens=NUM_TOKENS)
         before, x = model.moe.experts.down.detach().clone(), batch(0, group.rank(), 2, False)
@@ -184,6 +190,27 @@ def _step_zero(model: nn.Module, x: Tensor) -> None:
     ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1).step()
 
 
+def _replicate(model: nn.Module) -> Any:
+    return replicate_by_fsdp(model)
+
+
+def _step_local_sgd(model: nn.Module, x: Tensor) -> None:
+    model(x).sum().backward()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    PostLocalSGDOptimizer(sgd, PeriodicModelAverager(period=1, warmup_steps=0)).step()
+
+
+def _sum_under_ddp(model: nn.Module, compiles: bool) -> Any:
+    """Experts are hidden, as those of transformers always are, and nobody divides."""
+    hide_from_ddp(model)
+    ddp = DistributedDataParallel(model)
+    return _compile(ddp) if compiles else ddp
+
+
+def _sum_under_fsdp(model: nn.Module) -> Any:
+    return fully_shard(model, ignored_params=expert_parameters(model))
+
+
 def _fsdp1(model: nn.Module) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # it is deprecated
@@ -208,7 +235,15 @@ REFUSED: dict[str, Callable[[Model, Tensor], Any]] = {
     "fsdp_hybrid": lambda model, x: _hybrid(model)(x),
     "fsdp1": lambda model, x: _fsdp1(model),
     "fsdp1_clipped": _clip_fsdp1,
+    "replicate": lambda model, x: replicate(model)(x),
+    "replicate_sums": lambda model, x: replicate(model, [part for _, part, _ in shares(model)])(x),
+    "replicate_by_fsdp": lambda model, x: _replicate(model)(x),
+    "ddp_sums": lambda model, x: _sum_under_ddp(model, False)(x),
+    "ddp_sums_compiled": lambda model, x: _sum_under_ddp(model, True)(x),
+    "fsdp_sums": lambda model, x: _sum_under_fsdp(model)(x),
+    "fsdp_sums_compiled": lambda model, x: _compile(_sum_under_fsdp(model))(x),
     "zero": _step_zero,
+    "local_sgd": _step_local_sgd,
 }
 
 

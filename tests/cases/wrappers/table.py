@@ -157,6 +157,10 @@ MODEL = {
 
 _FULLY_SHARD = "want fully_shard(model, ignored_params=expert_parameters(model))"
 _COPIES = "whose gradients nobody sums: want a placement without copies, or the adapter merged"
+_AVERAGE = "want tokenyard.nn.average_expert_gradients(model), or prepare_for_ddp(model), before"
+_OTHER_OPTIMISER = (
+    "want it for other parameters, and another optimiser for expert_parameters(model)"
+)
 _PREPARE = "want tokenyard.nn.prepare_for_ddp(model) before DistributedDataParallel(model)"
 
 # With nn.MoE, on 2 ranks: tests/wrappers/test_layer.py
@@ -211,10 +215,50 @@ REFUSED_LAYER = {
         how="it raises",
         outcome="whose gradients do not say of what they are parts: want fully_shard",
     ),
+    "replicate": Case(
+        wrapper="torch's `replicate`",
+        how="the first forward pass raises",
+        outcome=_PREPARE,
+    ),
+    "replicate_sums": Case(
+        wrapper="torch's `replicate`, with experts in `ignored_modules`, whose gradients are sums",
+        how="the first forward pass raises",
+        outcome=_AVERAGE,
+    ),
+    "replicate_by_fsdp": Case(
+        wrapper="torch's `replicate`, that of FSDP2",
+        how="the first forward pass raises",
+        outcome=_FULLY_SHARD,
+    ),
+    "ddp_sums": Case(
+        wrapper="DistributedDataParallel, experts hidden, whose gradients are sums",
+        how="the first forward pass raises",
+        outcome=_AVERAGE,
+    ),
+    "ddp_sums_compiled": Case(
+        wrapper="the same, compiled",
+        how="the first forward pass raises",
+        outcome=_AVERAGE,
+    ),
+    "fsdp_sums": Case(
+        wrapper="FSDP2 without `average_expert_gradients`",
+        how="the first forward pass raises",
+        outcome=_AVERAGE,
+    ),
+    "fsdp_sums_compiled": Case(
+        wrapper="the same, compiled",
+        how="the first forward pass raises",
+        outcome=_AVERAGE,
+    ),
     "zero": Case(
         wrapper="ZeroRedundancyOptimizer that has experts",
         how="`step` raises",
-        outcome="want it for other parameters, and another optimiser for expert_parameters(model)",
+        outcome=_OTHER_OPTIMISER,
+    ),
+    "local_sgd": Case(
+        wrapper="PostLocalSGDOptimizer around one that has experts",
+        how="`step` raises",
+        outcome=_OTHER_OPTIMISER,
     ),
 }
 
@@ -224,6 +268,16 @@ REFUSED = {
         wrapper="DistributedDataParallel around a PeftModel, not prepared",
         how="it raises when it is made",
         outcome=_PREPARE,
+    ),
+    "ddp without averages": Case(
+        wrapper="DistributedDataParallel around a spread model, not prepared",
+        how="the first forward pass raises",
+        outcome=_AVERAGE,
+    ),
+    "float16": Case(
+        wrapper='accelerate or `Trainer`, `mixed_precision="fp16"`',
+        how="`prepare_accelerator` raises",
+        outcome="which lets one rank skip a step alone: want mixed_precision='bf16'",
     ),
     "checkpoints": Case(
         wrapper="`Trainer`, checkpoints with the optimiser",
@@ -303,8 +357,23 @@ OTHERS = [
     ),
     (
         "`torch.nn.utils.clip_grad_norm_` with experts",
-        "warns at the optimiser's step",
-        "nn/test_clipping.py::test_torchs_own_clipping_is_noticed",
+        "refused by the optimiser's step",
+        "nn/test_clipping.py::test_torchs_own_clipping_is_refused",
+    ),
+    (
+        "`torch.nn.utils.clip_grad_value_`, and whatever else changes gradients alike on all ranks",
+        "works with `nn.accept_gradients(model)`, is refused by the optimiser's step without",
+        "nn/test_scaling.py::test_what_was_meant_is_accepted",
+    ),
+    (
+        "float16 with `nn.GradScaler`",
+        "works",
+        "nn/test_scaling.py::test_all_ranks_skip_the_step_of_one",
+    ),
+    (
+        "float16 with `torch.amp.GradScaler`",
+        "refused by the optimiser's step; a rank that skips it meets ranks that have left",
+        "nn/test_scaling.py::test_torch_s_own_is_refused",
     ),
     ("`torch.autocast(bfloat16)`", "works", "nn/test_training.py::test_autocast"),
     ("parameters in bfloat16", "works", "nn/test_moe.py::test_bfloat16"),
@@ -364,9 +433,54 @@ OTHERS = [
         "nn/test_rebalance.py::test_what_cannot_move_raises_on_all_ranks_and_changes_nothing",
     ),
     (
+        "`nn.rebalance` with a placement of other experts",
+        "refused on all ranks",
+        "nn/test_moving.py::test_a_placement_that_does_not_fit_changes_nothing",
+    ),
+    (
+        "`nn.rebalance` that fails in the middle",
+        "nothing has changed, on any rank",
+        "nn/test_moving.py::test_an_error_in_the_middle_changes_nothing",
+    ),
+    (
+        "`nn.rebalance` in inference mode",
+        "works",
+        "nn/test_moving.py::test_what_moved_in_inference_mode_can_be_trained",
+    ),
+    (
+        "another module of the Buffer after `nn.rebalance`, an average of the weights too",
+        "refused on all ranks, until it was moved",
+        "nn/test_moving.py::test_a_module_that_was_left_behind_raises_until_it_follows",
+    ),
+    (
+        "the same, compiled",
+        "refused on all ranks, until it was moved",
+        "nn/test_moving.py::test_compiled_graphs_look_too",
+    ),
+    (
+        "`load_state_dict` of another placement",
+        "refused",
+        "nn/test_moving.py::test_a_state_dict_of_other_experts_is_refused",
+    ),
+    (
+        "checkpoints with several copies on a rank",
+        "works",
+        "nn/test_checkpoint.py::test_every_copy_on_a_rank_is_loaded",
+    ),
+    (
+        "checkpoints with ranks without experts",
+        "works",
+        "nn/test_checkpoint.py::test_wherever_experts_lay_when_they_were_saved_and_loaded",
+    ),
+    (
         "`nn.sum_replica_gradients`",
         "works",
         "nn/test_rebalance.py::test_copies_stay_equal_to_the_bit",
+    ),
+    (
+        "`nn.sum_replica_gradients` beside a rank without experts",
+        "works",
+        "nn/test_moving.py::test_gradients_of_copies_beside_a_rank_without_slots",
     ),
 ]
 
@@ -381,7 +495,7 @@ _TESTS: list[tuple[Mapping[Any, Case], str]] = [
 ]
 
 
-def test_of(cases: Mapping[Any, Case], key: Any) -> str:
+def name_of_test(cases: Mapping[Any, Case], key: Any) -> str:
     """The name of the case's test, as pytest has it."""
     name = next(name for one, name in _TESTS if one is cases)
     kind = "-".join(map(str, key)) if isinstance(key, tuple) else key
@@ -400,13 +514,15 @@ def table() -> str:
         for cases in kinds:
             for key, case in cases.items():
                 within = f"{case.within:g}" + (f": {case.because}" if case.because else "")
-                lines.append(f"| {case.wrapper} | {case.how} | {within} | {test_of(cases, key)} |")
+                lines.append(
+                    f"| {case.wrapper} | {case.how} | {within} | {name_of_test(cases, key)} |"
+                )
         lines.append("")
     lines += ["| refused | where | in the words | test |", "|---|---|---|---|"]
     for cases in (REFUSED_LAYER, REFUSED):
         for key, case in cases.items():
             lines.append(
-                f"| {case.wrapper} | {case.how} | {case.outcome} | {test_of(cases, key)} |"
+                f"| {case.wrapper} | {case.how} | {case.outcome} | {name_of_test(cases, key)} |"
             )
     lines += ["", "| besides | | test |", "|---|---|---|"]
     lines += [f"| {what} | {outcome} | `{test}` |" for what, outcome, test in OTHERS]

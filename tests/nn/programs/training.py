@@ -18,6 +18,7 @@ from tests.nn.programs.program import BY_HAND, Program, Slots, Step
 from tokenyard.nn import (
     GradScaler,
     MoE,
+    accept_gradients,
     auxiliary_losses,
     average_expert_gradients,
     clip_grad_norm_,
@@ -171,6 +172,7 @@ class Trainee:
             grad = self._layers()[0].get_parameter(name).grad
             assert grad is not None
             grad.view(-1)[-1] = torch.inf
+            accept_gradients(self.stack)
 
     def _sum_dense(self) -> None:
         """Over ranks, by hand: the sum, or the mean."""

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from tokenyard.buffer import Buffer
 from tokenyard.integrations.transformers.everyone import Everyone, Replicated, Summed
 from tokenyard.nn import functional
 from tokenyard.nn.plain import require_plain
@@ -32,15 +31,6 @@ class Plan(Share):
     """How one experts module takes part."""
 
     everyone: Everyone | None = None  # where all ranks have the same tokens
-
-    @classmethod
-    def make(cls, buffer: Buffer, replicas: Replicas, everyone: Everyone | None = None) -> Plan:
-        return cls(
-            buffer=buffer,
-            replicas=replicas,
-            everyone=everyone,
-            num_losses=buffer.group_size if everyone is None else 1,
-        )
 
     @cached_property
     def local_of_expert(self) -> Tensor:

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoConfig
 from transformers.distributed import DistributedConfig
 
+from tokenyard.comm.together import together
 from tokenyard.integrations.transformers.adapters import is_stacked
 from tokenyard.integrations.transformers.spread import Tokens, find_experts, spread_experts
-from tokenyard.integrations.transformers.together import together
-from tokenyard.topology import even_split
+from tokenyard.topology import equal_blocks, even_split
 
 
 def from_pretrained(
@@ -45,36 +45,28 @@ def from_pretrained(
         if name in given:
             raise ValueError(f"{name} is given, want none: experts go to ranks in equal blocks")
     with together(group, "from_pretrained"):
-        model, info = _load(model_class, path, group, kwargs)
+        _check_folder(path)
+        concrete = _concrete(model_class, path, kwargs)
+        mesh = DeviceMesh.from_group(group, "cpu")
+
+        def shard(cls: Any, model: Any, *_: Any) -> Any:
+            _make_placeholders(model, mesh)
+            return model
+
+        # from_pretrained calls this method once the model is there and its weights are not, if it
+        # is given a distributed_config, which asks for nothing here.
+        loader: Any = type(
+            concrete.__name__,
+            (concrete,),
+            {"maybe_distribute_model": classmethod(shard), "__module__": concrete.__module__},
+        )
+        loaded = loader.from_pretrained(path, distributed_config=DistributedConfig(), **kwargs)
+        model, *info = loaded if kwargs.get("output_loading_info") else (loaded,)
+        model.__class__ = concrete
+        del model.config.distributed_config
         options |= _placement(model, group.size())
     spread_experts(model, group, tokens, options, _own_part)
     return (model, *info) if info else model
-
-
-def _load(
-    model_class: Any, path: Any, group: dist.ProcessGroup, kwargs: dict[str, Any]
-) -> tuple[Any, list[Any]]:
-    """The model, with experts that are DTensors still, and what else transformers returns."""
-    _check_folder(path)
-    concrete = _concrete(model_class, path, kwargs)
-    mesh = DeviceMesh.from_group(group, "cpu")
-
-    def shard(cls: Any, model: Any, *_: Any) -> Any:
-        _make_placeholders(model, mesh)
-        return model
-
-    # from_pretrained calls this method once the model is there and its weights are not, if it is
-    # given a distributed_config, which asks for nothing here.
-    loader: Any = type(
-        concrete.__name__,
-        (concrete,),
-        {"maybe_distribute_model": classmethod(shard), "__module__": concrete.__module__},
-    )
-    loaded = loader.from_pretrained(path, distributed_config=DistributedConfig(), **kwargs)
-    model, *info = loaded if kwargs.get("output_loading_info") else (loaded,)
-    model.__class__ = concrete
-    del model.config.distributed_config
-    return model, info
 
 
 def _check_folder(path: Any) -> None:
@@ -104,7 +96,7 @@ def _make_placeholders(model: nn.Module, mesh: DeviceMesh) -> None:
                 f"{name} is a {type(module).__name__}, which does not keep its experts stacked: "
                 "want expert_parallel(model_class.from_pretrained(path), group)"
             )
-        if max(_blocks(module.num_experts, num_ranks)) < num_ranks - 1:
+        if max(equal_blocks(module.num_experts, num_ranks)) < num_ranks - 1:
             raise ValueError(
                 f"{name} has {module.num_experts} experts, of which blocks of equal size leave "
                 f"none for the last of {num_ranks} ranks: "
@@ -115,21 +107,11 @@ def _make_placeholders(model: nn.Module, mesh: DeviceMesh) -> None:
             setattr(module, key, nn.Parameter(sliced, requires_grad=parameter.requires_grad))
 
 
-def _blocks(num_experts: int, num_ranks: int) -> list[int]:
-    """The rank of each expert, as torch shards a tensor.
-
-    >>> _blocks(7, 3)
-    [0, 0, 0, 1, 1, 1, 2]
-    """
-    each = -(-num_experts // num_ranks)
-    return [expert // each for expert in range(num_experts)]
-
-
 def _placement(model: nn.Module, num_ranks: int) -> dict[str, Tensor]:
     """The option for a Buffer, if that would place experts otherwise. Layers with other numbers of
     experts are refused with it.
     """
-    blocks = [_blocks(one.num_experts, num_ranks) for one in find_experts(model).values()]
+    blocks = [equal_blocks(one.num_experts, num_ranks) for one in find_experts(model).values()]
     uneven = [one for one in blocks if one != even_split(len(one), num_ranks)]
     return {"placement": torch.tensor(uneven[0], device="cpu")} if uneven else {}
 

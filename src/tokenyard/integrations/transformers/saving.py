@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tokenyard.comm.together import together
 from tokenyard.integrations.transformers.adapters import unstack
 from tokenyard.integrations.transformers.lora import (
     adapter_weights,
@@ -20,10 +20,11 @@ from tokenyard.integrations.transformers.lora import (
     from_experts,
     is_peft_model,
 )
-from tokenyard.integrations.transformers.together import together
 from tokenyard.nn.share import shares
+from tokenyard.runtime.whole_file import whole_folder
 
-# Of a whole model or adapter, or of a part of one, and the list of such parts.
+# Of a whole model or adapter, or of a part of one, and the list of such parts. transformers would
+# load a model.safetensors of before.
 _WEIGHTS = re.compile(r"(\w+?)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 
 
@@ -39,34 +40,16 @@ def save_pretrained(model: Any, path: Any, **kwargs: Any) -> None:
     weights of before are removed. Rank 0 of the group holds the whole model while it writes. Of a
     PeftModel the adapter is written, as PEFT does it.
     """
-    state = gather_state(model)
+    state, path = gather_state(model), Path(path)
     with together(model.tokenyard_buffer.group, "save_pretrained"):
-        if state is not None:
-            _write(model, Path(path).absolute(), state, kwargs)
-
-
-def _write(model: Any, path: Path, state: Whole, kwargs: dict[str, Any]) -> None:
-    if kwargs.get("push_to_hub"):
-        kwargs.setdefault("repo_id", path.name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as beside:
-        written = Path(beside, path.name)
-        written.mkdir()
-        if (path / "README.md").exists():
-            shutil.copy(path / "README.md", written)  # PEFT adds to it
-        type(model).save_pretrained(model, written, state_dict=state, **kwargs)
-        if not path.is_dir() or not any(path.iterdir()):
-            written.replace(path)
+        if state is None:
             return
-        files = [one.relative_to(written) for one in written.rglob("*") if one.is_file()]
-        for file in files:
-            (path / file).parent.mkdir(parents=True, exist_ok=True)
-            (written / file).replace(path / file)
-        new = {match[1] for file in files if (match := _WEIGHTS.fullmatch(str(file)))}
-        for old in path.iterdir():  # transformers would load a model.safetensors of before
-            match = _WEIGHTS.fullmatch(old.name)
-            if match and match[1] in new and Path(old.name) not in files:
-                old.unlink()
+        if kwargs.get("push_to_hub"):
+            kwargs.setdefault("repo_id", path.name)
+        with whole_folder(path, _WEIGHTS) as written:
+            if (path / "README.md").exists():
+                shutil.copy(path / "README.md", written)  # PEFT adds to it
+            type(model).save_pretrained(model, written, state_dict=state, **kwargs)
 
 
 def gather_state(model: Any) -> Whole | None:

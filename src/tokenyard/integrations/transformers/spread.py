@@ -21,7 +21,6 @@ from tokenyard.integrations.transformers.saving import refuse_to_save_a_part
 from tokenyard.nn.clipping import watch_gradients
 from tokenyard.nn.parallel import hide_from_ddp
 from tokenyard.replicas import Replicas, as_replicas
-from tokenyard.topology import Placement
 
 Tokens = Literal["own", "same"]
 Model = TypeVar("Model", bound=nn.Module)
@@ -181,8 +180,7 @@ class _Spread:
             shape = list(parameter.shape)
             if shape[:1] != [num_experts]:
                 raise ValueError(f"{name}.{key} is {shape}, want {num_experts} experts first")
-        even = Placement.even(num_experts, num_ranks)
-        placement = self.placement or as_replicas(even)
+        placement = self.placement or Replicas.even(num_experts, num_ranks)
         if placement.num_experts != num_experts:
             given = placement.num_experts
             raise ValueError(f"placement has {given} experts, want {num_experts}, {name}'s")
@@ -192,7 +190,10 @@ class _Spread:
                 f"rank {idle[0]} has none of the {num_experts} experts of {name}, "
                 f"want at least one on each of {num_ranks} ranks"
             )
-        return Plan.make(self.buffer, placement, self.everyone)
+        num_losses = num_ranks if self.everyone is None else 1
+        return Plan(
+            buffer=self.buffer, replicas=placement, num_losses=num_losses, everyone=self.everyone
+        )
 
 
 def _attach(module: Experts, plan: Plan) -> None:

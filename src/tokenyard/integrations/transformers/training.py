@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tokenyard.comm.together import together
 from tokenyard.integrations.accelerate import prepare_accelerator
 from tokenyard.integrations.transformers.saving import gather_state, refuse_to_save_a_part
-from tokenyard.integrations.transformers.together import together
 from tokenyard.validate import require
 
 
