@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from tokenyard.replicas import Replicas
 try:  # torch's own record of what fully_shard has wrapped; without it nothing is checked
     from torch.distributed._composable_state import _module_state_mapping
 except ImportError:
-    _module_state_mapping = {}  # type: ignore[assignment]
+    _module_state_mapping = WeakKeyDictionary()
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -51,7 +52,7 @@ class Share:
     replicas: Replicas  # where the experts of all ranks lie, wherever the Buffer sends rows by now
     num_losses: int  # whose gradients add up in an expert: those of all ranks, or one
     averages: bool = False  # whether gradients are divided by that number
-    looked: tuple[int, bool] = 0, False  # modules under fully_shard, at the last look, and `sums`
+    looked: tuple[Any, bool] = None, False  # the newest under fully_shard, and `sums`, when looked
     place: int = field(init=False)  # the mark of `replicas`, for torch.compile to look at
 
     def __post_init__(self) -> None:
@@ -125,7 +126,7 @@ class Share:
             if held or module in ddp.module.modules():
                 DistributedDataParallel._active_ddp_module = None  # `replicate` would leave it
                 raise RuntimeError(_are_sums(module))
-        looked = len(_module_state_mapping), sums
+        looked = _module_state_mapping.keyrefs()[-1:], sums
         if looked == self.looked:
             return
         for part, taken in _under_fully_shard():
@@ -291,6 +292,17 @@ def _check_traced() -> None:
     """The checks of a forward pass, when torch.compile traces one. They look at all modules: with
     this one as an argument, torch.compile would compile each layer anew.
     """
+    if any(_wrong_around()):
+        gc.collect()  # nobody may hold that model any more, on this rank, and others would wait
+    for words in _wrong_around():
+        raise RuntimeError(words)
+
+
+# As `tickets.number_of`: torch.compile calls it, and keeps what it returns.
+_check_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _wrong_around() -> Iterator[str]:
     ddp, around = DistributedDataParallel._get_active_ddp_module(), list(_under_fully_shard())
     if ddp is not None:
         held = shares(ddp.module)
@@ -299,11 +311,7 @@ def _check_traced() -> None:
         share = _share_of(part)
         assert share is not None
         if taken or any(map(share.sums, own_parameters(part))):
-            raise RuntimeError(taken or _are_sums(part))
-
-
-# As `tickets.number_of`: torch.compile calls it, and keeps what it returns.
-_check_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+            yield taken or _are_sums(part)
 
 
 def _under_fully_shard() -> Iterator[tuple[nn.Module, str]]:
