@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -279,3 +280,26 @@ def test_gradients_of_copies_beside_a_rank_without_slots(strided: bool) -> None:
     assert_same(after[0], a[0] + b[0])
     assert_same(other[0], after[0])
     assert none.shape[0] == 0
+
+
+def test_moving_leaves_tuples_of_other_threads_alone() -> None:
+    """As a loader of data makes them: a tuple that anybody else holds cannot be finished."""
+    ended = threading.Event()
+
+    def make_tuples() -> None:
+        while not ended.is_set():
+            assert len(tuple(one for one in range(300))) == 300
+
+    def job(group: Any) -> None:
+        with tokenyard.Buffer(group) as buffer:
+            layer = jobs.make(buffer)
+            for _ in range(20):
+                rebalance(layer, torch.zeros(6, dtype=torch.int64))
+
+    with ThreadPoolExecutor(1) as thread:
+        made = thread.submit(make_tuples)
+        try:
+            run_virtual(job, 1)
+        finally:
+            ended.set()
+        made.result()

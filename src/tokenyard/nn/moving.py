@@ -6,6 +6,7 @@ that will have them, in pieces of at most 32 MiB.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from tokenyard.nn.optimiser_state import states_by_expert
 from tokenyard.nn.share import (
     Share,
     is_dtensor,
-    living,
     own_parameters,
     refuse_adapters,
     shares,
@@ -166,10 +166,14 @@ def _check(
             for optimizer in optimizers:
                 keys, common = states_by_expert(optimizer, parameter, name)
                 mine += [_Stack(parameter, moves, key, optimizer, common) for key in keys]
-    inside = {part for part, _ in held}
-    for part in living(nn.Module):
-        if isinstance(part.__dict__.get("tokenyard"), Share) and part not in inside:
-            shared = [names[one] for one in own_parameters(part) if one in stacks]
+    # Not gc.get_objects: it holds tuples that other threads are making, which then raise.
+    inside = [vars(part) for part, _ in held]
+    known = [one for one in gc.get_referrers(Share) if type(one) is Share]
+    for one in gc.get_referrers(*known):
+        outside = vars(one) if isinstance(one, nn.Module) else one
+        if isinstance(outside, dict) and not any(outside is mine for mine in inside):
+            parameters = outside.get("_parameters", {}).values()
+            shared = [names[one] for one in parameters if one in stacks]
             require(not shared, f"{shared} belong to a layer outside too, want both together")
     return [one for some in stacks.values() for one in some]
 
