@@ -68,7 +68,7 @@ def train(group: Any, steps: int, every: int) -> dict[str, Any]:
             sum_replica_gradients(layer)
             gradient = layer.router.weight.grad
             assert gradient is not None
-            total = functional.sum_over_ranks(buffer, gradient.flatten(), EXPERTS)
+            total = functional.sum_over_ranks(buffer, gradient.flatten())
             gradient.copy_(total.view_as(gradient))
             optimizer.step()
 
@@ -76,7 +76,7 @@ def train(group: Any, steps: int, every: int) -> dict[str, Any]:
             rows_here = torch.zeros(size)
             rows_here[rank] = len(rows.x)
             told = torch.cat([loss.detach()[None], rows_here, chosen])
-            told = functional.sum_over_ranks(buffer, told, EXPERTS)
+            told = functional.sum_over_ranks(buffer, told)
             all_loss, rows_R, load_E = told.split([1, size, EXPERTS])
             losses.append(float(all_loss))
             uneven.append(float(rows_R.max() / rows_R.mean()))

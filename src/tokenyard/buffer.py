@@ -375,7 +375,32 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
 
     def get_local_experts(self, num_experts: int) -> list[int]:
         """The global ids of this rank's experts, in the order of their local ids."""
-        return self._open_engine().local_experts(num_experts)
+        engine = self._open_engine()
+        return list(engine.replicas(num_experts, "get_local_experts").experts_of_rank[engine.rank])
+
+    def get_placement(self, num_experts: int) -> Replicas:
+        """Where so many experts live now: those in each rank's slots. Local, as is
+        get_local_experts. Two placements are the same if their `mark` is.
+        """
+        return self._open_engine().replicas(num_experts, "get_placement")
+
+    def require_placement(self, num_experts: int, mark: int) -> None:
+        """For a caller whose weights lie in the placement with this mark: all ranks raise if
+        experts live elsewhere by now. Local, if all is well; other ranks may be in a dispatch
+        already, where they meet this one.
+        """
+        try:
+            now = self.get_placement(num_experts).mark
+        except ValueError:  # of another number of experts
+            now = None
+        if now != mark:
+            self.refuse(
+                ValueError(
+                    "the Buffer was rebalanced, and the experts of this module still lie where "
+                    "they were: want tokenyard.nn.rebalance(module, placement) with every module "
+                    f"that uses the Buffer, copies of a model too, on rank {self.rank}"
+                )
+            )
 
     def rebalance(self, placement: Tensor | Replicas) -> Moves:
         """Change where experts live, on all ranks at once, and say which of them move.

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.topology import Placement, even_split
+from tokenyard.types import digest
 
 _KIND = "tokenyard.Replicas"
 
@@ -139,6 +140,16 @@ class Replicas:
     def num_copies(self) -> tuple[int, ...]:
         """By logical expert."""
         return tuple(map(len, self.copies))
+
+    @cached_property
+    def has_copies(self) -> bool:
+        """Does an expert lie in several slots?"""
+        return self.num_slots > self.num_experts
+
+    @cached_property
+    def mark(self) -> int:
+        """A number that tells placements apart, the same in every process."""
+        return digest(repr(self.experts_of_rank))
 
     def slots_of(self, expert: int) -> list[Slot]:
         """Where the copies of a logical expert are, by rank."""

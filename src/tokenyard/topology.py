@@ -34,6 +34,16 @@ def even_split(num_experts: int, num_ranks: int) -> list[int]:
     return [rank for rank in range(num_ranks) for _ in range(each + (rank < extra))]
 
 
+def equal_blocks(num_experts: int, num_ranks: int) -> list[int]:
+    """The rank of each expert, as torch shards a tensor: the last ranks have fewer, or none.
+
+    >>> equal_blocks(7, 3)
+    [0, 0, 0, 1, 1, 1, 2]
+    """
+    each = -(-num_experts // num_ranks)
+    return [expert // each for expert in range(num_experts)]
+
+
 @dataclass(frozen=True)
 class Topology:
     """Which node each rank is on. Nodes are numbered in the order of their lowest rank.

@@ -166,6 +166,52 @@ def test_save_pretrained(
     ]
 
 
+def test_what_was_saved_can_be_loaded_at_once(two_ranks: Processes, tmp_path: Path) -> None:
+    for before, after in two_ranks.run(jobs.save_and_load, "mixtral", str(tmp_path / "new")):
+        assert_same(after, before)
+    assert [one.name for one in tmp_path.iterdir()] == ["new"]  # nothing is left beside it
+
+
+def test_saving_leaves_no_weights_of_before(two_ranks: Processes, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    for many, one in two_ranks.run(jobs.save_twice, "mixtral", str(tmp_path)):
+        assert "model-00001-of-" in many
+        assert "model.safetensors.index.json" in many
+        assert one == "config.json generation_config.json model.safetensors notes.txt"
+
+
+def test_saving_that_fails_fails_on_all_ranks(two_ranks: Processes, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    own, told = two_ranks.run(
+        jobs.save_where_a_file_is, "mixtral", str(tmp_path / "file" / "model")
+    )
+    assert own.startswith(("FileExistsError", "NotADirectoryError"))
+    assert told == f"PeerInputError: save_pretrained failed on rank 0, so no rank went on: {own}"
+
+
+def test_a_folder_that_one_rank_has_not(two_ranks: Processes, saved: dict[str, str]) -> None:
+    path = saved["mixtral"]
+    told, own = two_ranks.run(jobs.load_what_one_has, path)
+    missing = f"path is '{path}-gone', which is not there, want a folder with a checkpoint"
+    assert own == f"ValueError: {missing}"
+    assert told == (f"PeerInputError: from_pretrained failed on rank 1, so no rank went on: {own}")
+
+
+@pytest.mark.parametrize(
+    "case", at_night([(7, 2, "own"), (10, 4, "own"), (10, 4, "same")], gate=[(7, 2, "own")])
+)
+def test_experts_that_ranks_do_not_divide(processes: Pools, tmp_path: Path, case: Any) -> None:
+    number, num_ranks, tokens = case
+    model = jobs.whole_model("mixtral", num_local_experts=number)
+    model.save_pretrained(tmp_path)
+    want = model(jobs.tokens_of(0)).logits.detach()
+    results = processes(num_ranks).run(jobs.load_few_experts, str(tmp_path), tokens)
+    assert [one for ids, _ in results for one in ids] == list(range(number))
+    for ids, logits in results:
+        assert ids
+        torch.testing.assert_close(logits, want, rtol=0, atol=1e-5)
+
+
 @pytest.mark.slow
 def test_loading_takes_the_memory_of_its_experts(tmp_path: Path) -> None:
     path = str(tmp_path / "large")
@@ -292,17 +338,13 @@ def test_leaves_the_config_of_others_alone() -> None:
     torch.testing.assert_close(other(input_ids).logits, want, rtol=0, atol=0)
 
 
-def test_data_parallel(two_ranks: Processes) -> None:
-    """DistributedDataParallel means all gradients but those of the experts."""
-    results = two_ranks.run(jobs.train_with_ddp, "mixtral")
-    alone = [one_process("mixtral", rank)[1] for rank in range(2)]
-    for name in alone[0]:
-        want = alone[0][name] + alone[1][name]
-        if ".experts." in name:
-            assert_near(torch.cat([grads[name] for grads in results]), want, name)
-        else:
-            for grads in results:
-                assert_near(grads[name], want / 2, name)
+def test_data_parallel_that_nobody_prepared(two_ranks: Processes) -> None:
+    """DistributedDataParallel would mean all gradients but those of the experts, which are sums."""
+    results = two_ranks.run(jobs.ddp_that_nobody_prepared, "mixtral")
+    for rank, (logits, said) in enumerate(results):
+        want, _ = one_process("mixtral", rank)
+        torch.testing.assert_close(logits, want, rtol=0, atol=1e-5)  # as in the test below
+        assert "those of MixtralExperts are sums: want tokenyard.nn.average_expert_grad" in said
 
 
 def test_prepared_for_data_parallelism(two_ranks: Processes) -> None:
@@ -346,7 +388,39 @@ def test_ranks_that_want_different_numbers_of_tokens(two_ranks: Processes) -> No
         assert got.tolist() == want.tolist()
 
 
+def test_ranks_that_make_other_numbers_of_passes(two_ranks: Processes) -> None:
+    nothing, told = two_ranks.run(jobs.generate_and_leave, "mixtral")
+    assert nothing == "nothing"
+    assert "rank 0 closed its Buffer" in told
+    assert told.endswith("generate(synced_gpus=True) does so")
+
+
+def quantised() -> nn.Module:
+    """As transformers' FP8Experts: narrow weights, and scales beside them."""
+    experts: Any = gpt_oss()
+    narrow = experts.down_proj.detach().to(torch.float8_e4m3fn)
+    experts.down_proj = nn.Parameter(narrow, requires_grad=False)
+    return nn.ModuleDict({"experts": experts})
+
+
+def without_parameters() -> nn.Module:
+    """As FullyShardedDataParallel leaves it, which takes them away."""
+    experts = gpt_oss()
+    experts._parameters.clear()
+    return nn.ModuleDict({"experts": experts})
+
+
 BAD = {
+    "fp8": (
+        lambda group: expert_parallel(quantised(), group),
+        "experts.down_proj is torch.float8_e4m3fn, want float32, bfloat16, float16 or float64: the "
+        "experts as they were before they were quantised, by dequantize=True of a "
+        "quantization_config that has it",
+    ),
+    "sharded": (
+        lambda group: expert_parallel(without_parameters(), group),
+        "experts has no parameters, want a model that nothing has sharded yet",
+    ),
     "no-experts": (
         lambda group: expert_parallel(nn.Linear(2, 2), group),
         "Linear has no experts that transformers runs through ALL_EXPERTS_FUNCTIONS, and none that "

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import tokenyard
 from tests.cases.nn import checkpoint as jobs
+from tokenyard import Replicas
 from tokenyard.nn import Share, checkpoint_state
 from tokenyard.testing import Processes, assert_same, run_virtual
 
@@ -51,6 +54,37 @@ def test_numbers_that_are_no_tensors(two_processes: Processes, tmp_path: Path) -
     two_processes.run(jobs.numbers, str(tmp_path))
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(
+    "slots",
+    [[[0, 1, 2, 3, 4, 5], []], [[0, 0, 1, 2, 0], [3, 3, 0, 4, 5]]],
+    ids=["rank-without-experts", "copies-on-one-rank"],
+)
+def test_wherever_experts_lay_when_they_were_saved_and_loaded(
+    two_processes: Processes, tmp_path: Path, slots: list[list[int]], steps: int
+) -> None:
+    """A rank without experts has their step counts and options, and every copy of an expert is
+    loaded. The experts move as soon as they are there.
+    """
+    assert two_processes.run(jobs.placed, str(tmp_path), slots, steps) == [{}, {}]
+
+
+def test_every_copy_on_a_rank_is_loaded(tmp_path: Path) -> None:
+    def job(group: Any) -> None:
+        with tokenyard.Buffer(group, placement=Replicas([[0, 1, 0, 2, 3, 4, 5, 2]])) as buffer:
+            saved, loaded = jobs.make_model(buffer), jobs.make_model(buffer)
+            for parameter in loaded.parameters():
+                parameter.data.zero_()
+            dcp.save(checkpoint_state(saved), checkpoint_id=tmp_path, no_dist=True)
+            dcp.load(checkpoint_state(loaded), checkpoint_id=tmp_path, no_dist=True)
+            assert_same(list(loaded.parameters()), list(saved.parameters()))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch tells that there is one process
+        run_virtual(job, 1)
+
+
 @pytest.mark.parametrize("name", ["NAdam", "ASGD", "Rprop", "SGD"])
 def test_a_look_at_a_fresh_optimiser_changes_nothing(name: str) -> None:
     def make(model: nn.Module) -> torch.optim.Optimizer:
@@ -88,7 +122,7 @@ def test_any_module_that_has_a_share() -> None:
             ids = buffer.get_local_experts(6)
             self.up_proj = nn.Parameter(torch.tensor(ids).view(-1, 1, 1).expand(-1, 4, 2).float())
             self.bias = nn.Parameter(torch.tensor(ids).view(-1, 1).expand(-1, 4).float())
-            self.tokenyard = Share(buffer=buffer, ids=ids, num_experts=6, num_losses=3)
+            self.tokenyard = Share(buffer=buffer, replicas=buffer.get_placement(6), num_losses=3)
 
     def job(group: Any) -> dict[str, Tensor]:
         with tokenyard.Buffer(group) as buffer:

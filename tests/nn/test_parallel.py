@@ -12,6 +12,7 @@ from torch import Tensor
 import tokenyard
 from tests.cases.lanes import at_night
 from tests.cases.nn import moe as jobs
+from tests.cases.nn import sharded
 from tests.cases.processes import Pools
 from tokenyard.nn import auxiliary_losses, expert_parameters, named_expert_parameters
 from tokenyard.testing import Processes, assert_same, run_virtual
@@ -46,6 +47,16 @@ def test_ddp_does_not_spread_the_load_of_one_rank(two_processes: Processes) -> N
     (once, twice), (other_once, other_twice) = two_processes.run(jobs.loads_under_ddp)
     assert once.tolist() != other_once.tolist()
     assert_same([twice, other_twice], [2 * once, 2 * other_once])
+
+
+@pytest.mark.processes
+def test_experts_that_were_sharded_after_another_model_died(two_processes: Processes) -> None:
+    two_processes.run(sharded.another_died)
+
+
+@pytest.mark.processes
+def test_a_dead_model_does_not_keep_others_from_being_compiled(two_processes: Processes) -> None:
+    two_processes.run(sharded.dead_but_not_collected)
 
 
 def test_whose_parameters() -> None:

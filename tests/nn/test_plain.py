@@ -32,7 +32,7 @@ def calls(buffer: tokenyard.Buffer) -> dict[str, Call]:
         "permute": lambda x: functional.permute(x, TOPK_IDX, 4).x,
         "unpermute": lambda x: functional.unpermute(x.repeat(2, 1), ROW_OF, TOPK_WEIGHTS),
         "grouped_mm": lambda x: functional.grouped_mm(x, MATRICES, OFFSETS),
-        "sum_over_ranks": lambda x: functional.sum_over_ranks(buffer, x[0], 4),
+        "sum_over_ranks": lambda x: functional.sum_over_ranks(buffer, x[0]),
     }
 
 

@@ -71,7 +71,7 @@ def gradients_job(group: Any, slots: tuple[tuple[int, ...], ...], options: Any) 
 def test_gradients_of_copies_are_summed_as_spec_says(
     options: Any, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_gradients, "PIECE", piece)
+    monkeypatch.setattr(moving, "PIECE", piece)
     monkeypatch.setattr(replica_gradients, "_WIDTH", 32 if piece < 1000 else 4096)
     outs = run_virtual(gradients_job, 4, SECOND, options).results
     nodes = (0, 0, 1, 1) if options[1] else (0, 0, 0, 0)
@@ -101,11 +101,11 @@ def train(group: Any, placements: list[Any], steps: int) -> dict[str, Any]:
             sum_replica_gradients(layer)
             for parameter in (layer.router.weight,):
                 assert parameter.grad is not None
-                total = sum_over_ranks(buffer, parameter.grad.flatten(), EXPERTS) / size
+                total = sum_over_ranks(buffer, parameter.grad.flatten()) / size
                 parameter.grad.copy_(total.view_as(parameter))
             norms.append(clip_grad_norm_(layer, 0.5))
             optimizer.step()
-            losses.append(sum_over_ranks(buffer, loss.detach()[None], EXPERTS) / size)
+            losses.append(sum_over_ranks(buffer, loss.detach()[None]) / size)
         state = optimizer.state[layer.experts.down]
         return {
             "losses": torch.cat(losses),

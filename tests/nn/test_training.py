@@ -77,6 +77,38 @@ def test_parameters_that_are_replaced_are_still_averaged() -> None:
     run_virtual(job, 2)
 
 
+@pytest.mark.parametrize("how", ["device=meta", "under torch.device"])
+def test_a_layer_that_gets_its_memory_later(how: str) -> None:
+    """It begins as one that had its memory from the start, whatever was in that memory."""
+
+    def job(group: Any) -> None:
+        with tokenyard.Buffer(group) as buffer:
+            want = make(buffer, bias_rate=0.001)
+            config = want.router.config
+            if how == "device=meta":
+                layer = MoE(buffer, HIDDEN, 8, config, device="meta")
+            else:
+                with torch.device("meta"):
+                    layer = MoE(buffer, HIDDEN, 8, config)
+            assert all(one.is_meta for one in (*layer.parameters(), *layer.buffers()))
+            junk = [torch.full((4,), 1e9) for _ in range(200)]
+            del junk  # memory that was used before
+            layer.to_empty(device="cpu")
+            assert not layer.router.load.any()  # which no checkpoint has
+            layer.router.bias += 1.0
+            layer.router.load += 1.0
+            with _seeding:
+                torch.manual_seed(0)
+                layer.router.reset_parameters()
+                layer.experts.reset_parameters()
+            assert_same(list(layer.state_dict().values()), list(want.state_dict().values()))
+            assert layer.router.bias.tolist() == layer.router.load.tolist() == [0.0] * 4
+            layer.to_empty(device="cpu").load_state_dict(want.state_dict())
+            assert not layer.router.load.any()
+
+    run_virtual(job, 1)
+
+
 @pytest.mark.parametrize("cast", ["to", "bfloat16", "half"])
 def test_bias_and_load_stay_in_float32(cast: str) -> None:
     def job(group: Any) -> None:
@@ -256,6 +288,21 @@ def test_a_rank_without_sequences(shape: tuple[int, ...]) -> None:
     run_virtual(job, 2)
 
 
+@pytest.mark.parametrize("shape", [(6, HIDDEN + 1), (HIDDEN - 1,), ()])
+def test_another_hidden_size_is_refused_on_all_ranks(shape: tuple[int, ...]) -> None:
+    def job(group: Any) -> str:
+        with tokenyard.Buffer(group, timeout=scaled(60)) as buffer:
+            layer = make(buffer)
+            with pytest.raises(ValueError, match="want") as info:
+                layer(torch.ones(shape) if group.rank() else tokens(0))
+            layer(tokens(group.rank()))  # the Buffer still works
+            return str(info.value)
+
+    told, own = run_virtual(job, 2).results
+    assert own == f"x is {list(shape)}, want [..., {HIDDEN}], on rank 1"
+    assert told == f"rank 1 rejected its input, so no rank went on: {own}"
+
+
 def under_ddp(group: Any, prepare: bool) -> str:
     with tokenyard.Buffer(group) as buffer:
         layer, x = make(buffer), tokens(group.rank())
@@ -265,22 +312,22 @@ def under_ddp(group: Any, prepare: bool) -> str:
         if prepare:
             prepare_for_ddp(model)
         own = layer.experts.down.detach().clone()
-        wrapped = nn.parallel.DistributedDataParallel(model)
         try:
-            assert_same(wrapped(x).detach(), want)
-            assert_same(layer.experts.down.detach(), own)
-            assert "0.router.weight" in wrapped.parameters_to_ignore
+            wrapped = nn.parallel.DistributedDataParallel(model)
         except RuntimeError as error:
+            assert_same(layer.experts.down.detach(), own)
             return str(error)
-        finally:
-            del wrapped
+        assert_same(wrapped(x).detach(), want)
+        assert_same(layer.experts.down.detach(), own)
+        assert "0.router.weight" in wrapped.parameters_to_ignore
+        del wrapped
         return "nothing"
 
 
 @pytest.mark.processes
-def test_ddp_that_has_taken_the_experts_is_found_out(two_processes: Processes) -> None:
+def test_ddp_that_would_take_the_experts_is_found_out(two_processes: Processes) -> None:
     for text in two_processes.run(under_ddp, False):
-        assert "has copied rank 0's 0.experts.gate_up to all ranks" in text
+        assert "copies rank 0's Experts.gate_up to all ranks" in text
     assert two_processes.run(under_ddp, True) == ["nothing"] * 2
 
 
@@ -288,8 +335,8 @@ def test_a_sum_over_ranks_has_the_same_bits_everywhere() -> None:
     def job(group: Any) -> tuple[Tensor, Tensor]:
         with tokenyard.Buffer(group) as buffer:
             x = tokens(group.rank())[0]
-            rows = functional.gather_over_ranks(buffer, x, 4)
-            return rows, functional.sum_over_ranks(buffer, x, 4)
+            rows = functional.gather_over_ranks(buffer, x)
+            return rows, functional.sum_over_ranks(buffer, x)
 
     results = run_virtual(job, 3).results
     want = torch.stack([tokens(rank)[0] for rank in range(3)])
@@ -305,7 +352,7 @@ def test_a_sum_over_ranks_has_a_gradient() -> None:
     def job(group: Any) -> Tensor:
         with tokenyard.Buffer(group) as buffer:
             x = tokens(group.rank())[0].requires_grad_()
-            (functional.sum_over_ranks(buffer, x, 4).sum() * (group.rank() + 1)).backward()
+            (functional.sum_over_ranks(buffer, x).sum() * (group.rank() + 1)).backward()
             assert x.grad is not None
             return x.grad
 

@@ -12,7 +12,7 @@ from tests.cases.processes import Pools
 from tests.cases.wrappers import layer as jobs
 from tests.cases.wrappers import pipeline as pipeline_jobs
 from tests.cases.wrappers.compare import Outcome, assert_like_one_process
-from tests.cases.wrappers.table import COMPILED, LAYER, PIPELINE, REFUSED
+from tests.cases.wrappers.table import COMPILED, LAYER, PIPELINE, REFUSED_LAYER
 from tokenyard.testing import run_virtual
 
 pytestmark = pytest.mark.processes
@@ -44,11 +44,12 @@ def test_twenty_compiled_steps(processes: Pools, case: tuple[str, int, str]) -> 
     assert_like_one_process(results, want, COMPILED[case].within)
 
 
-@pytest.mark.parametrize("where", ["root", "experts"])
-def test_sharded_experts_are_noticed(processes: Pools, where: str) -> None:
-    for said in processes(2).run(jobs.sharded_experts, where):
-        assert REFUSED["fsdp_all"].outcome in said
-        assert "Experts.gate_up was sharded by fully_shard" in said
+@pytest.mark.parametrize("kind", at_night(jobs.REFUSED, gate=("ddp", "fsdp_compiled", "zero")))
+def test_wrappers_that_take_experts_are_refused(processes: Pools, kind: str) -> None:
+    """On all ranks, and before any expert has changed."""
+    for said, far in processes(2).run(jobs.refused, kind):
+        assert REFUSED_LAYER[kind].outcome in said
+        assert far == 0.0
 
 
 @pytest.mark.parametrize("case", at_night(PIPELINE), ids="-".join)

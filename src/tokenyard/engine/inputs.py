@@ -15,7 +15,7 @@ from torch import Tensor
 from tokenyard import validate
 from tokenyard.engine.choice import Choice
 from tokenyard.kernels import Kernels
-from tokenyard.replicas import as_replicas, num_logical, replicas_of
+from tokenyard.replicas import Replicas, as_replicas, num_logical, replicas_of
 from tokenyard.runtime import memory
 from tokenyard.runtime.events import EventHandle
 from tokenyard.topology import Placement, even_placement
@@ -118,6 +118,7 @@ class Preparation:
     def place(self, placement: Placement | None) -> None:
         """From now on experts live there; None where they are spread evenly."""
         self.given_placement = placement
+        self._replicas: dict[int, Replicas] = {}  # by the number of experts
         # Which copies tokens go to, where experts have copies.
         self.choice: Choice | None = None
         replicas = replicas_of(placement)
@@ -150,6 +151,13 @@ class Preparation:
             self._even_placements[num_experts] = made
         return self._even_placements[num_experts]
 
+    def replicas(self, num_experts: Any) -> Replicas:
+        """The placement, also one without copies: which experts lie in each rank's slots."""
+        placement = self.placement(num_experts)
+        if num_experts not in self._replicas:
+            self._replicas[num_experts] = as_replicas(placement)
+        return self._replicas[num_experts]
+
     def num_logical(self, num_slots: int) -> int:
         """Of experts, where counts were given for each of their copies."""
         given = self.given_placement
@@ -157,7 +165,7 @@ class Preparation:
 
     def owners(self, num_experts: int) -> list[int]:
         """The rank of each logical expert; of its first copy, where it has several."""
-        replicas = as_replicas(self.placement(num_experts))
+        replicas = self.replicas(num_experts)
         return [replicas.rank_of_slot[copies[0]] for copies in replicas.copies]
 
     @property

@@ -30,7 +30,7 @@ from tokenyard.engine.inputs import DispatchRequest, Outgoing, Preparation, wait
 from tokenyard.engine.statistics import ENCLOSED, GENERAL, Statistics, links_of
 from tokenyard.errors import PeerLeft, SharedMemoryError
 from tokenyard.kernels import Kernels
-from tokenyard.replicas import as_replicas
+from tokenyard.replicas import Replicas
 from tokenyard.runtime import recorder
 from tokenyard.runtime.completion import Completion
 from tokenyard.runtime.events import EventHandle, EventOverlap, Worker
@@ -291,11 +291,12 @@ class Engine:
             num_rows = known.flow.num_rows
         return self.transport.empty(num_rows, known.hidden, known.combine_dtype)
 
-    def local_experts(self, num_experts: Any) -> list[int]:
+    def replicas(self, num_experts: Any, stage: str) -> Replicas:
+        """Which experts lie in each rank's slots; `stage` is what the caller is called."""
         try:
-            return list(as_replicas(self.local.placement(num_experts)).experts_of_rank[self.rank])
+            return self.local.replicas(num_experts)
         except ValueError as error:
-            raise self.agreement.named("get_local_experts", error) from None
+            raise self.agreement.named(stage, error) from None
 
     def place(self, placement: Placement, mark: int) -> None:
         """From now on experts live there. Ranks know the placement by its mark."""

@@ -81,6 +81,11 @@ def _check(accelerator: Any, model: nn.Module) -> None:
             "want expert_parallel(tokens='own')",
         )
     require(
+        accelerator.scaler is None,
+        f"mixed_precision is {accelerator.mixed_precision!r}, for which accelerate takes "
+        "torch.amp.GradScaler, which lets one rank skip a step alone: want mixed_precision='bf16'",
+    )
+    require(
         accelerator.even_batches,
         "even_batches is False: want True, since every rank must make as many forward passes as "
         "the others",

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tokenyard.nn.moe import Experts
-from tokenyard.nn.optimiser_state import optimiser_entries, split
+from tokenyard.nn.optimiser_state import fill_copies, optimiser_entries, split
 from tokenyard.nn.share import is_dtensor, own_parameters, refuse_adapters, shares
 
 
+@torch.inference_mode(False)  # what is made in that mode cannot be trained
+@torch.no_grad()
 def checkpoint_state(module: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
     """Everything to save, under names that are the same on any number of ranks.
 
-    An expert's tensors have its global id in their names, and only the rank that owns it returns
+    An expert's tensors have its global id in their names, and only the ranks that own it return
     them; every rank returns all others. The tensors are those of the module and the optimiser, not
     copies, so torch.distributed.checkpoint saves and loads them in place:
 
@@ -40,9 +43,26 @@ def checkpoint_state(module: nn.Module, optimizer: Optimizer | None = None) -> d
             state[f"model.{name}"] = tensor.detach()
         else:
             state |= split(f"model.{name}", tensor.detach(), experts)
+            if len(set(experts)) < len(experts):
+                state[f"model.{name}"] = _Copies(tensor.detach(), experts)
     if optimizer is not None:
         state |= optimiser_entries(optimizer, names, experts_of)
     return state
+
+
+class _Copies:
+    """A stack with several copies of an expert: a Stateful of torch.distributed.checkpoint, which
+    saves nothing, and after a load lets all copies have what the first has got.
+    """
+
+    def __init__(self, stack: Tensor, experts: list[int]) -> None:
+        self._stack, self._experts = stack, experts
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, _: dict[str, Any]) -> None:
+        fill_copies(self._stack, self._experts)
 
 
 def _experts_of(module: nn.Module) -> dict[Tensor, list[int]]:

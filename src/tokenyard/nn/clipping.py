@@ -8,10 +8,11 @@ apart. The functions here count the experts of all ranks.
 from __future__ import annotations
 
 import math
-import warnings
+import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from types import SimpleNamespace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -24,7 +25,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tokenyard.buffer import Buffer
 from tokenyard.nn.functional import gather_over_ranks
-from tokenyard.nn.share import is_dtensor, named_expert_parameters, named_own_parameters, shares
+from tokenyard.nn.share import (
+    experts_among,
+    is_dtensor,
+    is_fsdp1,
+    living,
+    named_expert_parameters,
+    named_own_parameters,
+    refuse_adapters_of_copies,
+    shares,
+)
 from tokenyard.validate import require
 
 if TYPE_CHECKING:
@@ -46,12 +56,11 @@ def clip_grad_norm_(
     parameters. Every rank calls it, after the gradients of dense parameters were averaged.
     """
     total = get_grad_norm(module, norm_type, error_if_nonfinite, foreach)
-    given = {one: one.grad for one in module.parameters() if one.grad is not None}
+    given = [one.grad for one in module.parameters() if one.grad is not None]
     # torch multiplies what is in `grad`, and cannot multiply a DTensor by a plain tensor.
-    local = [SimpleNamespace(grad=_local(one)) for one in given.values()]
-    clip_grads_with_norm_(cast("list[Tensor]", local), max_norm, total, foreach)
-    for parameter in given:
-        note_change(parameter)
+    local = [SimpleNamespace(grad=_local(one)) for one in given]
+    with own_change(module):
+        clip_grads_with_norm_(cast("list[Tensor]", local), max_norm, total, foreach)
     return total
 
 
@@ -65,8 +74,15 @@ def get_grad_norm(
     """The norm of the gradients of all parameters, the experts of all ranks included. Every rank
     calls it.
     """
+    refuse_adapters_of_copies(module)
     order = float(norm_type)
     require(order > 0, f"norm_type is {norm_type!r}, want a number above 0, or inf")
+    for name, part in module.named_modules():
+        require(
+            not is_fsdp1(part),
+            f"{name or 'the module'} is FullyShardedDataParallel, whose gradients do not say of "
+            "what they are parts: want fully_shard",
+        )
 
     def norm(gradients: Iterable[Tensor]) -> Tensor:
         some = [one for one in gradients if one.numel()]  # an empty one has no maximum
@@ -74,9 +90,7 @@ def get_grad_norm(
 
     # By Buffer: the experts' parameters, and which places of their stacks count; None for all.
     own: dict[Buffer, dict[nn.Parameter, list[int] | None]] = {}
-    num_experts: dict[Buffer, int] = {}
     for _, _, share in shares(module):
-        num_experts[share.buffer] = share.num_experts
         own[share.buffer] = {}
     for _, parameter, share in named_own_parameters(module):
         own[share.buffer][parameter] = share.first_copies()
@@ -98,7 +112,7 @@ def get_grad_norm(
             if one.grad is not None
         )
         mine = mine.to(next(iter(parameters)).device)
-        gathered = gather_over_ranks(buffer, mine[None], num_experts[buffer])
+        gathered = gather_over_ranks(buffer, mine[None])
         norms.append(torch.linalg.vector_norm(gathered, order))
     total = norm(norms)
     if error_if_nonfinite and not math.isfinite(total):
@@ -110,24 +124,37 @@ def get_grad_norm(
     return total if is_double else total.float()
 
 
-def note_change(parameter: nn.Parameter) -> None:
-    """This library has changed the parameter's gradient: no warning then."""
-    if parameter in _versions:
+def accept_gradients(module: nn.Module) -> None:
+    """Let the optimiser step with gradients of experts that were changed after the backward pass.
+
+    It refuses them otherwise. Call it if what changed them does the same on all ranks, as
+    torch.nn.utils.clip_grad_value_ does.
+    """
+    for _, parameter in named_expert_parameters(module):
+        _note_version(parameter)
+
+
+@contextmanager
+def own_change(module: nn.Module) -> Iterator[None]:
+    """This library changes gradients here: those that nobody else has changed are as good after."""
+    good = [one for _, one in named_expert_parameters(module) if not _is_changed(one)]
+    yield
+    for parameter in good:
         _note_version(parameter)
 
 
 def watch_gradients(module: nn.Module) -> None:
-    """From now on warn when an optimiser steps with gradients of experts that were changed after
-    the backward pass, as torch.nn.utils.clip_grad_norm_ changes them.
+    """From now on refuse to step with gradients of experts that were changed after the backward
+    pass, as torch.nn.utils.clip_grad_norm_ changes them, or under torch.amp.GradScaler.
     """
-    alone = all(share.buffer.group_size == 1 for _, _, share in shares(module))
-    if alone:
+    if all(share.buffer.group_size == 1 for _, _, share in shares(module)):
         return
     for _, parameter in named_expert_parameters(module):
         if parameter not in _versions and parameter.requires_grad:
             _versions[parameter] = -1
             parameter.register_post_accumulate_grad_hook(_note_version)
-    _watch_optimisers()
+    if not _watching:
+        _watching.append(register_optimizer_step_pre_hook(_check_step))
 
 
 # By parameter: the version of its gradient after the last backward pass, or after our own clipping.
@@ -136,31 +163,59 @@ _versions = WeakTensorKeyDictionary()
 _watching: list[Any] = []
 
 
-def _watch_optimisers() -> None:
-    if not _watching:
-        _watching.append(register_optimizer_step_pre_hook(_check_versions))
-
-
 def _note_version(parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    _versions[parameter] = parameter.grad._version
+    if parameter in _versions and parameter.grad is not None:
+        _versions[parameter] = parameter.grad._version
 
 
-def _check_versions(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _is_changed(parameter: Tensor) -> bool:
+    """By somebody else, since the backward pass; to zeros is no change."""
+    noted, grad = _versions.get(parameter, -1), parameter.grad
+    return grad is not None and noted not in (-1, grad._version) and bool(grad.any())
+
+
+def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """torch calls it before every step of every optimiser."""
     if torch.compiler.is_compiling():
         return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            noted = _versions.get(parameter, -1)
-            if parameter.grad is not None and noted not in (-1, parameter.grad._version):
-                warnings.warn(
-                    "gradients of experts were changed since the backward pass. If "
-                    "torch.nn.utils.clip_grad_norm_ did that, it left the experts of other ranks "
-                    "out of the norm, and dense parameters of ranks drift apart: want "
-                    "tokenyard.nn.clip_grad_norm_(model, max_norm)",
-                    stacklevel=2,
-                )
-                return
+    given = [one for group in optimizer.param_groups for one in group["params"]]
+    if any(map(_is_changed, given)):
+        raise RuntimeError(
+            "gradients of experts were changed since the backward pass. If "
+            "torch.nn.utils.clip_grad_norm_ did that, it left out the experts of other ranks: want "
+            "tokenyard.nn.clip_grad_norm_(model, max_norm). If it was meant, and the same on all "
+            "ranks: want tokenyard.nn.accept_gradients(model)"
+        )
+    if any(one in _versions for one in given):
+        _refuse_scaler(sys._getframe())
+    known = vars(optimizer)
+    if "torch.distributed.optim" not in sys.modules or known.get("_tokenyard") == len(given):
+        return
+    # ZeroRedundancyOptimizer has a process group. PostLocalSGDOptimizer, which torch does not hook,
+    # has one in its averager.
+    around = [vars(one) for one in living(Optimizer) if vars(one).get("optim") is optimizer]
+    averagers = [one["averager"] for one in around if "averager" in one]
+    for one in (optimizer, *averagers):
+        for found in experts_among(given, vars(one).get("process_group")):
+            raise RuntimeError(
+                f"{type(one).__name__} would make {found} the same on all ranks: want it for other "
+                "parameters, and another optimiser for expert_parameters(model)"
+            )
+    known["_tokenyard"] = len(given)
+
+
+def _refuse_scaler(frame: FrameType | None) -> None:
+    """Raise if a GradScaler that asks no other rank makes this step: it leaves no trace in the
+    versions of gradients, but is among the callers. Subclasses may ask, as torch's of FSDP1 does.
+    """
+    while frame := frame and frame.f_back:
+        if frame.f_globals.get("__name__") == torch.amp.grad_scaler.__name__:
+            scaler, plain = frame.f_locals["self"], torch.amp.GradScaler._unscale_grads_
+            require(
+                not scaler.is_enabled() or type(scaler)._unscale_grads_ is not plain,
+                "torch.amp.GradScaler lets a rank whose experts overflow skip its step alone: want "
+                "tokenyard.nn.GradScaler(model)",
+            )
 
 
 def _local(grad: Tensor) -> Tensor:

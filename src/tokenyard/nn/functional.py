@@ -51,19 +51,26 @@ def dispatch(
     num_experts: int,
     *,
     num_worst_tokens: int = 0,
+    place: int | None = None,
 ) -> Rows:
     """Send every token once to each rank that owns one of its experts. x and topk_weights get
     gradients.
 
     With num_worst_tokens the result has exactly so many rows, whatever arrives. No size depends on
     the routing then, and torch.compile needs no graph break.
+
+    `place` is the mark of the placement that the caller's weights lie in
+    (`buffer.get_placement(num_experts).mark` when they were made). If the Buffer has another by
+    now, all ranks raise ValueError.
     """
     require_plain("dispatch", x=x, topk_idx=topk_idx, topk_weights=topk_weights)
     if not num_worst_tokens:
         require_known_rows("dispatch", x, "num_worst_tokens")
     number, graph = number_of(buffer), _makes_graph(x, topk_weights)
     return Rows(
-        *operators.dispatch(x, topk_idx, topk_weights, number, num_experts, num_worst_tokens, graph)
+        *operators.dispatch(
+            x, topk_idx, topk_weights, number, num_experts, num_worst_tokens, place, graph
+        )
     )
 
 
@@ -91,16 +98,17 @@ def dispatch_by_expert(
     num_experts: int,
     *,
     expert_alignment: int = 1,
+    place: int | None = None,
 ) -> RowsByExpert:
     """Send every token to each of its experts: dispatch and permute as one call. x and topk_weights
-    get gradients.
+    get gradients. `place` is that of dispatch.
     """
     require_plain("dispatch_by_expert", x=x, topk_idx=topk_idx, topk_weights=topk_weights)
     require_known_rows("dispatch_by_expert", x, "dispatch with num_worst_tokens")
     number, graph = number_of(buffer), _makes_graph(x, topk_weights)
     return RowsByExpert(
         *operators.dispatch_by_expert(
-            x, topk_idx, topk_weights, number, num_experts, expert_alignment, graph
+            x, topk_idx, topk_weights, number, num_experts, expert_alignment, place, graph
         )
     )
 
@@ -169,19 +177,16 @@ def autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind))
 
 
-def gather_over_ranks(buffer: Buffer, x: Tensor, num_experts: int) -> Tensor:
+def gather_over_ranks(buffer: Buffer, x: Tensor) -> Tensor:
     """[R, D]: x [D] of every rank, ranks ascending, on all ranks. For a few numbers; no gradients.
 
-    `Buffer.all_gather` as an operator that torch.compile keeps. num_experts has no use any more.
+    `Buffer.all_gather` as an operator that torch.compile keeps.
     """
     return operators.gather_over_ranks(x, number_of(buffer))
 
 
-def sum_over_ranks(buffer: Buffer, x: Tensor, num_experts: int) -> Tensor:
-    """[D]: the sum of x [D] of all ranks, on all ranks. For a few numbers, such as loads.
-
-    num_experts has no use any more.
-    """
+def sum_over_ranks(buffer: Buffer, x: Tensor) -> Tensor:
+    """[D]: the sum of x [D] of all ranks, on all ranks. For a few numbers, such as loads."""
     require_plain("sum_over_ranks", x=x)
     return operators.sum_over_ranks(x, number_of(buffer))
 

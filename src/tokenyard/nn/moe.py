@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tokenyard.buffer import Buffer
 from tokenyard.nn import functional
+from tokenyard.nn.clipping import watch_gradients
 from tokenyard.nn.router import Router, RouterConfig, auxiliary_loss, count
 from tokenyard.nn.share import Share
 
@@ -50,6 +51,8 @@ class Experts(nn.Module):
         here.
         """
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_(2**48))
+        if self.down.is_meta:  # there is nothing to fill
+            return
         for local, expert in enumerate(self.ids):
             generator = torch.Generator().manual_seed(seed + expert)
             for stack in (self.gate_up, self.down):
@@ -67,6 +70,26 @@ class Experts(nn.Module):
         share = self.tokenyard
         weights: Tensor = getattr(self, name) if share is None else share.weights(self, name)
         return functional.grouped_mm(x, weights.to(x.dtype), offsets)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """As torch has it, with the experts' ids as metadata: a stack does not tell whose it is."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if hasattr(destination, "_metadata"):
+            destination._metadata[prefix[:-1]]["experts"] = list(self.ids)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *more: Any
+    ) -> None:
+        """As torch has it; a stack of other experts is refused, if its metadata came with it."""
+        saved = local_metadata.get("experts", self.ids)
+        if saved != self.ids:
+            *_, errors = more
+            errors.append(
+                f"{prefix[:-1]} holds experts {saved}, want {self.ids}: the placement was another, "
+                "see tokenyard.nn.checkpoint_state"
+            )
+            return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *more)
 
     def extra_repr(self) -> str:
         """What print(module) says of it."""
@@ -124,28 +147,31 @@ class MoE(nn.Module):
         self.buffer = buffer
         self.num_experts = router.num_experts
         self.num_worst_tokens = num_worst_tokens
-        local = buffer.get_local_experts(router.num_experts)
+        replicas = buffer.get_placement(router.num_experts)
+        self._share = Share(buffer=buffer, replicas=replicas, num_losses=buffer.group_size)
         self.router = Router(hidden, router, device=device, dtype=dtype)
-        self.experts = Experts(hidden, intermediate, local, device=device, dtype=dtype)
-        self.experts.tokenyard = Share(
-            buffer=buffer,
-            ids=local,
-            num_experts=router.num_experts,
-            num_losses=buffer.group_size,
-        )
+        self.experts = Experts(hidden, intermediate, self._share.ids, device=device, dtype=dtype)
+        self.experts.tokenyard = self._share
+        watch_gradients(self)
         self.shared = SharedExpert(hidden, shared, device=device, dtype=dtype) if shared else None
         # Of the last call, if that was in training, and the router has one.
         self.auxiliary_loss: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D] -> [..., D]. All ranks of the Buffer call it together, each with its own x."""
-        tokens = x.reshape(-1, x.shape[-1])
+        hidden = self.router.weight.shape[1]
+        if x.shape[-1:] != (hidden,):
+            wrong = f"x is {list(x.shape)}, want [..., {hidden}], on rank {self.buffer.rank}"
+            self.buffer.refuse(ValueError(wrong))
+        tokens = x.reshape(-1, hidden)
         chosen = self.router(tokens)
         routed = functional.autocast(tokens), chosen.topk_idx, chosen.topk_weights
         if self.num_worst_tokens:
             out = self._with_fixed_sizes(*routed)
         else:
-            rows = functional.dispatch_by_expert(self.buffer, *routed, self.num_experts)
+            rows = functional.dispatch_by_expert(
+                self.buffer, *routed, self.num_experts, place=self._share.place
+            )
             y = self.experts(rows.x, rows.offsets)
             out = functional.combine_by_expert(self.buffer, y, rows, tokens.shape[0])
         if self.shared is not None:
@@ -162,6 +188,7 @@ class MoE(nn.Module):
             topk_weights,
             self.num_experts,
             num_worst_tokens=self.num_worst_tokens,
+            place=self._share.place,
         )
         # The most rows that permute can make of those that arrive: a token's experts are distinct.
         num_local = len(self.experts.ids)
@@ -196,4 +223,4 @@ class MoE(nn.Module):
         return {**self.__dict__, "auxiliary_loss": None}
 
     def _over_ranks(self, load: Tensor) -> Tensor:
-        return functional.sum_over_ranks(self.buffer, load, self.num_experts)
+        return functional.sum_over_ranks(self.buffer, load)

@@ -6,14 +6,19 @@ that will have them, in pieces of at most 32 MiB.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tokenyard import validate
 from tokenyard.buffer import Buffer
+from tokenyard.engine.failure import raised_on_all_ranks
+from tokenyard.errors import TokenyardError
 from tokenyard.nn.optimiser_state import states_by_expert
 from tokenyard.nn.share import (
     Share,
@@ -23,7 +28,9 @@ from tokenyard.nn.share import (
     shares,
     was_sharded,
 )
-from tokenyard.replicas import Moves, Replicas
+from tokenyard.replicas import Moves, Replicas, Slot, as_replicas
+from tokenyard.results import Dispatched
+from tokenyard.runtime import interrupts
 from tokenyard.types import digest
 from tokenyard.validate import require
 
@@ -31,59 +38,80 @@ PIECE = 32 << 20  # bytes that a rank sends, or gets, at once
 _ROW = 16 << 10  # bytes of a row, at most
 
 
+@torch.inference_mode(False)  # what is made in that mode cannot be trained
 @torch.no_grad()
 def rebalance(module: nn.Module, placement: Tensor | Replicas, *optimizers: Optimizer) -> Moves:
     """`Buffer.rebalance`, and the experts move with it: those of all layers in the module, which
-    must share one Buffer, with what the optimisers keep for them. Says which experts moved.
+    must share one Buffer, with what the optimisers keep for them. Says which of the first layer's
+    moved.
 
     All ranks call it between an optimiser's step and the next forward pass. Parameters stay the
-    objects that they were; their gradients are dropped. Give all optimisers of the experts.
+    objects that they were; their gradients are dropped. Give all optimisers of the experts, and
+    everything that holds experts of the Buffer, as `nn.ModuleList([model, ema])`. What is left out
+    raises when it is called, until `rebalance` gets it too, with the same placement.
 
-    Raises on all ranks, and changes nothing, if an optimiser keeps something that belongs to no
-    single expert, or if ranks differ in the placement or in what there is to move.
+    Raises on all ranks, and changes nothing, if something cannot move, if there is no memory for
+    the new experts beside the old, or if ranks differ in the placement or in what there is to move.
     """
     held = [(part, share) for _, part, share in shares(module)]
     require(len(held) > 0, "the module holds no experts of a Buffer, want one that has an nn.MoE")
     buffer = held[0][1].buffer
     try:
-        stacks = _check(module, held, optimizers)
-    except ValueError as error:
+        after = as_replicas(validate.placement(placement, buffer.group_size))
+        stacks = _check(module, held, after, optimizers)
+    except Exception as error:
         buffer.refuse(error)
         raise
-    mark = torch.tensor([digest(repr([stack.told() for stack in stacks]))], device="cpu")
-    marks = buffer.all_gather(mark).x
-    if not bool((marks == marks[0]).all()):
-        raise ValueError(
-            "ranks differ in the experts' parameters, or in what optimisers keep for them, want "
-            f"the same module and as many steps on all ranks, on rank {buffer.rank}"
-        )
-    moves = buffer.rebalance(placement)
-    for stack in stacks:
-        stack.put(move_stack(buffer, moves, stack.get()))
-    for part, share in held:
-        share.follow(part, moves.after)
-    return moves
+    told = digest(repr([stack.told() for stack in stacks])), after.mark
+    marks = buffer.all_gather(torch.tensor([told], device="cpu")).x
+    same_stacks, same_placement = (marks == marks[0]).all(0).tolist()
+    require(
+        same_stacks,
+        "ranks differ in the experts' parameters, in where they lie, or in what optimisers keep "
+        f"for them, want the same module and as many steps on all ranks, on rank {buffer.rank}",
+    )
+    require(same_placement, f"ranks differ in the placement, want the same, on rank {buffer.rank}")
+    try:
+        moved = [stack.move(buffer) for stack in stacks]
+    except Exception as error:
+        if not (isinstance(error, TokenyardError) or raised_on_all_ranks(error)):
+            buffer.refuse(error)  # of this rank alone: the others wait for its rows
+        raise
+    buffer.rebalance(placement)  # which all ranks come to, or none
+    with interrupts.deferred():
+        for stack, tensor in zip(stacks, moved):
+            stack.put(tensor)
+        for part, share in held:
+            share.follow(part, after)
+    return stacks[0].moves
 
 
+@dataclass(frozen=True)
 class _Stack:
     """A tensor with one part for each expert of this rank: a parameter, or a state of one."""
 
-    def __init__(self, parameter: nn.Parameter, optimizer: Optimizer | None, key: str) -> None:
-        self._parameter, self._optimizer, self._key = parameter, optimizer, key
-
-    def is_of(self, parameter: nn.Parameter) -> bool:
-        return self._parameter is parameter
+    parameter: nn.Parameter
+    moves: Moves
+    name: str
+    optimizer: Optimizer | None = None
+    common: object = None  # what the optimiser keeps for all experts of the parameter
 
     def get(self) -> Tensor:
-        if self._optimizer is None:
-            return self._parameter.data
-        return self._optimizer.state[self._parameter][self._key]
+        if self.optimizer is None:
+            return self.parameter.data
+        return self.optimizer.state[self.parameter][self.name]
+
+    def move(self, buffer: Buffer) -> Tensor:
+        """What it becomes; of a tensor of inference mode another such."""
+        stack = self.get()
+        with torch.inference_mode(stack.is_inference()):
+            return move_stack(buffer, self.moves, stack)
 
     def put(self, moved: Tensor) -> None:
-        if self._optimizer is not None:
-            self._optimizer.state[self._parameter][self._key] = moved
+        parameter = self.parameter
+        if self.optimizer is not None:
+            self.optimizer.state[parameter][self.name] = moved
             return
-        parameter = self._parameter
         parameter.grad = None
         # Where a graph of before is alive, so is its node for this parameter's gradient, which
         # expects the shape of before. Data of another dtype makes torch forget the node.
@@ -94,62 +122,87 @@ class _Stack:
     def told(self) -> tuple[object, ...]:
         """What must be the same on all ranks."""
         stack = self.get()
-        return self._key, list(stack.shape[1:]), str(stack.dtype)
+        kind = list(stack.shape[1:]), str(stack.dtype)
+        return self.name, self.moves.before.mark, kind, self.common
 
 
 def _check(
-    module: nn.Module, held: list[tuple[nn.Module, Share]], optimizers: tuple[Optimizer, ...]
+    module: nn.Module,
+    held: list[tuple[nn.Module, Share]],
+    after: Replicas,
+    optimizers: tuple[Optimizer, ...],
 ) -> list[_Stack]:
-    """What will move. Raises ValueError if something cannot."""
+    """What will move. Raises ValueError if something cannot. An expert is taken from where its
+    layer knows it to be: the Buffer may have been rebalanced with another module.
+    """
     refuse_adapters(module)
     buffer = held[0][1].buffer
-    stacks: list[_Stack] = []
     require(
         all(share.buffer is buffer for _, share in held),
         "the module's layers have several Buffers, want those of one Buffer at a time",
     )
+    nodes = buffer.stats()["nodes"]
     names = {parameter: name for name, parameter in module.named_parameters()}
-    for _, share in held:
+    stacks: dict[nn.Parameter, list[_Stack]] = {}
+    for part, share in held:
         share.check_move()
-    for part, _ in held:
+        moves = share.replicas.moves(after, nodes)
         for parameter in own_parameters(part):
-            if any(stack.is_of(parameter) for stack in stacks):
-                continue  # layers may share one
-            name = names.get(parameter, "")
+            name = names.get(parameter, type(part).__name__)
+            if parameter in stacks:  # layers may share one
+                require(
+                    stacks[parameter][0].moves.before == share.replicas,
+                    f"{name} belongs to layers of which one was rebalanced without the other, want "
+                    "them together, always",
+                )
+                continue
             if is_dtensor(parameter):
-                raise ValueError(was_sharded(name or type(part).__name__))
-            stacks.append(_Stack(parameter, None, name))
+                raise ValueError(was_sharded(name))
+            require(
+                len(parameter) == len(share.ids),
+                f"{name} has {len(parameter)} experts, want {len(share.ids)}, those of this rank",
+            )
+            mine = stacks[parameter] = [_Stack(parameter, moves, name)]
             for optimizer in optimizers:
-                for key in states_by_expert(optimizer, parameter, name):
-                    stacks.append(_Stack(parameter, optimizer, key))
-    return stacks
+                keys, common = states_by_expert(optimizer, parameter, name)
+                mine += [_Stack(parameter, moves, key, optimizer, common) for key in keys]
+    # Not gc.get_objects: it holds tuples that other threads are making, which then raise.
+    inside = [vars(part) for part, _ in held]
+    known = [one for one in gc.get_referrers(Share) if type(one) is Share]
+    for one in gc.get_referrers(*known):
+        outside = vars(one) if isinstance(one, nn.Module) else one
+        if isinstance(outside, dict) and not any(outside is mine for mine in inside):
+            parameters = outside.get("_parameters", {}).values()
+            shared = [names[one] for one in parameters if one in stacks]
+            require(not shared, f"{shared} belong to a layer outside too, want both together")
+    return [one for some in stacks.values() for one in some]
 
 
 def move_stack(buffer: Buffer, moves: Moves, stack: Tensor) -> Tensor:
     """What a rank's [L, ...] becomes when its experts have moved. All ranks call it together."""
     rank = buffer.rank
     sources = moves.sources[rank]
-    moved = stack.new_empty(len(sources), *stack.shape[1:])
-    for local, source in enumerate(sources):
-        if source.rank == rank:
-            moved[local].copy_(stack[source.local])
+    if sources == tuple(Slot(rank, local) for local in range(len(stack))):
+        moved = stack  # nothing comes, and all that is here stays
+    else:
+        moved = stack.new_empty(len(sources), *stack.shape[1:])
+        for local, source in enumerate(sources):
+            if source.rank == rank:
+                moved[local].copy_(stack[source.local])
     num_bytes = math.prod(stack.shape[1:]) * stack.element_size()
     if not moves.between_ranks or not num_bytes:
         return moved
     trips = _Trips(moves, buffer.group_size)
-    num_rows = -(-num_bytes // _ROW)
-    width = -(-num_bytes // num_rows)
     old_LB, new_LB = _as_bytes(stack), _as_bytes(moved)
     sent, came = trips.sent[rank], trips.received(rank)
-    for begin, end in pieces(num_rows, width * trips.most):
-        here = slice(begin * width, min(end * width, num_bytes))
-        rows = torch.zeros(len(sent), (end - begin) * width, dtype=torch.uint8, device="cpu")
+    for count, width, here in pieces(num_bytes, _ROW, trips.most):
+        rows = torch.zeros(len(sent), count * width, dtype=torch.uint8, device="cpu")
         if sent:
             rows[:, : here.stop - here.start] = old_LB[list(sent), here]
-        to_ranks = trips.to_ranks(rank).repeat_interleave(end - begin, 0)
-        got = send(buffer, rows.view(-1, width), to_ranks, moves.after.num_slots)
-        for number, targets in enumerate(came):
-            block = got[number * (end - begin) : (number + 1) * (end - begin)].reshape(-1)
+        to_ranks = trips.to_ranks(rank).repeat_interleave(count, 0)
+        got = send(buffer, rows.view(-1, width), to_ranks, moves.after.num_experts).recv_x
+        assert isinstance(got, Tensor)
+        for block, targets in zip(got.reshape(-1, count * width), came):
             for local in targets:
                 new_LB[local, here] = block[: here.stop - here.start].to(new_LB.device)
     return moved
@@ -181,23 +234,27 @@ class _Trips:
         return found
 
 
-def pieces(num_rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows of at most PIECE bytes, or of one row."""
-    step = max(1, PIECE // max(1, row_bytes))
+def pieces(length: int, widest: int, each: int) -> Iterator[tuple[int, int, slice]]:
+    """Pieces of an expert of this length: how many rows, their width, and where they lie in it. A
+    row has at most `widest` elements, of `each` bytes on a rank, and a piece PIECE bytes, or a row.
+    """
+    num_rows = -(-length // widest)
+    width = -(-length // num_rows)
+    step = max(1, PIECE // (width * each))
     for begin in range(0, num_rows, step):
-        yield begin, min(begin + step, num_rows)
+        count = min(step, num_rows - begin)
+        yield count, width, slice(begin * width, min((begin + count) * width, length))
 
 
-def send(buffer: Buffer, rows_TW: Tensor, to_ranks_TR: Tensor, num_slots: int) -> Tensor:
+def send(buffer: Buffer, rows_TW: Tensor, to_ranks_TR: Tensor, num_experts: int) -> Dispatched:
     """Rows that go to these ranks, whatever experts are there: what arrives, by (rank, row)."""
-    got = buffer.dispatch(
+    num_slots = buffer.get_placement(num_experts).num_slots
+    return buffer.dispatch(
         rows_TW,
         num_tokens_per_rank=to_ranks_TR.sum(0, dtype=torch.int32),
         is_token_in_rank=to_ranks_TR,
         num_tokens_per_expert=torch.zeros(num_slots, dtype=torch.int32, device="cpu"),
     )
-    assert isinstance(got.recv_x, Tensor)
-    return got.recv_x
 
 
 def _as_bytes(stack: Tensor) -> Tensor:

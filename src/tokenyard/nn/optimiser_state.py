@@ -76,9 +76,11 @@ def optimiser_entries(
     return entries
 
 
-def states_by_expert(optimizer: Optimizer, parameter: Tensor, name: str) -> list[str]:
-    """The states of a stack that have one part for each expert. Raises ValueError if another state
-    belongs to no single expert.
+def states_by_expert(
+    optimizer: Optimizer, parameter: Tensor, name: str
+) -> tuple[list[str], dict[str, Any]]:
+    """The states of a stack that have one part for each expert, and the numbers that all of its
+    experts have in common. Raises ValueError if another state belongs to no single expert.
     """
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
@@ -88,15 +90,22 @@ def states_by_expert(optimizer: Optimizer, parameter: Tensor, name: str) -> list
         None,
     )
     if group is None or not there:
-        return []
+        return [], {}
     stack = _Stack(optimizer, group, parameter, name)
     kept = _Kept(optimizer, group, parameter, name, list(range(len(parameter))), stack, {})
-    return kept.tensors_by_expert()
+    return kept.taken_apart()
 
 
 def split(name: str, stack: Tensor, experts: list[int]) -> dict[str, Tensor]:
-    """Each expert's part of a stack, by its global id."""
-    return {f"{name}.{expert}": stack[local] for local, expert in enumerate(experts)}
+    """Each expert's part of a stack, by its global id; that of its first copy here."""
+    return {f"{name}.{expert}": stack[experts.index(expert)] for expert in dict.fromkeys(experts)}
+
+
+def fill_copies(stack: Tensor, experts: list[int]) -> None:
+    """Give what was loaded into the first copy of each expert to its other copies here."""
+    for local, expert in enumerate(experts):
+        if local != experts.index(expert):
+            stack[local].copy_(stack[experts.index(expert)])
 
 
 class _Kept:
@@ -133,9 +142,11 @@ class _Kept:
                 )
             if stack is not None and isinstance(value, Tensor):
                 self._check(stack, key, value)
-        # What all experts of a stack have in common is saved with each of them.
+        # What all experts of a stack have in common is saved with each of them. A rank without
+        # experts shares it too, since some may come to it later: it has expert 0's.
+        self._sharing = sorted(set(experts or [0]))
         self._common = {
-            key: [value.clone() for _ in experts]
+            key: [value.clone() for _ in self._sharing]
             for key, value in self._room.items()
             if experts is not None and isinstance(value, Tensor) and not self._is_by_expert(key)
         }
@@ -152,21 +163,25 @@ class _Kept:
             elif self._is_by_expert(key):
                 found |= split(f"{self.name}.{key}", value, self._experts)
             else:
-                copies = zip(self._experts, self._common[key])
+                copies = zip(self._sharing, self._common[key])
                 found |= {f"{self.name}.{key}.{expert}": one for expert, one in copies}
         return found
 
-    def tensors_by_expert(self) -> list[str]:
-        """The names of states with one part for each expert that are there now."""
-        return [key for key in self._there if self._is_by_expert(key)]
+    def taken_apart(self) -> tuple[list[str], dict[str, Any]]:
+        """Of what is there: the states with one part for each expert, and the numbers besides."""
+        by_expert = [key for key in self._there if self._is_by_expert(key)]
+        rest = {key: one for key, one in self._there.items() if key not in by_expert}
+        return by_expert, {
+            k: one.item() if isinstance(one, Tensor) else one for k, one in rest.items()
+        }
 
     def state_dict(self) -> dict[str, str]:
         return dict(self._records)
 
     def load_state_dict(self, records: dict[str, str]) -> None:
         """Let the optimiser have what was loaded, if it was there when the checkpoint was saved."""
-        if not records or all(records[key] is mine for key, mine in self._records.items()):
-            return  # nothing came: a rank without experts, or allow_partial_load
+        if all(records[key] is mine for key, mine in self._records.items()):
+            return  # nothing came, as with allow_partial_load
         if len(set(records.values())) > 1:
             raise ValueError(
                 f"{self.name}: experts that live on one rank now were saved in different states: "
@@ -186,6 +201,9 @@ class _Kept:
             if not all(torch.equal(one, other) for other in others):
                 self._refuse(key, "a number", "which was another for other experts of this rank")
             self._room[key].copy_(one)
+        for key in record["tensors"]:
+            if self._is_by_expert(key):
+                fill_copies(self._room[key], self._experts or [])
         state = {key: self._room[key] for key in record["tensors"]} | record["numbers"]
         if state:
             kept = self._optimizer.state[self._parameter]
@@ -213,7 +231,7 @@ class _Kept:
         )
         if self._experts is None:
             return {"record": record}
-        return {f"record.{expert}": record for expert in self._experts}
+        return {f"record.{expert}": record for expert in self._sharing}
 
     def _restore(self, options: State) -> None:
         before = self._restored.setdefault(id(self._group), options)

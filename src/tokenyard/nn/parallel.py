@@ -14,7 +14,15 @@ from torch.nn.parallel import DistributedDataParallel
 from tokenyard.nn.clipping import watch_gradients
 from tokenyard.nn.moe import MoE
 from tokenyard.nn.router import Router
-from tokenyard.nn.share import is_dtensor, named_expert_parameters, shares, was_sharded
+from tokenyard.nn.share import (
+    is_dtensor,
+    named_expert_parameters,
+    refuse_adapters_of_copies,
+    shares,
+    was_sharded,
+)
+
+_COMPILED = "_orig_mod."  # before the names of a module that torch.compile has wrapped
 
 
 def expert_parameters(module: nn.Module) -> set[nn.Parameter]:
@@ -31,6 +39,7 @@ def average_expert_gradients(module: nn.Module) -> None:
     for name, parameter in named_expert_parameters(module):
         if is_dtensor(parameter):
             raise ValueError(was_sharded(name))
+    refuse_adapters_of_copies(module)
     for _, _, share in shares(module):
         share.averages = True
     watch_gradients(module)
@@ -52,10 +61,10 @@ def hide_from_ddp(module: nn.Module) -> None:
         for prefix, part in module.named_modules()
         if isinstance(part, Router)
     ]
+    plain = [name.removeprefix(_COMPILED) for name in alone]  # it may be compiled later, or before
     before = getattr(module, "_ddp_params_and_buffers_to_ignore", [])
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-        module, list(dict.fromkeys([*before, *alone]))
-    )
+    names = dict.fromkeys([*before, *plain, *(_COMPILED + name for name in plain)])
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(names))
 
 
 def update_biases(module: nn.Module) -> None:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from tokenyard.buffer import Buffer
-from tokenyard.nn.clipping import note_change
-from tokenyard.nn.moving import PIECE
-from tokenyard.nn.share import own_parameters, shares
+from tokenyard.nn.clipping import own_change
+from tokenyard.nn.moving import pieces, send
+from tokenyard.nn.share import own_parameters, refuse_adapters_of_copies, shares
 from tokenyard.replicas import Replicas
 from tokenyard.types import Handle
 
@@ -29,22 +29,23 @@ def sum_replica_gradients(module: nn.Module) -> None:
     were equal stay so, if the optimiser treats each number by itself, as SGD and Adam do. Without
     copies it does nothing.
     """
-    for _, part, share in shares(module):
-        replicas = share.buffer.replicas
-        if replicas is None or max(replicas.num_copies) == 1:
-            continue
-        for parameter in own_parameters(part):
-            if not parameter.requires_grad:
+    refuse_adapters_of_copies(module)
+    with own_change(module):
+        for _, part, share in shares(module):
+            if not share.replicas.has_copies:
                 continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            _sum(share.buffer, replicas, parameter.grad)
-            note_change(parameter)
+            for parameter in own_parameters(part):
+                if not parameter.requires_grad:
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                _sum(share.buffer, share.replicas, parameter.grad)
 
 
 def _sum(buffer: Buffer, replicas: Replicas, grad: Tensor) -> None:
     routes = _Routes(buffer, replicas)
-    flat_LN = grad.view(grad.shape[0], -1) if grad.is_contiguous() else grad.flatten(1).clone()
+    length = math.prod(grad.shape[1:])  # of a rank without slots torch could not infer it
+    flat_LN = grad.contiguous().view(grad.shape[0], length)
     wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
     for locals_ in routes.locals_of.values():  # copies of one rank first
         if len(locals_) > 1:
@@ -52,14 +53,8 @@ def _sum(buffer: Buffer, replicas: Replicas, grad: Tensor) -> None:
             for local in locals_[1:]:
                 total = total + flat_LN[local].to(wide)
             flat_LN[locals_] = total.to(grad.dtype)
-    length = math.prod(grad.shape[1:])
     if routes.most and length:
-        num_rows = -(-length // _WIDTH)
-        width = -(-length // num_rows)
-        step = max(1, PIECE // (routes.most * width * grad.element_size()))
-        for begin in range(0, num_rows, step):
-            count = min(step, num_rows - begin)
-            here = slice(begin * width, min((begin + count) * width, length))
+        for count, width, here in pieces(length, _WIDTH, routes.most * grad.element_size()):
             used = here.stop - here.start
             rows = flat_LN.new_zeros(len(routes.held), count * width)
             if routes.held:
@@ -79,7 +74,7 @@ class _Routes:
     """The ranks of each expert that has copies on several of them: the first is its home."""
 
     def __init__(self, buffer: Buffer, replicas: Replicas) -> None:
-        self._buffer, self._replicas = buffer, replicas
+        self._buffer, self._num_experts = buffer, replicas.num_experts
         rank, num_ranks = buffer.rank, replicas.num_ranks
         self.locals_of: dict[int, list[int]] = {}  # this rank's slots, by expert
         for local, expert in enumerate(replicas.experts_of_rank[rank]):
@@ -105,14 +100,8 @@ class _Routes:
         """Of a dispatch of so many rows an expert, from its home to its copies."""
         if count not in self._handles:
             to_ranks = self._to_ranks.repeat_interleave(count, 0)
-            got = self._buffer.dispatch(
-                torch.zeros(len(to_ranks), 1, dtype=torch.float32, device="cpu"),
-                num_tokens_per_rank=to_ranks.sum(0, dtype=torch.int32),
-                is_token_in_rank=to_ranks,
-                num_tokens_per_expert=torch.zeros(
-                    self._replicas.num_slots, dtype=torch.int32, device="cpu"
-                ),
-            )
-            assert got.handle is not None
-            self._handles[count] = got.handle
+            rows = torch.zeros(len(to_ranks), 1, dtype=torch.float32, device="cpu")
+            handle = send(self._buffer, rows, to_ranks, self._num_experts).handle
+            assert handle is not None
+            self._handles[count] = handle
         return self._handles[count]

@@ -84,20 +84,26 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw new weights, as torch.nn.Linear does."""
+        """Draw new weights, as torch.nn.Linear does. The bias and the load begin at zero again."""
         bound = self.weight.shape[1] ** -0.5
         nn.init.uniform_(self.weight, -bound, bound)
+        for kept in (self.bias, self.load):
+            if kept is not None:
+                kept.zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Keep bias and load in float32 when `model.to(bfloat16)` and the like move them: both are
-        sums of many small steps, which bfloat16 would lose.
+        """Keep bias and load, in float32, whatever `model.to(bfloat16)`, `to_empty` and the like do
+        to them: both are sums of many small steps, which bfloat16 would lose, and no checkpoint has
+        the load. Those of a meta device begin at zero.
         """
-        before = {name: getattr(self, name) for name in ("bias", "load")}
+        before = {
+            name: one for name in ("bias", "load") if (one := getattr(self, name)) is not None
+        }
         super()._apply(fn, recurse)
         for name, old in before.items():
-            new = getattr(self, name)
-            if new is not None and new.dtype != old.dtype:
-                setattr(self, name, old.to(new.device))
+            device = getattr(self, name).device
+            kept = torch.zeros_like(old, device=device) if old.is_meta else old.to(device)
+            setattr(self, name, kept)
         return self
 
     def forward(self, x: Tensor) -> Chosen:

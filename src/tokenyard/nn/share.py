@@ -7,15 +7,17 @@ spread.
 
 from __future__ import annotations
 
+import gc
 import sys
-import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from tokenyard.buffer import Buffer
@@ -24,7 +26,7 @@ from tokenyard.replicas import Replicas
 try:  # torch's own record of what fully_shard has wrapped; without it nothing is checked
     from torch.distributed._composable_state import _module_state_mapping
 except ImportError:
-    _module_state_mapping = {}  # type: ignore[assignment]
+    _module_state_mapping = WeakKeyDictionary()
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -40,14 +42,33 @@ def is_dtensor(given: object) -> TypeGuard[DTensor]:
 
 @dataclass(kw_only=True, eq=False)
 class Share:
-    """This rank's experts of one module."""
+    """This rank's experts of one module.
+
+    It knows the placement that their weights lie in. A dispatch compares that with its Buffer's, by
+    `place`, and raises on all ranks if it is another: see `nn.functional.dispatch`.
+    """
 
     buffer: Buffer
-    ids: list[int]  # global, in the order of the stack
-    num_experts: int  # of all ranks
+    replicas: Replicas  # where the experts of all ranks lie, wherever the Buffer sends rows by now
     num_losses: int  # whose gradients add up in an expert: those of all ranks, or one
     averages: bool = False  # whether gradients are divided by that number
-    num_wrapped_seen: int = 0  # modules under fully_shard, when the last look was taken
+    looked: tuple[Any, bool] = None, False  # the newest under fully_shard, and `sums`, when looked
+    place: int = field(init=False)  # the mark of `replicas`, for torch.compile to look at
+
+    def __post_init__(self) -> None:
+        self.place = self.replicas.mark
+        if not _watching:
+            _watching.append(register_module_module_registration_hook(_check_wrapper))
+
+    @property
+    def ids(self) -> list[int]:
+        """This rank's experts, global, in the order of the stack."""
+        return list(self.replicas.experts_of_rank[self.buffer.rank])
+
+    @property
+    def num_experts(self) -> int:
+        """Of all ranks."""
+        return self.replicas.num_experts
 
     def weights(self, module: nn.Module, name: str) -> Tensor:
         """A stacked parameter of the module, to compute with.
@@ -55,10 +76,11 @@ class Share:
         The gradient is divided here rather than by a hook: a hook belongs to one Parameter object,
         and `load_state_dict(assign=True)` and `to_empty` replace that.
         """
-        if not torch.compiler.is_compiling():
-            _check_ddp()
-            self._check_fsdp(module)
         weights: Tensor = getattr(module, name)
+        if torch.compiler.is_compiling():
+            _check_traced()
+        else:
+            self._check_wrappers(module, weights)
         if self.averages and self.num_losses > 1:
             return _Divided.apply(weights, self.num_losses)
         return weights
@@ -68,38 +90,49 @@ class Share:
 
     def follow(self, module: nn.Module, replicas: Replicas) -> None:
         """The module's experts have moved, and live there now."""
-        self.ids = list(replicas.experts_of_rank[self.buffer.rank])
+        self.replicas, self.place = replicas, replicas.mark
         if hasattr(module, "ids"):
             setattr(module, "ids", self.ids)  # noqa: B010 - a Module promises no such list
 
     def first_copies(self) -> list[int] | None:
         """The places in the stack of experts whose first copy is here; None for all."""
-        replicas = self.buffer.replicas
-        if replicas is None or max(replicas.num_copies) == 1:
+        replicas = self.replicas
+        if not replicas.has_copies:
             return None
         firsts = {replicas.slots_of(expert)[0] for expert in set(self.ids)}
         return sorted(slot.local for slot in firsts if slot.rank == self.buffer.rank)
 
-    def _check_fsdp(self, module: nn.Module) -> None:
-        """Raise if fully_shard has sharded the module's parameters. During a forward pass they look
-        like any others, so FSDP's own records are read.
-        """
-        num_wrapped = len(_module_state_mapping)
-        if num_wrapped == self.num_wrapped_seen:
-            return
-        for fsdp_param in _sharded_parameters():
-            info = fsdp_param._module_info
-            if module in (info.module, *info.shared_modules) and self._is_mixed(fsdp_param):
-                raise RuntimeError(was_sharded(f"{type(module).__name__}.{info.param_name}"))
-        self.num_wrapped_seen = num_wrapped
-
-    def _is_mixed(self, fsdp_param: Any) -> bool:
-        """Whether it is sharded over ranks that hold different experts."""
-        group = getattr(fsdp_param.mesh_info, "shard_process_group", None)
-        if group is None or not isinstance(self.buffer.group, dist.ProcessGroup):
+    def mixes(self, *groups: Any) -> bool:
+        """Whether one of these process groups joins ranks that hold different experts."""
+        if not isinstance(self.buffer.group, dist.ProcessGroup):
             return False
-        sharded = set(dist.get_process_group_ranks(group))
-        return len(sharded & set(dist.get_process_group_ranks(self.buffer.group))) > 1
+        own = set(dist.get_process_group_ranks(self.buffer.group))
+        joined = (dist.get_process_group_ranks(one) for one in groups if one is not None)
+        return any(len(own & set(ranks)) > 1 for ranks in joined)
+
+    def sums(self, weights: Tensor) -> bool:
+        """Whether what is trained gets the sum of all ranks' gradients, not their average."""
+        may = self.num_losses > 1 and not self.averages
+        return may and weights.requires_grad and torch.is_grad_enabled()
+
+    def _check_wrappers(self, module: nn.Module, weights: Tensor) -> None:
+        """Raise if the wrappers around the module are wrong for experts. During a forward pass
+        sharded parameters look like any others, so FSDP's own records are read.
+        """
+        sums = self.sums(weights)
+        ddp = DistributedDataParallel._get_active_ddp_module() if sums else None
+        if ddp is not None and self.mixes(ddp.process_group):
+            held = isinstance(ddp.module, nn.ParameterList)  # torch's `replicate` names no modules
+            if held or module in ddp.module.modules():
+                DistributedDataParallel._active_ddp_module = None  # `replicate` would leave it
+                raise RuntimeError(_are_sums(module))
+        looked = _module_state_mapping.keyrefs()[-1:], sums
+        if looked == self.looked:
+            return
+        for part, taken in _under_fully_shard():
+            if part is module and (taken or sums):
+                raise RuntimeError(taken or _are_sums(module))
+        self.looked = looked
 
 
 class _Divided(torch.autograd.Function):
@@ -157,13 +190,28 @@ def own_parameters(part: nn.Module) -> list[nn.Parameter]:
 
 def refuse_adapters(module: nn.Module) -> None:
     """Raise if an adapter wraps experts: one of its matrices holds several experts' numbers."""
-    stacked = {one for _, part, _ in shares(module) for one in own_parameters(part)}
-    for name, parameter, _ in named_own_parameters(module):
-        if parameter not in stacked:
+    for name, *_ in _adapters(module):
+        raise ValueError(
+            f"{name} is an adapter of this rank's experts, which has no name for each: want "
+            "the adapter merged, or saved by save_pretrained"
+        )
+
+
+def refuse_adapters_of_copies(module: nn.Module) -> None:
+    """Raise if an adapter that is trained wraps experts with copies: those would drift apart."""
+    for name, parameter, share in _adapters(module):
+        if parameter.requires_grad and share.first_copies() is not None:
             raise ValueError(
-                f"{name} is an adapter of this rank's experts, which has no name for each: want "
-                "the adapter merged, or saved by save_pretrained"
+                f"{name} is an adapter of experts that have copies, whose gradients nobody sums: "
+                "want a placement without copies, or the adapter merged"
             )
+
+
+def _adapters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Share]]:
+    stacked = {one for _, part, _ in shares(module) for one in own_parameters(part)}
+    for one in named_own_parameters(module):
+        if one[1] not in stacked:
+            yield one
 
 
 def _share_of(part: nn.Module | None) -> Share | None:
@@ -190,28 +238,104 @@ def was_sharded(name: str) -> str:
     )
 
 
-def _sharded_parameters() -> Iterator[Any]:
-    """What FSDP2 notes of each parameter that it has sharded, of all models."""
-    for reference in list(_module_state_mapping.values()):
-        for group in getattr(reference(), "_fsdp_param_groups", ()):
-            yield from group.fsdp_params
+_watching: list[Any] = []  # torch's hook: one for the process, from the first Share on
 
 
-def _check_ddp() -> None:
-    """Raise if this runs inside a DistributedDataParallel that also manages the experts."""
-    ddp = DistributedDataParallel._get_active_ddp_module()
-    if ddp is None or getattr(ddp, "_tokenyard_checked", False):
+def _check_wrapper(wrapper: nn.Module, key: str, module: nn.Module | None) -> None:
+    """torch calls it whenever a module gets another inside: before DistributedDataParallel copies
+    anything, and while FullyShardedDataParallel is made. No compiled code gets around that.
+    """
+    if module is None:
         return
-    want = "want tokenyard.nn.prepare_for_ddp(model) before DistributedDataParallel(model)"
-    for name, parameter, share in named_own_parameters(ddp.module):
-        if name not in ddp.parameters_to_ignore:
-            said = f"DistributedDataParallel has copied rank 0's {name} to all ranks: {want}"
-            raise RuntimeError(said)
-        if parameter.requires_grad and share.num_losses > 1 and not share.averages:
-            warnings.warn(
-                "DistributedDataParallel averages gradients of dense parameters over ranks, while "
-                f"those of {name} are sums over {share.num_losses} ranks: {want}",
-                stacklevel=2,
+    if isinstance(wrapper, DistributedDataParallel):
+        ignored = wrapper.parameters_to_ignore
+        taken = [one for name, one in module.named_parameters() if name not in ignored]
+        for found in experts_among(taken, wrapper.process_group):
+            raise RuntimeError(
+                f"DistributedDataParallel copies rank 0's {found} to all ranks: want "
+                "tokenyard.nn.prepare_for_ddp(model) before DistributedDataParallel(model)"
             )
-            break
-    ddp._tokenyard_checked = True
+    elif is_fsdp1(wrapper):
+        groups = [vars(wrapper).get(key) for key in ("process_group", "_inter_node_pg")]
+        for name, _, share in shares(module):
+            if share.mixes(*groups):  # whose parameters are flat by now
+                raise RuntimeError(
+                    f"FullyShardedDataParallel mixes {name} of different ranks: want "
+                    "fully_shard(model, ignored_params=expert_parameters(model))"
+                )
+
+
+def is_fsdp1(module: nn.Module) -> bool:
+    """By name: importing it takes a while, and few do."""
+    return any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__)
+
+
+def experts_among(parameters: Iterable[Tensor], *groups: Any) -> Iterator[str]:
+    """Names of the experts among the parameters, if one of the process groups joins ranks that hold
+    different ones. A parameter knows no module, and torch replaces parameters.
+    """
+    given = set(parameters)
+    for part in living(nn.Module):
+        share = _share_of(part)
+        if share is not None and share.mixes(*groups):
+            for name, one, _ in named_own_parameters(part):
+                if one in given:
+                    yield f"{type(part).__name__}.{name}"
+
+
+def living(kind: type) -> list[Any]:
+    """All objects of a type, in whoever's hands."""
+    return [one for one in gc.get_objects() if issubclass(type(one), kind)]
+
+
+def _check_traced() -> None:
+    """The checks of a forward pass, when torch.compile traces one. They look at all modules: with
+    this one as an argument, torch.compile would compile each layer anew.
+    """
+    if any(_wrong_around()):
+        gc.collect()  # nobody may hold that model any more, on this rank, and others would wait
+    for words in _wrong_around():
+        raise RuntimeError(words)
+
+
+# As `tickets.number_of`: torch.compile calls it, and keeps what it returns.
+_check_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _wrong_around() -> Iterator[str]:
+    ddp, around = DistributedDataParallel._get_active_ddp_module(), list(_under_fully_shard())
+    if ddp is not None:
+        held = shares(ddp.module)
+        around += [(part, "") for _, part, share in held if share.mixes(ddp.process_group)]
+    for part, taken in around:
+        share = _share_of(part)
+        assert share is not None
+        if taken or any(map(share.sums, own_parameters(part))):
+            yield taken or _are_sums(part)
+
+
+def _under_fully_shard() -> Iterator[tuple[nn.Module, str]]:
+    """The modules with experts, of all models, around which FSDP2 averages over ranks that hold
+    different ones; and what to say where it takes the experts themselves.
+    """
+    for wrapped, reference in list(_module_state_mapping.items()):
+        for group in getattr(reference(), "_fsdp_param_groups", ()):
+            kinds = "shard_process_group", "replicate_process_group"
+            groups = [getattr(group.mesh_info, kind, None) for kind in kinds]
+            taken: dict[nn.Module, str] = {}
+            for one in group.fsdp_params:
+                info = one._module_info
+                name = f"{type(info.module).__name__}.{info.param_name}"
+                taken |= dict.fromkeys((info.module, *info.shared_modules), was_sharded(name))
+            for part in (*taken, *wrapped.modules()):
+                share = _share_of(part)
+                if share is not None and share.mixes(*groups):
+                    yield part, taken.get(part, "")
+
+
+def _are_sums(module: nn.Module) -> str:
+    return (
+        "gradients of dense parameters are averaged over ranks, and those of "
+        f"{type(module).__name__} are sums: want "
+        "tokenyard.nn.average_expert_gradients(model), or prepare_for_ddp(model), before"
+    )

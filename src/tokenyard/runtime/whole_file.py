@@ -1,12 +1,16 @@
-"""A file is written whole or not at all: whoever reads the path meanwhile finds the old one."""
+"""A file, or a folder, is written whole or not at all: whoever reads the path meanwhile finds the
+old one.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 
 @contextmanager
@@ -23,3 +27,29 @@ def whole_file(path: Path) -> Iterator[Path]:
         half.replace(path)
     finally:
         half.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_folder(path: Path, parts: re.Pattern[str]) -> Iterator[Path]:
+    """Write into the folder that this gives. At the end it takes the place of one that is not there
+    or empty. In another, files are replaced one by one; and where one that matches `parts` came,
+    others go that were there and have the same first group.
+    """
+    path = path.absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as beside:
+        written = Path(beside, path.name)
+        written.mkdir()
+        yield written
+        if not path.is_dir() or not any(path.iterdir()):
+            written.replace(path)
+            return
+        files = [one.relative_to(written) for one in written.rglob("*") if one.is_file()]
+        for file in files:
+            (path / file).parent.mkdir(parents=True, exist_ok=True)
+            (written / file).replace(path / file)
+        new = {match[1] for file in files if (match := parts.fullmatch(str(file)))}
+        for old in path.iterdir():
+            match = parts.fullmatch(old.name)
+            if match and match[1] in new and Path(old.name) not in files:
+                old.unlink()

@@ -24,6 +24,8 @@ from tokenyard.nn import (
     average_expert_gradients,
     checkpoint_state,
     expert_parameters,
+    rebalance,
+    sum_replica_gradients,
 )
 
 HIDDEN, NUM_EXPERTS, NUM_TOKENS = 16, 6, 30  # tokens of all ranks
@@ -98,6 +100,7 @@ def train(model: Model, optimizer: Optimizer, group: Any, first: int, last: int)
         optimizer.zero_grad()
         x = tokens(step, group)
         (model(x).square().sum() * group.size() / NUM_TOKENS).backward()
+        sum_replica_gradients(model)
         for parameter in model.parameters() if group.size() > 1 else ():
             grad = parameter.grad
             if grad is not None and parameter not in own and not isinstance(grad, DTensor):
@@ -192,3 +195,33 @@ def numbers(group: Any, path: str) -> None:
         zero = ZeroRedundancyOptimizer(again.parameters(), torch.optim.AdamW)
         with pytest.raises(ValueError, match="ZeroRedundancyOptimizer keeps each state on one"):
             checkpoint_state(again, zero)
+
+
+def placed(group: Any, path: str, slots: Any, steps: int) -> dict[str, Tensor]:
+    """Two steps with experts in these slots, a checkpoint, and `steps` more with one copy of each
+    on both ranks: as they were, and from the checkpoint. All that differs is returned.
+    """
+    even = tokenyard.Replicas.even(NUM_EXPERTS, group.size())
+    found = []
+    for loads in (False, True):
+        with tokenyard.Buffer(group, placement=tokenyard.Replicas(slots, NUM_EXPERTS)) as buffer:
+            model = make_model(buffer)
+            experts = list(model.moe.experts.parameters())
+            dense = [one for one in model.parameters() if all(one is not two for two in experts)]
+            groups: list[dict[str, Any]] = [{"params": dense}, {"params": experts}]
+            groups[1]["lr"] = 1.0 if loads else 0.01
+            optimizer = torch.optim.Adam(groups)
+            if loads:
+                for parameter in model.parameters():
+                    parameter.data.zero_()
+                dcp.load(checkpoint_state(model, optimizer), checkpoint_id=path)
+            else:
+                train(model, optimizer, group, 0, 2)
+                dcp.save(checkpoint_state(model, optimizer), checkpoint_id=path)
+            assert [one["lr"] for one in optimizer.param_groups] == [0.001, 0.01]
+            rebalance(model, even, optimizer)
+            train(model, optimizer, group, 2, 2 + steps)
+            found.append(tensors(model, optimizer))
+    before, after = found
+    assert before.keys() == after.keys()
+    return {name: one for name, one in after.items() if not torch.equal(one, before[name])}

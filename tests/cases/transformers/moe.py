@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import resource
 import warnings
 from typing import Any
@@ -26,7 +27,7 @@ with warnings.catch_warnings():
     from transformers.utils.logging import disable_progress_bar
 
 from tests.cases.clock import scaled
-from tokenyard import PeerInputError, Replicas
+from tokenyard import PeerInputError, PeerLeft, Replicas
 from tokenyard.integrations.transformers import (
     expert_parallel,
     from_pretrained,
@@ -39,6 +40,7 @@ from tokenyard.nn import (
     rebalance,
     sum_replica_gradients,
 )
+from tokenyard.nn.share import shares
 
 disable_progress_bar()
 
@@ -183,6 +185,51 @@ def save(group: Any, kind: str, path: str, uneven: bool) -> str:
     return "nothing"
 
 
+def save_and_load(group: Any, kind: str, path: str) -> tuple[Tensor, Tensor]:
+    """Logits before, and of what is loaded at once from the folder."""
+    model = expert_parallel(whole_model(kind), group)
+    save_pretrained(model, path)
+    loaded = from_pretrained(AutoModelForCausalLM, path, group)
+    input_ids = tokens_of(group.rank())
+    return model(input_ids).logits.detach(), loaded(input_ids).logits.detach()
+
+
+def save_twice(group: Any, kind: str, path: str) -> list[str]:
+    """The first time in several files; what is in the folder then, and after the second time."""
+    model = expert_parallel(whole_model(kind), group)
+    seen = []
+    for size in ("100KB", "5GB"):
+        save_pretrained(model, path, max_shard_size=size)
+        seen.append(" ".join(sorted(os.listdir(path))))
+    return seen
+
+
+def save_where_a_file_is(group: Any, kind: str, path: str) -> str:
+    model = expert_parallel(whole_model(kind), group)
+    try:
+        save_pretrained(model, path)
+    except (OSError, ValueError) as error:
+        model(tokens_of(group.rank()))  # it still works
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def load_what_one_has(group: Any, path: str) -> str:
+    there = path if group.rank() == 0 else f"{path}-gone"
+    try:
+        from_pretrained(AutoModelForCausalLM, there, group)
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def load_few_experts(group: Any, path: str, tokens: Any) -> tuple[list[int], Tensor]:
+    """The experts of this rank, and the logits."""
+    model = from_pretrained(AutoModelForCausalLM, path, group, tokens=tokens)
+    ids = next(share.ids for _, _, share in shares(model))
+    return ids, model(tokens_of(0)).logits.detach()
+
+
 def load(group: Any, path: str, auto: bool, tokens: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """As train, from a checkpoint."""
     kinds = {"mixtral": MixtralForCausalLM, "qwen3_moe": Qwen3MoeForCausalLM}
@@ -221,6 +268,18 @@ def generate_unequally(group: Any, kind: str) -> Tensor:
     )
 
 
+def generate_and_leave(group: Any, kind: str) -> str:
+    """As above, but nobody takes care that ranks make as many forward passes as each other."""
+    model = expert_parallel(whole_model(kind), group, timeout=scaled(60))
+    try:
+        model.generate(tokens_of(0), max_new_tokens=3 + 4 * group.rank(), do_sample=False)
+    except PeerLeft as error:
+        return str(error)
+    finally:
+        model.tokenyard_buffer.close()
+    return "nothing"
+
+
 def no_tokens_on_one_rank(group: Any, kind: str, shape: tuple[int, int]) -> str:
     """What each rank is told, when it is not the end of the Buffer."""
     model = expert_parallel(whole_model(kind), group, timeout=scaled(60))
@@ -256,8 +315,14 @@ def copied(group: Any, kind: str, tokens: Any) -> tuple[Tensor, Tensor]:
     return first, twin(input_ids).logits.detach()
 
 
-def train_with_ddp(group: Any, kind: str) -> dict[str, Tensor]:
+def ddp_that_nobody_prepared(group: Any, kind: str) -> tuple[Tensor, str]:
+    """What it says without gradients, which needs no preparation, and when it is trained."""
     model = expert_parallel(whole_model(kind), group)
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    _, grads = gradients(wrapped, tokens_of(group.rank()))
-    return {name.removeprefix("module."): one for name, one in grads.items()}
+    wrapped, input_ids = nn.parallel.DistributedDataParallel(model), tokens_of(group.rank())
+    with torch.no_grad():
+        logits = wrapped(input_ids).logits
+    try:
+        wrapped(input_ids)
+    except RuntimeError as error:
+        return logits, str(error)
+    return logits, "nothing"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ with warnings.catch_warnings():
     from peft import LoraConfig, get_peft_model
     from transformers import Trainer, TrainingArguments
 
+from tokenyard import Replicas
 from tokenyard.integrations.accelerate import prepare_accelerator
 from tokenyard.integrations.transformers import expert_parallel, prepare_trainer, save_pretrained
 from tokenyard.integrations.transformers.lora import by_expert
@@ -35,7 +36,9 @@ from tokenyard.nn import (
     checkpoint_state,
     clip_grad_norm_,
     expert_parameters,
+    get_grad_norm,
     prepare_for_ddp,
+    sum_replica_gradients,
 )
 from tokenyard.nn.share import named_own_parameters
 
@@ -210,9 +213,7 @@ def with_trainer(
     group: Any, alone: bool, folder: str, lora: str = "", accumulates: bool = False
 ) -> Outcome:
     """Clipped by default, evaluated on an odd number of sequences, and saved."""
-    with launched(None if alone else group), warnings.catch_warnings():
-        # An expert's gradient that somebody else clips; the rest is not ours.
-        warnings.filterwarnings("error", message="gradients of experts were changed")
+    with launched(None if alone else group):
         model = make_model(None if alone else group, lora)
         arguments = _arguments(folder, alone, **(ACCUMULATED if accumulates else {}))
         trainer = Trainer(model, arguments, None, Sequences())
@@ -253,24 +254,22 @@ def told(group: Any, folder: str) -> dict[str, str]:
     said = {}
     tokens = batch(0, group.rank(), group.size())
     model = make_model(group, "both", "after")
+    with pytest.raises(RuntimeError) as raised:
+        DistributedDataParallel(model)
+    said["ddp around peft"] = str(raised.value)
+    model = make_model(group)
     wrapped = DistributedDataParallel(model)
     with pytest.raises(RuntimeError) as raised:
         wrapped(input_ids=tokens)
-    said["ddp around peft"] = str(raised.value)
-    del wrapped
-    model = make_model(group)
-    wrapped = DistributedDataParallel(model)
-    with pytest.warns(UserWarning, match="averages gradients") as caught:
-        wrapped(input_ids=tokens)
-    said["ddp without averages"] = str(caught[0].message)
-    del wrapped
+    said["ddp without averages"] = str(raised.value)
+    del wrapped, raised
     with launched(group):
         trainer = Trainer(make_model(group, "both", "after"), _arguments(folder, False))
         prepare_trainer(trainer)
         own = expert_parameters(trainer.model)
         for one in trainer.model.parameters():
             one.grad = torch.zeros_like(one)
-        asked = {
+        asked: dict[str, Callable[[], Any]] = {
             "peft's save_pretrained": lambda: trainer.model.save_pretrained(folder),
             "save_state": lambda: trainer.accelerator.save_state(folder),
             "resume": lambda: trainer._load_from_checkpoint(folder),
@@ -285,7 +284,15 @@ def told(group: Any, folder: str) -> dict[str, str]:
         # accelerate leaves its FSDP out where there is no GPU.
         on_a_gpu = SimpleNamespace(distributed_type=DistributedType.FSDP)
         asked["accelerate's fsdp"] = partial(prepare_accelerator, on_a_gpu, model)
+        on_a_gpu = copy.copy(trainer.accelerator)
+        on_a_gpu.scaler = torch.amp.GradScaler("cpu")
+        asked["float16"] = partial(prepare_accelerator, on_a_gpu, model)
         asked["checkpoint_state"] = partial(checkpoint_state, trainer.model)
+        copies = Replicas([[0, 1, 2, 3, 4], [4, 5, 6, 7]])
+        of_copies = expert_parallel(make_model(None, "experts"), group, placement=copies)
+        asked["copies"] = partial(average_expert_gradients, of_copies)
+        asked["copies' gradients"] = partial(sum_replica_gradients, of_copies)
+        asked["copies' norm"] = partial(get_grad_norm, of_copies)
         asked["same tokens"] = partial(prepare_accelerator, trainer.accelerator, same)
         for name, ask in asked.items():
             with pytest.raises((RuntimeError, ValueError)) as refused:

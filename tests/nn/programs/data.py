@@ -7,7 +7,7 @@ import random
 import torch
 from torch import Tensor
 
-from tests.nn.programs.draw import Program
+from tests.nn.programs.program import Program
 
 
 def noise(program: Program, name: str, *shape: int) -> Tensor:
@@ -18,7 +18,7 @@ def noise(program: Program, name: str, *shape: int) -> Tensor:
     return drawn.to(getattr(torch, program.dtype))
 
 
-def parameters(program: Program, place: int) -> dict[str, Tensor]:
+def parameters(program: Program, place: int, model: int = 0) -> dict[str, Tensor]:
     """What the layer in this place begins with; experts have one tensor for all of them."""
     layer = program.layers[place]
     hidden, inner, shared = program.hidden, layer.intermediate, layer.shared
@@ -30,10 +30,13 @@ def parameters(program: Program, place: int) -> dict[str, Tensor]:
     if shared:
         shapes["shared.gate_up.weight"] = (2 * shared, hidden)
         shapes["shared.down.weight"] = (hidden, shared)
-    made = {}
+    if layer.adapter:
+        shapes["experts.first"] = (layer.num_experts, hidden, layer.adapter)
+        shapes["experts.second"] = (layer.num_experts, layer.adapter, 2 * inner)
+    of, made = f"{model} " if model else "", {}
     for name, shape in shapes.items():
         width = shape[1] if name.startswith("experts") else shape[-1]
-        made[name] = noise(program, f"{place} {name}", *shape) * 0.7 * width**-0.5
+        made[name] = noise(program, f"{of}{place} {name}", *shape) * 0.7 * width**-0.5
     return made
 
 

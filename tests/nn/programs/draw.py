@@ -3,124 +3,58 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
+from tests.nn.programs.optimisers import ALWAYS_CLIPPED, OPTIMISERS
+from tests.nn.programs.program import (
+    BY_HAND,
+    Layer,
+    Move,
+    Program,
+    Restart,
+    Slots,
+    Step,
+    has_copies,
+    num_tokens,
+)
+
 SCORES = ("softmax", "sigmoid")
-DENSE = {  # parameters that every rank has, by what can be frozen
-    "router": ("router.weight",),
-    "shared": ("shared.gate_up.weight", "shared.down.weight"),
-}
-EXPERTS = ("experts.gate_up", "experts.down")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layer:
-    router: dict[str, Any]  # RouterConfig's options, all of them
-    intermediate: int
-    shared: int
-    frozen: tuple[str, ...]  # of router, experts and shared
-    rank_of_expert: tuple[int, ...]
-    placed: bool  # the Buffer is told so; otherwise it comes to the same by itself
-    num_worst_tokens: int
-
-    @property
-    def num_experts(self) -> int:
-        return self.router["num_experts"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """One or two micro-batches, whose gradients add up; then the optimiser, then the biases."""
-
-    shapes: tuple[tuple[tuple[int, ...], ...], ...]  # of each call and rank, without the width
-    training: bool
-    mode: str  # backward, no_grad or inference
-    with_auxiliary: bool  # the loss has auxiliary_losses
-    learning_rate: float  # times the hidden size; 0 for no step of the optimiser
-    update_biases: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Program:
-    seed: int
-    attempt: int  # drawn anew so often, since choices were close to a tie
-    num_ranks: int
-    transport: str
-    kernels: str
-    ranks_per_node: tuple[int, ...] | None
-    dtype: str
-    hidden: int
-    layers: tuple[Layer, ...]
-    own_buffers: bool  # each layer has a Buffer of its own
-    residual: bool
-    checkpoint: str  # none, layer (each by itself) or model
-    average: bool  # average_expert_gradients
-    strides: str  # of the inputs: plain, transposed or gapped
-    x_requires_grad: tuple[bool, ...]  # on each rank
-    loss: str  # weighted, or sum, whose gradient has strides of 0
-    steps: tuple[Step, ...]
-
-    def features(self) -> Iterator[str]:
-        """What a run of many programs counts."""
-        layers, steps = self.layers, self.steps
-        shapes = [shape for step in steps for call in step.shapes for shape in call]
-        yield from (f"{self.num_ranks} ranks", f"{len(layers)} layers")
-        yield from (self.transport, self.kernels, self.dtype)
-        yield from (f"loss {self.loss}", f"x {self.strides}", f"checkpoint {self.checkpoint}")
-        for layer in layers:
-            yield layer.router["score"]
-            yield from (f"frozen {name}" for name in layer.frozen)
-            yield from (
-                name for name in ("normalise", "auxiliary_loss", "bias_rate") if layer.router[name]
-            )
-        flags = {
-            "residual": self.residual,
-            "averaged": self.average,
-            "own Buffers": self.own_buffers,
-            "x without grad": not any(self.x_requires_grad),
-            "x with grad on some ranks": len(set(self.x_requires_grad)) > 1,
-            "micro-batches": any(len(step.shapes) > 1 for step in steps),
-            "evaluation": any(not step.training for step in steps),
-            "optimiser": any(step.learning_rate for step in steps),
-            "biases moved": any(step.update_biases for step in steps),
-            "a rank without tokens": any(0 in shape for shape in shapes),
-            "a rank without experts": any(
-                len(set(layer.rank_of_expert)) < self.num_ranks for layer in layers
-            ),
-            "placement": any(layer.placed for layer in layers),
-            "static rows": any(layer.num_worst_tokens for layer in layers),
-            "groups": any(layer.router["num_groups"] > 1 for layer in layers),
-            "shared": any(layer.shared for layer in layers),
-        }
-        yield from (name for name, is_so in flags.items() if is_so)
+MOST_PROCESSES = 4
 
 
 def draw(seed: int, num_ranks: int | None = None, attempt: int = 0) -> Program:
     """On so many ranks, or on 1 to 6."""
     rng = random.Random(f"{seed} on {num_ranks}, attempt {attempt}")
-    num_ranks = num_ranks or rng.randint(1, 6)
+    real = num_ranks is not None or rng.random() < 0.6  # processes, which torch.distributed knows
+    most = num_ranks or (MOST_PROCESSES if real else 6)
+    num_ranks = num_ranks or rng.randint(1, most)
     dtype = rng.choice(["float64"] * 6 + ["float32"] * 3 + ["bfloat16"])
     kernels = rng.choice(["numba", "numba", "numba", "reference"])
-    transport = "collective"  # the only one that the reference kernels can use
-    if kernels == "numba":
-        transport = rng.choice(["direct", "direct", "ring", "collective", "hierarchical"])
     # What bfloat16 rounds would change the choices of a second layer, and of a second step.
     num_layers = 1 if dtype == "bfloat16" else rng.choice([1, 1, 2])
-    moves = dtype != "bfloat16" and rng.random() < 0.6
-    steps = tuple(_draw_step(rng, num_ranks, moves) for _ in range(rng.choice([1, 1, 2, 3])))
+    learns = dtype != "bfloat16" and rng.random() < 0.75
+    steps = [_draw_step(rng, num_ranks, learns) for _ in range(rng.choice([1, 2, 2, 3]))]
+    restart_at = 0
+    if real and len(steps) > 1 and rng.random() < 0.5:
+        restart_at, then = rng.randrange(1, len(steps)), rng.randint(1, most)
+        steps[restart_at:] = [_draw_step(rng, then, learns) for _ in steps[restart_at:]]
+    transport = "collective"  # the only one that the reference kernels can use
+    if kernels == "numba":
+        ways = ["direct", "direct", "ring", "collective"] + ["hierarchical"] * (not restart_at)
+        transport = rng.choice(ways)
     own_buffers = num_layers > 1 and rng.random() < 0.3
-    layers = [_draw_layer(rng, num_ranks, steps)]
+    moves = rng.random() < 0.6
+    layers = [_draw_layer(rng, num_ranks, tuple(steps))]
     for _ in range(num_layers - 1):
         # A Buffer that is told the placement of experts is told their number.
-        like = layers[0] if layers[0].placed and not own_buffers else None
-        layers.append(_draw_layer(rng, num_ranks, steps, like, may_place=own_buffers))
-    some_grad = rng.random()
-    x_requires_grad = tuple(some_grad < 0.7 for _ in range(num_ranks))
+        like = layers[0] if (layers[0].placed or moves) and not own_buffers else None
+        layers.append(_draw_layer(rng, num_ranks, tuple(steps), like, may_place=own_buffers))
+    some_grad, in_all = rng.random(), max(step.num_ranks for step in steps)
+    x_requires_grad = tuple(some_grad < 0.7 for _ in range(in_all))
     if some_grad > 0.85 and "router" not in layers[0].frozen:  # else all ranks must be alike
-        x_requires_grad = tuple(rng.random() < 0.5 for _ in range(num_ranks))
-    return Program(
+        x_requires_grad = tuple(rng.random() < 0.5 for _ in range(in_all))
+    program = Program(
         seed=seed,
         attempt=attempt,
         num_ranks=num_ranks,
@@ -137,11 +71,147 @@ def draw(seed: int, num_ranks: int | None = None, attempt: int = 0) -> Program:
         strides=rng.choice(["plain", "plain", "transposed", "gapped"]),
         x_requires_grad=x_requires_grad,
         loss=rng.choice(["weighted", "weighted", "weighted", "sum"]),
-        steps=steps,
+        steps=tuple(steps),
+        num_models=rng.choice([1, 1, 1, 1, 2]),
+    )
+    program = _draw_training(rng, program, real, learns)
+    if restart_at:
+        program = _draw_restart(rng, program, restart_at)
+    return _draw_events(rng, program, moves)
+
+
+def _draw_training(rng: random.Random, program: Program, real: bool, learns: bool) -> Program:
+    """Optimisers, wrappers, adapters, and layers that are called twice."""
+    chosen: dict[str, Any] = {"ema": rng.random() < 0.25}
+    layers = list(program.layers)
+    if rng.random() < 0.15:
+        layers = [replace(one, adapter=rng.randint(1, 3)) for one in layers]
+        if any(has_copies(one.slots) for one in layers):
+            layers = [replace(one, adapter=0) for one in layers]
+    if learns and rng.random() < 0.7:
+        chosen["optimiser"] = rng.choice([one for one in OPTIMISERS if one != BY_HAND])
+        chosen["split"] = rng.random() < 0.3
+        chosen["scaler"] = rng.random() < 0.3
+        if chosen["optimiser"] in ALWAYS_CLIPPED or rng.random() < 0.5:
+            chosen["clip"] = rng.choice([0.1, 0.5]), rng.choice([2.0, 2.0, float("inf"), 1.0])
+    is_dense = any(one.trains("router") or one.trains("shared") for one in layers)
+    if real and is_dense:
+        chosen["wrapper"] = rng.choice(["none", "ddp", "ddp", "fsdp2"])
+    wrapper = chosen.get("wrapper", "none")
+    if wrapper != "none":
+        chosen["average"] = True
+    if wrapper == "fsdp2":  # torch cannot copy its parameters, nor gather them in inference mode
+        chosen["ema"] = False
+        chosen["steps"] = tuple(
+            replace(one, mode=one.mode.replace("inference", "no_grad")) for one in program.steps
+        )
+    if program.dtype != "bfloat16" and rng.random() < 0.2:  # an auxiliary loss is of the last call
+        layers = [replace(one, router={**one.router, "auxiliary_loss": 0.0}) for one in layers]
+        places = list(range(len(layers)))
+        chosen["order"] = (*places, rng.choice(places))
+    # DistributedDataParallel takes one reentrant use of a parameter, and torch makes no graph there
+    # without an input that requires grad.
+    may_reenter = wrapper != "ddp" or "order" not in chosen
+    if program.checkpoint != "none" and may_reenter and rng.random() < 0.5:
+        chosen["checkpoint"] = f"reentrant {program.checkpoint}"
+        chosen["x_requires_grad"] = tuple(True for _ in program.x_requires_grad)
+        steps = chosen.get("steps", program.steps)
+        chosen["steps"] = tuple(replace(one, with_auxiliary=False) for one in steps)
+    if real and program.checkpoint == "none" and rng.random() < 0.08:
+        chosen["compiled"] = rng.choice(["inside", "outside"])
+    elif real and wrapper == "none" and program.num_ranks > 1 and rng.random() < 0.5:
+        chosen["last"] = rng.choice(["ddp", "fsdp2"]) if is_dense else ""
+    return replace(program, layers=tuple(layers), **chosen)
+
+
+def _draw_restart(rng: random.Random, program: Program, step: int) -> Program:
+    """Adapters cannot be saved so."""
+    num_ranks = program.steps[step].num_ranks
+    experts = [one.num_experts for one in program.layers]
+    if program.own_buffers:
+        placed = [rng.random() < 0.5 for _ in experts]
+    else:  # one Buffer, which is told one number of experts
+        placed = [len(set(experts)) == 1 and rng.random() < 0.5] * len(experts)
+    slots = [
+        _draw_slots(rng, count, num_ranks) if known else _blocks(count, num_ranks)
+        for count, known in zip(experts, placed)
+    ]
+    if not program.own_buffers and placed[0]:
+        slots = slots[:1] * len(experts)
+    return replace(
+        program,
+        layers=tuple(replace(one, adapter=0) for one in program.layers),
+        last=program.last if num_ranks > 1 else "",
+        restart=Restart(step=step, num_ranks=num_ranks, slots=tuple(slots), placed=tuple(placed)),
     )
 
 
-def _draw_step(rng: random.Random, num_ranks: int, moves: bool) -> Step:
+def _draw_events(rng: random.Random, program: Program, moves: bool) -> Program:
+    """What happens before and in each step: moves, overflows, and inputs to refuse."""
+    count = len(program.layers) if program.own_buffers else 1
+    adapted = any(one.adapter for one in program.layers)
+    holders = program.num_models + program.ema
+    alike = program.own_buffers or len({one.num_experts for one in program.layers}) == 1
+    now = [one.slots for one in program.layers[:count]]  # by Buffer
+    steps = []
+    for number, step in enumerate(program.steps):
+        if program.restart is not None and number == program.restart.step:
+            now = list(program.restart.slots[:count])
+        move = None
+        if moves and alike and rng.random() < 0.6:
+            experts = [one.num_experts for one in program.layers[:count]]
+            then = [_draw_slots(rng, one, step.num_ranks, not adapted) for one in experts]
+            kinds = ["count"] + ["differ"] * (step.num_ranks > 1)
+            refused = rng.choice(kinds) if rng.random() < 0.2 else ""
+            if adapted:
+                refused = "adapter"
+            if refused == "count":
+                counts = [one + rng.choice([1, -1] if one > 1 else [1]) for one in experts]
+                then = [_draw_slots(rng, one, step.num_ranks) for one in counts]
+            if refused == "differ" and any(one == one[::-1] for one in then):
+                refused = ""
+            how = "together"
+            if not program.own_buffers and not refused and then != now and rng.random() < 0.5:
+                how = rng.choice(["by hand"] + ["behind"] * 2 * (holders > 1))
+            move = Move(slots=tuple(then), how=how, refused=refused)
+            now = now if refused else then
+        overflow = None
+        if program.scaler and step.learning_rate and rng.random() < 0.3:
+            overflow = rng.randrange(step.num_ranks), rng.choice(["experts", "experts", "dense"])
+        steps.append(
+            replace(
+                step,
+                move=move,
+                overflow=overflow,
+                model=rng.randrange(program.num_models),
+                wide_rank=rng.randrange(step.num_ranks) if rng.random() < 0.05 else -1,
+            )
+        )
+    # fully_shard gathers parameters before a layer can refuse it: of as many experts on each rank.
+    alone = [_blocks(one.num_experts, step.num_ranks) for one in program.layers[count:]]
+    even = all(len(set(map(len, slots))) == 1 for slots in (*now, *([] if alike else alone)))
+    last = "" if program.last == "fsdp2" and not even else program.last
+    copies, plain = any(map(has_copies, now)), (program.wrapper, program.compiled) == ("none",) * 2
+    if not last and plain and copies and not adapted and rng.random() < 0.5:
+        last = "adapter"
+    return replace(program, steps=tuple(steps), last=last)
+
+
+def _draw_slots(rng: random.Random, num_experts: int, num_ranks: int, copies: bool = True) -> Slots:
+    """Ranks may have none, and an expert several copies, on one rank too."""
+    owners = rng.sample(range(num_ranks), rng.randint(1, num_ranks))
+    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
+    for expert in range(num_experts):
+        ranks[rng.choice(owners)].append(expert)
+    if copies and rng.random() < 0.5:
+        for _ in range(rng.randint(1, 6)):
+            ranks[rng.randrange(num_ranks)].append(rng.randrange(num_experts))
+        for held in ranks:
+            rng.shuffle(held)
+    return tuple(map(tuple, ranks))
+
+
+def _draw_step(rng: random.Random, num_ranks: int, learns: bool) -> Step:
     num_calls = rng.choice([1, 1, 2])
     training = rng.random() < 0.8
     # Activation checkpointing counts choices again in the backward pass: every step that trains has
@@ -152,7 +222,7 @@ def _draw_step(rng: random.Random, num_ranks: int, moves: bool) -> Step:
         training=training,
         mode=mode,
         with_auxiliary=rng.random() < 0.8,
-        learning_rate=rng.choice([0.1, 0.4]) if moves and mode == "backward" else 0.0,
+        learning_rate=rng.choice([0.1, 0.4]) if learns and mode == "backward" else 0.0,
         update_biases=rng.random() < 0.6,
     )
 
@@ -182,12 +252,11 @@ def _draw_layer(
     num_experts = rng.choice([1, 2, 3, 4, 4, 5, 6, 7, 8, 9, 12, 12, 13, 16])
     placed = may_place and rng.random() < 0.4
     if like is not None:
-        num_experts, placed, rank_of_expert = like.num_experts, True, like.rank_of_expert
+        num_experts, placed, slots = like.num_experts, like.placed, like.slots
     elif placed:
-        owners = rng.sample(range(num_ranks), rng.randint(1, num_ranks))
-        rank_of_expert = tuple(rng.choice(owners) for _ in range(num_experts))
+        slots = _draw_slots(rng, num_experts, num_ranks)
     else:
-        rank_of_expert = _blocks(num_experts, num_ranks)
+        slots = _blocks(num_experts, num_ranks)
     shared = rng.choice([0, 0, 1, 4, 7])
     parts = ["router", "experts"] + ["shared"] * (shared > 0)
     frozen = [name for name in parts if rng.random() < 0.25] if rng.random() < 0.4 else []
@@ -196,7 +265,7 @@ def _draw_layer(
         intermediate=rng.choice([1, 2, 3, 4, 5, 8, 11, 16]),
         shared=shared,
         frozen=tuple(frozen),
-        rank_of_expert=rank_of_expert,
+        slots=slots,
         placed=placed,
         num_worst_tokens=_most_tokens(steps) + rng.randint(0, 3) if rng.random() < 0.3 else 0,
     )
@@ -229,19 +298,14 @@ def _most_tokens(steps: tuple[Step, ...]) -> int:
     return most
 
 
-def num_tokens(shape: tuple[int, ...]) -> int:
-    number = 1
-    for size in shape:
-        number *= size
-    return number
-
-
-def _blocks(num_experts: int, num_ranks: int) -> tuple[int, ...]:
-    """The rank of each expert when no placement is given."""
-    ranks: list[int] = []
+def _blocks(num_experts: int, num_ranks: int) -> Slots:
+    """The experts of each rank when no placement is given."""
+    slots, first = [], 0
     for rank in range(num_ranks):
-        ranks += [rank] * (num_experts // num_ranks + (rank < num_experts % num_ranks))
-    return tuple(ranks)
+        count = num_experts // num_ranks + (rank < num_experts % num_ranks)
+        slots.append(tuple(range(first, first + count)))
+        first += count
+    return tuple(slots)
 
 
 def _split(rng: random.Random, num_ranks: int) -> tuple[int, ...]:

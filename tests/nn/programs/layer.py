@@ -1,38 +1,100 @@
-"""A program on the ranks: the layer itself, and all that the oracle gives too. Importable, so that
-processes can.
-"""
+"""The layers of a program on one rank, and the Buffers that they share."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import tokenyard
 from tests.nn.programs import data
-from tests.nn.programs.draw import Program, Step
-from tokenyard.nn import (
-    MoE,
-    RouterConfig,
-    auxiliary_losses,
-    average_expert_gradients,
-    functional,
-    update_biases,
-)
-from tokenyard.testing import poisoned
+from tests.nn.programs.program import Program, Slots, has_copies
+from tokenyard import Replicas
+from tokenyard.nn import MoE, RouterConfig
 
 TIMEOUT = 30.0  # seconds that a rank waits for another
+
+
+def placement(slots: Slots, num_experts: int) -> Tensor | Replicas:
+    """A tensor where that says all."""
+    if has_copies(slots) or any(list(one) != sorted(one) for one in slots):
+        return Replicas(slots, num_experts)
+    ranks = {expert: rank for rank, held in enumerate(slots) for expert in held}
+    return torch.tensor([ranks[expert] for expert in range(num_experts)])
+
+
+def open_buffers(
+    stack: ExitStack,
+    group: Any,
+    program: Program,
+    slots: tuple[Slots, ...],
+    placed: tuple[bool, ...],
+) -> list[tokenyard.Buffer]:
+    """One for each layer, often the same."""
+    buffers: list[tokenyard.Buffer] = []
+    for place, layer in enumerate(program.layers):
+        if place and not program.own_buffers:
+            buffers.append(buffers[0])
+            continue
+        buffer = tokenyard.Buffer(
+            group,
+            transport=program.transport,
+            kernels=program.kernels,
+            ranks_per_node=program.ranks_per_node,
+            placement=placement(slots[place], layer.num_experts) if placed[place] else None,
+            timeout=TIMEOUT,
+        )
+        buffers.append(stack.enter_context(buffer))
+    return buffers
+
+
+class Adapter(nn.Module):
+    """Around experts: adds first @ second to gate_up while it is called, as PEFT's LoRA does."""
+
+    def __init__(self, base_layer: Any, first: Tensor, second: Tensor) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.first, self.second = nn.Parameter(first), nn.Parameter(second)
+
+    @property
+    def ids(self) -> list[int]:
+        return self.base_layer.ids
+
+    @property
+    def tokenyard(self) -> Any:
+        return self.base_layer.tokenyard
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        parametrize.register_parametrization(self.base_layer, "gate_up", _Plus(self))
+        try:
+            return self.base_layer(x, offsets)
+        finally:
+            parametrize.remove_parametrizations(self.base_layer, "gate_up", False)
+            held = self.base_layer._parameters  # in their old order, by which averages take them
+            held["down"] = held.pop("down")
+
+
+class _Plus(nn.Module):
+    def __init__(self, adapter: Adapter) -> None:
+        super().__init__()
+        self._of = [adapter]  # not a part of this one
+
+    def forward(self, weights: Tensor) -> Tensor:
+        return weights + self._of[0].first @ self._of[0].second
 
 
 class Stack(nn.Module):
     """The layers, one after the other."""
 
-    def __init__(self, buffers: list[tokenyard.Buffer], program: Program) -> None:
+    def __init__(
+        self, buffers: list[tokenyard.Buffer], program: Program, model: int, *, to_load: bool
+    ) -> None:
         super().__init__()
-        self.residual, self.again = program.residual, program.checkpoint == "layer"
+        self.program = program
         dtype = getattr(torch, program.dtype)
         self.layers = nn.ModuleList(
             MoE(
@@ -48,144 +110,28 @@ class Stack(nn.Module):
         )
         moe: Any
         for place, moe in enumerate(self.layers):
-            for name, whole in data.parameters(program, place).items():
-                mine = whole[moe.experts.ids] if name.startswith("experts") else whole
-                moe.get_parameter(name).data.copy_(mine)
+            values = data.parameters(program, place, model)
+            mine = {
+                name: whole[moe.experts.ids] if name.startswith("experts") else whole
+                for name, whole in values.items()
+            }
+            for name, one in moe.named_parameters():
+                one.data.copy_(torch.full_like(one, torch.nan) if to_load else mine[name])
             for part in program.layers[place].frozen:
                 moe.get_submodule(part).requires_grad_(False)
+            if program.layers[place].adapter:
+                moe.experts = Adapter(moe.experts, mine["experts.first"], mine["experts.second"])
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            again = self.again and torch.is_grad_enabled()
-            out = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
-            x = x + out if self.residual else out
+        *reentrant, of = self.program.checkpoint.split()
+        again = of == "model" and torch.is_grad_enabled()
+        return checkpoint(self._all, x, use_reentrant=bool(reentrant)) if again else self._all(x)
+
+    def _all(self, x: Tensor) -> Tensor:
+        *reentrant, of = self.program.checkpoint.split()
+        again = of == "layer" and torch.is_grad_enabled()
+        for place in self.program.calls:
+            layer = self.layers[place]
+            out = checkpoint(layer, x, use_reentrant=bool(reentrant)) if again else layer(x)
+            x = x + out if self.program.residual else out
         return x
-
-
-def on_virtual_rank(group: Any, program: Program) -> dict[str, Tensor]:
-    """What the oracle gives for this rank."""
-    with ExitStack() as stack:
-        buffers: list[tokenyard.Buffer] = []
-        for place, layer in enumerate(program.layers):
-            if place and not program.own_buffers:
-                buffers.append(buffers[0])
-                continue
-            buffer = tokenyard.Buffer(
-                group,
-                transport=program.transport,
-                kernels=program.kernels,
-                ranks_per_node=program.ranks_per_node,
-                placement=torch.tensor(layer.rank_of_expert) if layer.placed else None,
-                timeout=TIMEOUT,
-            )
-            buffers.append(stack.enter_context(buffer))
-        model = Stack(buffers, program)
-        if program.average:
-            average_expert_gradients(model)
-        record: dict[str, Tensor] = {}
-        for number, step in enumerate(program.steps):
-            _step(model, program, number, step, group.rank(), record)
-        moe: Any
-        for place, moe in enumerate(model.layers):
-            for name, one in _named(moe, dict(moe.named_parameters())).items():
-                record[f"layer {place}, {name} at the end"] = one.detach().clone()
-        return record
-
-
-def on_process(group: Any, program: Program) -> dict[str, Tensor]:
-    with poisoned():
-        return on_virtual_rank(group, program)
-
-
-def _step(
-    model: Stack, program: Program, number: int, step: Step, rank: int, record: dict[str, Tensor]
-) -> None:
-    moe: Any
-    model.train(step.training)
-    model.zero_grad()
-    for call in range(len(step.shapes)):
-        _call(model, program, number, call, rank, record)
-    if step.mode == "backward":
-        for place, moe in enumerate(model.layers):
-            parameters = dict(moe.named_parameters())
-            frozen = [name for name, one in parameters.items() if not one.requires_grad]
-            assert all(parameters[name].grad is None for name in frozen), f"a grad of {frozen}"
-            grads = {
-                name: torch.zeros_like(one) if one.grad is None else one.grad
-                for name, one in parameters.items()
-                if one.requires_grad
-            }
-            for name, grad in _named(moe, grads).items():
-                record[f"step {number}, layer {place}, {name}.grad"] = grad.clone()
-    if step.learning_rate:
-        _learn(model, step.learning_rate / program.hidden, program.average)
-    routers: list[Any] = [moe.router for moe in model.layers]
-    loads = [None if one.load is None else one.load.clone() for one in routers]
-    if step.update_biases:
-        update_biases(model)
-    for place, (moe, load) in enumerate(zip(model.layers, loads)):
-        if load is not None:
-            record[f"step {number}, layer {place}, load"] = load
-            record[f"step {number}, layer {place}, bias"] = moe.router.bias.clone()
-
-
-def _call(
-    model: Stack, program: Program, number: int, call: int, rank: int, record: dict[str, Tensor]
-) -> None:
-    step, at = program.steps[number], f"step {number}, call {call}"
-    x = data.tokens(program, number, call, rank)
-    x.requires_grad_(program.x_requires_grad[rank])
-    backward = step.mode == "backward"
-    without = torch.inference_mode if step.mode == "inference" else torch.no_grad
-    with nullcontext() if backward else without():
-        if program.checkpoint == "model" and backward:
-            out = checkpoint(model, x, use_reentrant=False)
-        else:
-            out = model(x)
-    record[f"{at}, out"] = out.detach().clone()
-    if step.training:
-        for place, moe in enumerate(model.layers):
-            auxiliary = auxiliary_losses(moe)
-            if isinstance(auxiliary, Tensor):
-                record[f"{at}, layer {place}, auxiliary loss"] = auxiliary.detach().clone()
-    if not backward:
-        return
-    if program.loss == "sum":
-        loss = out.sum()
-    else:
-        loss = (out * data.loss_weights(program, number, call, rank) + out * out / 4).sum()
-    loss = loss / program.hidden
-    if step.training and step.with_auxiliary:
-        loss = loss + auxiliary_losses(model)
-    if loss.requires_grad:
-        loss.backward()
-    if x.requires_grad:
-        record[f"{at}, x.grad"] = torch.zeros_like(x) if x.grad is None else x.grad
-
-
-def _learn(model: Stack, rate: float, average: bool) -> None:
-    """Dense gradients are summed over ranks by hand; an expert's is a sum already. Steps are small,
-    since rounding would grow with the numbers.
-    """
-    moe: Any
-    for moe in model.layers:
-        for name, parameter in moe.named_parameters():
-            grad = parameter.grad
-            if not parameter.requires_grad:
-                continue
-            grad = torch.zeros_like(parameter) if grad is None else grad
-            if not name.startswith("experts"):
-                total = functional.sum_over_ranks(moe.buffer, grad.flatten(), moe.num_experts)
-                grad = total.view(grad.shape) / (moe.buffer.group_size if average else 1)
-            parameter.data -= rate * grad.clamp(-1, 1)
-
-
-def _named(moe: MoE, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Experts by their global ids."""
-    named: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if name.startswith("experts"):
-            named |= {f"{name}[{e}]": tensor[local] for local, e in enumerate(moe.experts.ids)}
-        else:
-            named[name] = tensor
-    return named

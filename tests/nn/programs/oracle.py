@@ -1,194 +1,225 @@
-"""What a program must give, by plain loops: one process that has all experts, tokens one by one,
-and autograd for the gradients. In float64, whatever the program's dtype.
+"""What a program must give, by plain loops on one process, with autograd for the gradients and
+torch's own optimisers, clipping and averages of parameters. Experts have one tensor each there, and
+no rank of their own; each rank is told of those that live with it.
 
 Nothing here comes from tokenyard.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.nn.programs import data
-from tests.nn.programs.draw import DENSE, EXPERTS, Program, num_tokens
+from tests.nn.programs import data, optimisers
+from tests.nn.programs.oracle_layer import NearTie, State
+from tests.nn.programs.program import BY_HAND, Program, Step, num_tokens
+
+__all__ = ["NearTie", "Record", "expect"]
 
 Record = dict[str, Tensor]  # what there is to compare, by name
 
-# A choice closer than this may be another one after rounding.
-_MARGINS = {"float64": 1e-5, "float32": 1e-4, "bfloat16": 1e-5}
+SCALE, GROWTH_INTERVAL = 1024.0, 2  # of the GradScaler
+DECAY = 0.9  # of the average that a copy keeps
 
 
-class NearTie(Exception):
-    """Choices of the program depend on rounding."""
+class _Model:
+    """Layers, their optimisers, and the scale of their losses."""
 
+    def __init__(self, program: Program, number: int) -> None:
+        self.name = f"model {number}, " if number else ""
+        self.program = program
+        self.states = [State(program, place, number) for place in range(len(program.layers))]
+        self.optimisers = optimisers.make(
+            program.optimiser,
+            [one for state in self.states for one in state.dense[0].values()],
+            [one for state in self.states for part in state.experts for one in part.values()],
+            program.split,
+        )
+        self.restart()
 
-class _State:
-    """One layer. Every rank has dense parameters of its own, which stay equal."""
+    def restart(self) -> None:
+        """Nobody has saved the scale, or how often experts were chosen."""
+        self.scale, self._good = SCALE, 0
+        for state in self.states:
+            state.forget_load()
 
-    def __init__(self, program: Program, place: int) -> None:
-        self.layer = layer = program.layers[place]
-        self.margin = _MARGINS[program.dtype]
-        first = {name: one.double() for name, one in data.parameters(program, place).items()}
-        self.dense: list[dict[str, Tensor]] = []
-        for _ in range(program.num_ranks):
-            mine = {name: one.clone() for name, one in first.items() if name not in EXPERTS}
-            self.dense.append(mine)
-        self.experts = [
-            {name: first[name][e].clone() for name in EXPERTS} for e in range(layer.num_experts)
-        ]
-        for part, names in DENSE.items():
-            for mine in self.dense:
-                for name in names:
-                    if name in mine:
-                        mine[name].requires_grad_(part not in layer.frozen)
-        for expert in self.experts:
-            for one in expert.values():
-                one.requires_grad_("experts" not in layer.frozen)
-        self.bias = [0.0] * layer.num_experts
-        self.load = [[0] * layer.num_experts for _ in range(program.num_ranks)]
+    def sum_gradients(self) -> None:
+        for state in self.states:
+            state.sum_gradients(self.program.average)
 
-    def leaves(self) -> list[Tensor]:
-        return [one for part in (*self.dense, *self.experts) for one in part.values()]
-
-    def call(self, xs: list[Tensor], training: bool) -> tuple[list[Tensor], list[Tensor] | None]:
-        """The outputs [T, D] of each rank, and its auxiliary losses if there are any."""
-        options = self.layer.router
-        outs, shares = [], []
-        counts = [[0] * self.layer.num_experts for _ in xs]
-        for rank, x in enumerate(xs):
-            rows, share = [], torch.zeros(self.layer.num_experts, dtype=torch.float64)
-            for token in x:
-                out, scores, chosen = self._token(rank, token)
-                rows.append(out)
-                share = share + scores / scores.sum() / len(x)
-                for e in chosen:
-                    counts[rank][e] += 1
-            outs.append(torch.stack(rows) if rows else x * 1.0)
-            shares.append(share)
-        if not training:
-            return outs, None
-        if options["bias_rate"]:
-            for load, count in zip(self.load, counts):
-                for e, number in enumerate(count):
-                    load[e] += number
-        if not options["auxiliary_loss"]:
-            return outs, None
-        total = [sum(count[e] for count in counts) for e in range(self.layer.num_experts)]
-        losses = []
-        for share in shares:
-            loss = torch.zeros((), dtype=torch.float64)
-            for e, number in enumerate(total):
-                loss = loss + number / max(1, sum(total)) * share[e]
-            losses.append(options["auxiliary_loss"] * self.layer.num_experts * loss)
-        return outs, losses
-
-    def _token(self, rank: int, x: Tensor) -> tuple[Tensor, Tensor, list[int]]:
-        """(output [D], scores [E], the experts that it chose)"""
-        mine, options = self.dense[rank], self.layer.router
-        logits = mine["router.weight"] @ x
-        if options["score"] == "softmax":
-            powers = (logits - logits.max().detach()).exp()
-            scores = powers / powers.sum()
-        else:
-            scores = 1 / (1 + (-logits).exp())
-        chosen = self._choose([s + b for s, b in zip(scores.tolist(), self.bias)])
-        total = sum(scores[e] for e in chosen) if options["normalise"] else 1.0
-        out = torch.zeros_like(x)
-        for e in chosen:
-            weight = options["scale"] * scores[e] / total
-            expert = self.experts[e]
-            out = out + weight * _gated(x @ expert["experts.gate_up"]) @ expert["experts.down"]
-        if self.layer.shared:
-            inner = _gated(mine["shared.gate_up.weight"] @ x)
-            out = out + mine["shared.down.weight"] @ inner
-        return out, scores, chosen
-
-    def _choose(self, scores: list[float]) -> list[int]:
-        options = self.layer.router
-        size = self.layer.num_experts // options["num_groups"]
-        groups = []
-        for first in range(0, self.layer.num_experts, size):
-            best = sorted((scores[e] for e in range(first, first + size)), reverse=True)[:2]
-            groups.append((sum(best), first))
-        kept = self._best(groups, options["num_kept_groups"])
-        left = [(scores[e], e) for first in kept for e in range(first, first + size)]
-        return self._best(left, options["num_topk"])
-
-    def _best(self, scored: list[tuple[float, int]], number: int) -> list[int]:
-        scored = sorted(scored, reverse=True)
-        if number < len(scored) and scored[number - 1][0] - scored[number][0] < self.margin:
-            raise NearTie
-        return [one for _, one in scored[:number]]
-
-    def learn(self, rate: float, average: bool) -> None:
-        """A step of gradient descent with the sum over ranks, or their mean, between -1 and 1."""
-        number = len(self.dense) if average else 1
-        with torch.no_grad():
-            for name in self.dense[0]:
-                grads = [mine[name].grad for mine in self.dense]
-                total = sum(grad for grad in grads if grad is not None)
-                for mine in self.dense:
-                    mine[name] -= rate * torch.as_tensor(total / number).clamp(-1, 1)
-            for expert in self.experts:
-                for one in expert.values():
+    def learn(self, step: Step, overflow: str | None) -> dict[str, float]:
+        """A step with gradients that are summed already. Returns numbers to compare."""
+        program, told = self.program, dict[str, float]()
+        if program.optimiser == BY_HAND:
+            rate = step.learning_rate / program.hidden
+            with torch.no_grad():
+                for one in self._parameters():
                     if one.grad is not None:
-                        one -= rate * (one.grad / number).clamp(-1, 1)
+                        one -= rate * one.grad.clamp(-1, 1)
+            return told
+        if not self.optimisers:
+            return told
+        if program.clip is not None:
+            most, order = program.clip
+            norm = float(nn.utils.clip_grad_norm_(self._once(), most, order))
+            if overflow is not None:
+                norm = float("inf")
+                for one in self._once():
+                    one.grad = None if one.grad is None else torch.zeros_like(one)
+            told["norm"] = norm
+        optimisers.set_rate(self.optimisers, step.learning_rate)
+        own = {one for state in self.states for part in state.experts for one in part.values()}
+        for optimiser in self.optimisers:
+            parts = {
+                "experts" if one in own else "dense"
+                for group in optimiser.param_groups
+                for one in group["params"]
+            }
+            if overflow not in parts:
+                optimiser.step()
+        for state in self.states:
+            state.dense_equal()
+        if program.scaler:
+            self._good = 0 if overflow else self._good + 1
+            if overflow:
+                self.scale /= 2
+            elif self._good == GROWTH_INTERVAL:
+                self.scale, self._good = self.scale * 2, 0
+            told["scale"] = self.scale
+        return told
 
-    def move_bias(self) -> None:
-        rate = self.layer.router["bias_rate"]
-        total = [sum(load[e] for load in self.load) for e in range(self.layer.num_experts)]
-        for e, number in enumerate(total):
-            above = number * len(total) - sum(total)  # as many times the mean as there are experts
-            self.bias[e] += rate * ((above < 0) - (above > 0))
-        self.load = [[0] * len(total) for _ in self.load]
+    def _parameters(self) -> list[Tensor]:
+        return [one for state in self.states for one in state.leaves()]
+
+    def _once(self) -> list[Tensor]:
+        """Without what other ranks have too."""
+        found: list[Tensor] = []
+        for state in self.states:
+            for part in (state.dense[0], *state.experts):
+                found += part.values()
+        return found
+
+    def forget_gradients(self) -> None:
+        for leaf in self._parameters():
+            leaf.grad = None
+
+
+class _Average:
+    """A copy of the first model that follows it, as torch.optim.swa_utils.AveragedModel does."""
+
+    def __init__(self, model: _Model) -> None:
+        self.model, self.states = model, copy.deepcopy(model.states)
+        self._updates = 0
+
+    def update(self) -> None:
+        keep = DECAY if self._updates else 0.0
+        self._updates += 1
+        with torch.no_grad():
+            for mine, theirs in zip(self.states, self.model.states):
+                for old, new in zip(mine.leaves(), theirs.leaves()):
+                    old.copy_(keep * old + (1 - keep) * new)
+                mine.bias = list(theirs.bias)
 
 
 def expect(program: Program) -> list[Record]:
     """Of each rank."""
-    states = [_State(program, place) for place in range(len(program.layers))]
-    records: list[Record] = [{} for _ in range(program.num_ranks)]
+    models = [_Model(program, number) for number in range(program.num_models)]
+    average = _Average(models[0]) if program.ema else None
+    held = [model.states for model in models] + ([average.states] if average else [])
+    records: list[Record] = [{} for _ in range(program.num_processes)]
     for number, step in enumerate(program.steps):
-        for state in states:
-            for leaf in state.leaves():
-                leaf.grad = None
-        for call in range(len(step.shapes)):
-            _call(program, states, number, call, records)
-        if step.mode == "backward":
-            for place, state in enumerate(states):
-                _note_parameters(program, state, f"step {number}, layer {place}", "grad", records)
-        if step.learning_rate:
-            for state in states:
-                state.learn(step.learning_rate / program.hidden, program.average)
-        for place, state in enumerate(states):
-            if not state.layer.router["bias_rate"]:
-                continue
-            for rank, record in enumerate(records):
-                record[f"step {number}, layer {place}, load"] = torch.tensor(state.load[rank])
-            if step.update_biases:
-                state.move_bias()
-            for record in records:
-                record[f"step {number}, layer {place}, bias"] = torch.tensor(state.bias)
-    for place, state in enumerate(states):
-        _note_parameters(program, state, f"layer {place}", "at the end", records)
+        if program.restart is not None and number == program.restart.step:
+            for states in held:
+                for state, slots in zip(states, program.restart.slots):
+                    state.move(slots)
+            for model in models:
+                model.restart()
+        if step.move is not None and not step.move.refused:
+            for states in held:
+                for place, state in enumerate(states):
+                    state.move(step.move.slots[place if program.own_buffers else 0])
+        model = models[step.model]
+        _step(program, model, number, records)
+        if average is not None:
+            if step.model == 0 and step.learning_rate:
+                average.update()
+            with torch.no_grad():
+                xs = _inputs(program, number, 0)
+                for rank, out in enumerate(_outputs(program, average.states, xs)):
+                    records[rank][f"step {number}, EMA, out"] = out
+    last = records[: program.steps[-1].num_ranks]
+    for model in models:
+        for place, state in enumerate(model.states):
+            _note_parameters(state, f"{model.name}layer {place}", "at the end", last)
+    for place, state in enumerate(average.states if average else []):
+        _note_parameters(state, f"EMA, layer {place}", "at the end", last)
     return records
 
 
+def _step(program: Program, model: _Model, number: int, records: list[Record]) -> None:
+    step = program.steps[number]
+    here = records[: step.num_ranks]
+    model.forget_gradients()
+    for call in range(len(step.shapes)):
+        _call(program, model.states, number, call, here)
+    overflow = None
+    if step.mode == "backward":
+        overflow = program.overflows(step, model.states[0].slots)
+        if program.synced:
+            model.sum_gradients()
+        if overflow is None:
+            for place, state in enumerate(model.states):
+                at = f"step {number}, layer {place}"
+                _note_parameters(state, at, "grad", here, program.average and not program.synced)
+        if not program.synced:
+            model.sum_gradients()
+    if step.learning_rate:
+        for name, value in model.learn(step, overflow).items():
+            for record in here:
+                record[f"step {number}, {name}"] = torch.tensor(value)
+    for place, state in enumerate(model.states):
+        if not state.layer.router["bias_rate"]:
+            continue
+        for rank, record in enumerate(here):
+            record[f"step {number}, layer {place}, load"] = torch.tensor(state.load[rank])
+        if step.update_biases:
+            state.move_bias()
+        for record in here:
+            record[f"step {number}, layer {place}, bias"] = torch.tensor(state.bias)
+
+
+def _inputs(program: Program, number: int, call: int) -> list[Tensor]:
+    return [
+        data.tokens(program, number, call, rank).double()
+        for rank in range(program.steps[number].num_ranks)
+    ]
+
+
+def _outputs(program: Program, states: list[State], inputs: list[Tensor]) -> list[Tensor]:
+    """Without training."""
+    xs = [x.reshape(num_tokens(x.shape[:-1]), program.hidden) for x in inputs]
+    for place in program.calls:
+        outs, _ = states[place].call(xs, training=False)
+        xs = [x + out for x, out in zip(xs, outs)] if program.residual else outs
+    return [x.reshape(given.shape) for x, given in zip(xs, inputs)]
+
+
 def _call(
-    program: Program, states: list[_State], number: int, call: int, records: list[Record]
+    program: Program, states: list[State], number: int, call: int, records: list[Record]
 ) -> None:
     """One micro-batch of a step, with its backward pass."""
     step, at = program.steps[number], f"step {number}, call {call}"
-    inputs, xs = [], []
-    for rank in range(program.num_ranks):
-        x = data.tokens(program, number, call, rank).double()
-        inputs.append(x.requires_grad_(program.x_requires_grad[rank]))
+    inputs, xs = _inputs(program, number, call), []
+    for rank, x in enumerate(inputs):
+        x.requires_grad_(program.x_requires_grad[rank])
         rows = num_tokens(step.shapes[call][rank])
         xs.append(x.reshape(rows, program.hidden))
-    losses: list[Any] = [0.0] * program.num_ranks
-    for place, state in enumerate(states):
-        outs, auxiliary = state.call(xs, step.training)
+    losses: list[Any] = [0.0] * len(records)
+    for place in program.calls:
+        outs, auxiliary = states[place].call(xs, step.training)
         xs = [x + out for x, out in zip(xs, outs)] if program.residual else outs
         for rank, one in enumerate(auxiliary or []):
             records[rank][f"{at}, layer {place}, auxiliary loss"] = one.detach()
@@ -215,25 +246,29 @@ def _call(
 
 
 def _note_parameters(
-    program: Program, state: _State, at: str, what: str, records: list[Record]
+    state: State, at: str, what: str, records: list[Record], average: bool = False
 ) -> None:
-    """Each expert's with the rank that it lives on."""
-    layer = state.layer
+    """Each expert's, and each copy's, with the rank that it lives on."""
     for rank, record in enumerate(records):
         owned: dict[str, Tensor] = dict(state.dense[rank])
-        for e, expert in enumerate(state.experts):
-            if layer.rank_of_expert[e] == rank:
-                owned |= {f"{name}[{e}]": one for name, one in expert.items()}
+        for name, e in named_slots(state.slots[rank]):
+            owned |= {f"{part}{name}": one for part, one in state.experts[e].items()}
         for name, one in owned.items():
             if what != "grad":
                 record[f"{at}, {name} {what}"] = one.detach().clone()
             elif one.requires_grad:
                 grad = torch.zeros_like(one) if one.grad is None else one.grad.clone()
-                if program.average and name.startswith("experts"):
-                    grad /= program.num_ranks
+                if average and name.startswith("experts"):
+                    grad /= len(records)
                 record[f"{at}, {name}.grad"] = grad
 
 
-def _gated(both: Tensor) -> Tensor:
-    gate, up = both[: len(both) // 2], both[len(both) // 2 :]
-    return gate / (1 + (-gate).exp()) * up
+def named_slots(experts: tuple[int, ...] | list[int]) -> list[tuple[str, int]]:
+    """A name for each place of a rank's stack, and its expert.
+
+    >>> named_slots([3, 0, 3])
+    [('[3]', 3), ('[0]', 0), ('[3] again', 3)]
+    """
+    return [
+        (f"[{e}]" + " again" * list(experts[:local]).count(e), e) for local, e in enumerate(experts)
+    ]

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from tokenyard.buffer import Buffer
 from tokenyard.integrations.transformers.everyone import Everyone, Replicated, Summed
 from tokenyard.nn import functional
 from tokenyard.nn.plain import require_plain
@@ -21,6 +20,7 @@ from tokenyard.replicas import Replicas
 from tokenyard.validate import require
 
 NAME = "tokenyard"  # in transformers' registry of expert functions
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # that it computes with
 Experts = Any  # a module of transformers that holds stacked experts
 Run = Callable[[Experts, Tensor, Tensor, Tensor], Tensor]
 Through = Callable[[Experts, Tensor, Tensor], Tensor]
@@ -30,19 +30,7 @@ Through = Callable[[Experts, Tensor, Tensor], Tensor]
 class Plan(Share):
     """How one experts module takes part."""
 
-    replicas: Replicas  # where the experts are
     everyone: Everyone | None = None  # where all ranks have the same tokens
-
-    @classmethod
-    def make(cls, buffer: Buffer, replicas: Replicas, everyone: Everyone | None = None) -> Plan:
-        return cls(
-            buffer=buffer,
-            replicas=replicas,
-            everyone=everyone,
-            ids=list(replicas.experts_of_rank[buffer.rank]),
-            num_experts=replicas.num_experts,
-            num_losses=buffer.group_size if everyone is None else 1,
-        )
 
     @cached_property
     def local_of_expert(self) -> Tensor:
@@ -60,7 +48,6 @@ class Plan(Share):
     def follow(self, module: Experts, replicas: Replicas) -> None:
         """The module's experts have moved, and live there now."""
         super().follow(module, replicas)
-        self.replicas = replicas
         module.num_experts = len(self.ids)
 
 
@@ -80,7 +67,9 @@ def run_by_expert(
     plan = _plan_of(module)
     if plan.everyone is None:
         x, weights = x.contiguous(), topk_weights.float()
-        rows = functional.dispatch_by_expert(plan.buffer, x, topk_idx, weights, plan.num_experts)
+        rows = functional.dispatch_by_expert(
+            plan.buffer, x, topk_idx, weights, plan.num_experts, place=plan.place
+        )
         y = through(module, rows.x, rows.offsets).to(x.dtype)
         return functional.combine_by_expert(plan.buffer, y, rows, len(x))
 
@@ -101,7 +90,9 @@ def run_spread(
     plan = _plan_of(module)
     x, weights = x.contiguous(), topk_weights.float()
     if plan.everyone is None:
-        rows = functional.dispatch(plan.buffer, x, topk_idx, weights, plan.num_experts)
+        rows = functional.dispatch(
+            plan.buffer, x, topk_idx, weights, plan.num_experts, place=plan.place
+        )
         y = run(module, *rows[:3])
         return functional.combine(plan.buffer, y, rows.ticket, len(x))
     require_plain("the experts' exchange", x=x, topk_idx=topk_idx, topk_weights=weights)

@@ -21,12 +21,12 @@ from transformers.distributed.expert_parallel import EPImplementation, EPImpleme
 
 from tokenyard.buffer import Buffer
 from tokenyard.integrations.transformers.everyone import everyone_of, join_slices, slice_of_rank
-from tokenyard.integrations.transformers.experts import NAME, Experts, through_experts
+from tokenyard.integrations.transformers.experts import FLOATS, NAME, Experts, through_experts
 from tokenyard.nn import functional
+from tokenyard.replicas import Replicas
 
 # Ways to compute the same products, for which ours stand in; others may have weights of their own.
 _PRODUCTS = (None, "eager", "grouped_mm", "batched_mm")
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # By the id of a mesh, while that lives. Only layers hold a Buffer: caches of torch hold meshes.
 _buffers: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
@@ -40,6 +40,7 @@ class TokenyardEP(EPImplementation):
         self.experts = experts
         self.num_experts = self.num_local_experts * ep_mesh.size()
         self.buffer = _buffer_of(ep_mesh)
+        self.place = Replicas.even(self.num_experts, ep_mesh.size()).mark  # as transformers shards
         self.same_batch = None
         if tp_mesh.size() > 1:
             buffer = self.buffer if self.shares_batch else _buffer_of(tp_mesh)
@@ -52,7 +53,9 @@ class TokenyardEP(EPImplementation):
             x, topk_idx, weights = (
                 slice_of_rank(self.same_batch, one) for one in (x, topk_idx, weights)
             )
-        rows = functional.dispatch_by_expert(self.buffer, x, topk_idx, weights, self.num_experts)
+        rows = functional.dispatch_by_expert(
+            self.buffer, x, topk_idx, weights, self.num_experts, place=self.place
+        )
         y = self._through_experts(rows.x, rows.offsets).to(x.dtype)
         sums = functional.combine_by_expert(self.buffer, y, rows, len(x))
         if self.same_batch is None:
@@ -77,7 +80,7 @@ def _is_plain(experts: Experts) -> bool:
     if not hasattr(experts, "has_gate"):
         return False
     weights = experts.gate_up_proj if experts.has_gate else experts.up_proj
-    return experts.config._experts_implementation in _PRODUCTS and weights.dtype in _FLOATS
+    return experts.config._experts_implementation in _PRODUCTS and weights.dtype in FLOATS
 
 
 def _buffer_of(mesh: Any) -> Buffer:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tokenyard.comm.together import together
 from tokenyard.integrations.transformers.adapters import unstack
 from tokenyard.integrations.transformers.lora import (
     adapter_weights,
@@ -17,6 +21,11 @@ from tokenyard.integrations.transformers.lora import (
     is_peft_model,
 )
 from tokenyard.nn.share import shares
+from tokenyard.runtime.whole_file import whole_folder
+
+# Of a whole model or adapter, or of a part of one, and the list of such parts. transformers would
+# load a model.safetensors of before.
+_WEIGHTS = re.compile(r"(\w+?)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 
 
 class Whole(dict[str, Any]):
@@ -26,13 +35,21 @@ class Whole(dict[str, Any]):
 def save_pretrained(model: Any, path: Any, **kwargs: Any) -> None:
     """`model.save_pretrained(path, **kwargs)` with the experts of all ranks, written by rank 0.
 
-    Every rank calls it. Rank 0 of the group holds the whole model while it writes, and the others
-    may go on before it is done. Of a PeftModel the adapter is written, as PEFT does it.
+    Every rank calls it, and returns when the folder is whole; if rank 0 cannot write it, all raise.
+    A new folder appears whole. In one that is there, files are replaced when all are written, and
+    weights of before are removed. Rank 0 of the group holds the whole model while it writes. Of a
+    PeftModel the adapter is written, as PEFT does it.
     """
-    state = gather_state(model)
-    if state is not None:
-        kind: Any = type(model)
-        kind.save_pretrained(model, path, state_dict=state, **kwargs)
+    state, path = gather_state(model), Path(path)
+    with together(model.tokenyard_buffer.group, "save_pretrained"):
+        if state is None:
+            return
+        if kwargs.get("push_to_hub"):
+            kwargs.setdefault("repo_id", path.name)
+        with whole_folder(path, _WEIGHTS) as written:
+            if (path / "README.md").exists():
+                shutil.copy(path / "README.md", written)  # PEFT adds to it
+            type(model).save_pretrained(model, written, state_dict=state, **kwargs)
 
 
 def gather_state(model: Any) -> Whole | None:

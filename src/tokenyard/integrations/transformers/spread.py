@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from tokenyard import validate
 from tokenyard.buffer import Buffer
+from tokenyard.errors import PeerLeft, PeerTimeout
 from tokenyard.integrations.transformers import adapters, lora
 from tokenyard.integrations.transformers.everyone import Everyone
-from tokenyard.integrations.transformers.experts import NAME, Experts, Plan
+from tokenyard.integrations.transformers.experts import FLOATS, NAME, Experts, Plan
 from tokenyard.integrations.transformers.saving import refuse_to_save_a_part
 from tokenyard.nn.clipping import watch_gradients
 from tokenyard.nn.parallel import hide_from_ddp
 from tokenyard.replicas import Replicas, as_replicas
-from tokenyard.topology import Placement
 
 Tokens = Literal["own", "same"]
 Model = TypeVar("Model", bound=nn.Module)
@@ -72,17 +72,19 @@ def spread_experts(
         refuse_to_save_a_part(one)
         one.tokenyard_buffer = buffer
     if tokens == "own" and buffer.group_size > 1:
-        model.register_forward_hook(_tell_of_no_tokens, with_kwargs=True, always_call=True)
+        inner: Any = lora.with_base_model(model)[-1]  # whose forward `generate` calls
+        inner.register_forward_hook(_explain, with_kwargs=True, always_call=True)
     return model
 
 
-def _tell_of_no_tokens(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-) -> None:
-    """transformers' attention fails on a batch without tokens. Tell the other ranks then, which
-    wait for this one in their first experts.
+def _explain(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Say what helps when a rank makes no more forward passes. transformers' attention fails on a
+    batch without tokens: tell the other ranks, which wait for this one in their first experts.
     """
     error = sys.exc_info()[1]
+    if isinstance(error, (PeerLeft, PeerTimeout)):
+        hint = "All ranks must make as many forward passes: generate(synced_gpus=True) does so"
+        error.args = (f"{error}. {hint}",)
     given = [*args, *kwargs.values()]
     if error is None or not any(isinstance(one, Tensor) and not one.numel() for one in given):
         return
@@ -133,6 +135,16 @@ def find_experts(model: nn.Module) -> dict[str, Experts]:
     for name, module in found.items():
         if module._is_expert_parallel:
             raise ValueError(f"{name} is expert parallel already, want a model that is not")
+        kinds = {key: one.dtype for key, one in module.named_parameters()}
+        if not kinds:
+            raise ValueError(f"{name} has no parameters, want a model that nothing has sharded yet")
+        for key, dtype in kinds.items():
+            if dtype not in FLOATS:
+                raise ValueError(
+                    f"{name}.{key} is {dtype}, want float32, bfloat16, float16 or float64: the "
+                    "experts as they were before they were quantised, by dequantize=True of a "
+                    "quantization_config that has it"
+                )
     return found
 
 
@@ -168,8 +180,7 @@ class _Spread:
             shape = list(parameter.shape)
             if shape[:1] != [num_experts]:
                 raise ValueError(f"{name}.{key} is {shape}, want {num_experts} experts first")
-        even = Placement.even(num_experts, num_ranks)
-        placement = self.placement or as_replicas(even)
+        placement = self.placement or Replicas.even(num_experts, num_ranks)
         if placement.num_experts != num_experts:
             given = placement.num_experts
             raise ValueError(f"placement has {given} experts, want {num_experts}, {name}'s")
@@ -179,7 +190,10 @@ class _Spread:
                 f"rank {idle[0]} has none of the {num_experts} experts of {name}, "
                 f"want at least one on each of {num_ranks} ranks"
             )
-        return Plan.make(self.buffer, placement, self.everyone)
+        num_losses = num_ranks if self.everyone is None else 1
+        return Plan(
+            buffer=self.buffer, replicas=placement, num_losses=num_losses, everyone=self.everyone
+        )
 
 
 def _attach(module: Experts, plan: Plan) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tokenyard.comm.together import together
 from tokenyard.integrations.accelerate import prepare_accelerator
 from tokenyard.integrations.transformers.saving import gather_state, refuse_to_save_a_part
 from tokenyard.validate import require
@@ -33,8 +34,9 @@ def prepare_trainer(trainer: Any) -> None:
 
     def save_model(output_dir: str | None = None, _internal_call: bool = False) -> None:
         state = gather_state(model)
-        if state is not None:
-            trainer._save(output_dir, state_dict=state)
+        with together(model.tokenyard_buffer.group, "save_model"):
+            if state is not None:
+                trainer._save(output_dir, state_dict=state)
         if args.push_to_hub and not _internal_call:
             trainer.push_to_hub(commit_message="Model save", revision=args.hub_revision)
 

@@ -21,12 +21,15 @@ def dispatch_by_expert(
     buffer: int,
     num_experts: int,
     expert_alignment: int,
+    place: int | None,
     graph: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The rows by expert, their offsets, row_of, the weights that arrived, and the ticket. graph: a
     backward pass may come.
     """
     known = tickets.buffer_of(buffer)
+    if place is not None:
+        known.require_placement(num_experts, place)
     with same_on_all_ranks("x or topk_weights of dispatch_by_expert", graph):
         got = known.dispatch_by_expert(
             x,
@@ -45,15 +48,8 @@ def dispatch_by_expert(
 
 
 @dispatch_by_expert.register_fake
-def _(
-    x: Tensor,
-    topk_idx: Tensor,
-    topk_weights: Tensor,
-    buffer: int,
-    num_experts: int,
-    expert_alignment: int,
-    graph: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *numbers: Any) -> tuple[Tensor, ...]:
+    buffer, num_experts, *_ = numbers
     sizes = torch.library.get_ctx()
     num_rows, num_tokens = sizes.new_dynamic_size(), sizes.new_dynamic_size()
     num_local = len(tickets.buffer_of(buffer).get_local_experts(num_experts))
@@ -86,15 +82,8 @@ def combine_by_expert(
 
 
 @combine_by_expert.register_fake
-def _(
-    y: Tensor,
-    row_of: Tensor,
-    topk_weights: Tensor,
-    ticket: Tensor,
-    buffer: int,
-    num_tokens: int,
-    graph: bool,
-) -> Tensor:
+def _(y: Tensor, *more: Any) -> Tensor:
+    *_, num_tokens, _ = more
     return y.new_empty(num_tokens, y.shape[1])
 
 
@@ -112,7 +101,7 @@ def _dispatch_backward(ctx: Any, grad_x: Tensor, *others: Tensor) -> Any:
     where = ticket, ctx.buffer, ctx.num_tokens
     rows = unpermute(grad_x, row_of, None)
     x, weights = combine_both(rows, grad_weights, *where, need_x, need_weights)
-    return x if need_x else None, None, weights if need_weights else None, *[None] * 4
+    return x if need_x else None, None, weights if need_weights else None, *[None] * 5
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

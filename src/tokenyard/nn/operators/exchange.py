@@ -23,10 +23,13 @@ def dispatch(
     buffer: int,
     num_experts: int,
     num_worst_tokens: int,
+    place: int | None,
     graph: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """recv_x, recv_topk_idx, recv_topk_weights and the ticket. graph: a backward pass may come."""
     known = tickets.buffer_of(buffer)
+    if place is not None:
+        known.require_placement(num_experts, place)
     with same_on_all_ranks("x or topk_weights of dispatch", graph):
         got = known.dispatch(
             x,
@@ -44,15 +47,8 @@ def dispatch(
 
 
 @dispatch.register_fake
-def _(
-    x: Tensor,
-    topk_idx: Tensor,
-    topk_weights: Tensor,
-    buffer: int,
-    num_experts: int,
-    num_worst_tokens: int,
-    graph: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *numbers: Any) -> tuple[Tensor, ...]:
+    _, _, num_worst_tokens, *_ = numbers
     num_rows = num_worst_tokens or torch.library.get_ctx().new_dynamic_size()
     return (
         x.new_empty(num_rows, x.shape[1]),
@@ -96,14 +92,10 @@ def same_on_all_ranks(what: str, graph: bool) -> Iterator[None]:
     except CallMismatch as error:
         if error.what != "tag":
             raise
-        here = (
-            "requires grad on this rank and not on another"
-            if graph
-            else ("requires grad on another rank and not on this one")
-        )
+        here = "this rank and not on another" if graph else "another rank and not on this one"
         raise CallMismatch(
-            f"{what} {here}, so that a backward pass would wait for ranks that make none: want "
-            f"parameters that are trained on all ranks or on none ({error})",
+            f"{what} requires grad on {here}, so that a backward pass would wait for ranks that "
+            f"make none: want parameters that are trained on all ranks or on none ({error})",
             what="requires_grad",
         ) from error
 
@@ -155,15 +147,8 @@ def _combine_both(
 
 
 @combine_both.register_fake
-def _(
-    y: Tensor,
-    weights: Tensor,
-    ticket: Tensor,
-    buffer: int,
-    num_tokens: int,
-    need_y: bool,
-    need_weights: bool,
-) -> tuple[Tensor, Tensor]:
+def _(y: Tensor, weights: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
+    _, _, num_tokens, need_y, need_weights = more
     return (
         y.new_empty(num_tokens if need_y else 0, y.shape[1]),
         weights.new_empty(num_tokens if need_weights else 0, weights.shape[1]),
@@ -204,7 +189,7 @@ def _dispatch_backward(ctx: Any, grad_x: Tensor, _: Any, grad_weights: Tensor, _
     # If an expert lives elsewhere, the weight arrived as a constant 0, so it gets no gradient.
     grad_weights = grad_weights.masked_fill(topk_idx < 0, 0.0)
     x, weights = combine_both(grad_x, grad_weights, *where, need_x, need_weights)
-    return x if need_x else None, None, weights if need_weights else None, None, None, None, None
+    return x if need_x else None, None, weights if need_weights else None, *[None] * 5
 
 
 def _save_way(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
