@@ -8,11 +8,10 @@ apart. The functions here count the experts of all ranks.
 from __future__ import annotations
 
 import math
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,16 +19,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from tokenyard.buffer import Buffer
+from tokenyard.nn import watching
 from tokenyard.nn.functional import gather_over_ranks
 from tokenyard.nn.share import (
-    experts_among,
     is_dtensor,
     is_fsdp1,
-    living,
     named_expert_parameters,
     named_own_parameters,
     refuse_adapters_of_copies,
@@ -131,91 +127,16 @@ def accept_gradients(module: nn.Module) -> None:
     torch.nn.utils.clip_grad_value_ does.
     """
     for _, parameter in named_expert_parameters(module):
-        _note_version(parameter)
+        watching.note_version(parameter)
 
 
 @contextmanager
 def own_change(module: nn.Module) -> Iterator[None]:
     """This library changes gradients here: those that nobody else has changed are as good after."""
-    good = [one for _, one in named_expert_parameters(module) if not _is_changed(one)]
+    good = [one for _, one in named_expert_parameters(module) if not watching.is_changed(one)]
     yield
     for parameter in good:
-        _note_version(parameter)
-
-
-def watch_gradients(module: nn.Module) -> None:
-    """From now on refuse to step with gradients of experts that were changed after the backward
-    pass, as torch.nn.utils.clip_grad_norm_ changes them, or under torch.amp.GradScaler.
-    """
-    if all(share.buffer.group_size == 1 for _, _, share in shares(module)):
-        return
-    for _, parameter in named_expert_parameters(module):
-        if parameter not in _versions and parameter.requires_grad:
-            _versions[parameter] = -1
-            parameter.register_post_accumulate_grad_hook(_note_version)
-    if not _watching:
-        _watching.append(register_optimizer_step_pre_hook(_check_step))
-
-
-# By parameter: the version of its gradient after the last backward pass, or after our own clipping.
-# torch counts the changes of a tensor's values in it.
-_versions = WeakTensorKeyDictionary()
-_watching: list[Any] = []
-
-
-def _note_version(parameter: Tensor) -> None:
-    if parameter in _versions and parameter.grad is not None:
-        _versions[parameter] = parameter.grad._version
-
-
-def _is_changed(parameter: Tensor) -> bool:
-    """By somebody else, since the backward pass; to zeros is no change."""
-    noted, grad = _versions.get(parameter, -1), parameter.grad
-    return grad is not None and noted not in (-1, grad._version) and bool(grad.any())
-
-
-def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """torch calls it before every step of every optimiser."""
-    if torch.compiler.is_compiling():
-        return
-    given = [one for group in optimizer.param_groups for one in group["params"]]
-    if any(map(_is_changed, given)):
-        raise RuntimeError(
-            "gradients of experts were changed since the backward pass. If "
-            "torch.nn.utils.clip_grad_norm_ did that, it left out the experts of other ranks: want "
-            "tokenyard.nn.clip_grad_norm_(model, max_norm). If it was meant, and the same on all "
-            "ranks: want tokenyard.nn.accept_gradients(model)"
-        )
-    if any(one in _versions for one in given):
-        _refuse_scaler(sys._getframe())
-    known = vars(optimizer)
-    if "torch.distributed.optim" not in sys.modules or known.get("_tokenyard") == len(given):
-        return
-    # ZeroRedundancyOptimizer has a process group. PostLocalSGDOptimizer, which torch does not hook,
-    # has one in its averager.
-    around = [vars(one) for one in living(Optimizer) if vars(one).get("optim") is optimizer]
-    averagers = [one["averager"] for one in around if "averager" in one]
-    for one in (optimizer, *averagers):
-        for found in experts_among(given, vars(one).get("process_group")):
-            raise RuntimeError(
-                f"{type(one).__name__} would make {found} the same on all ranks: want it for other "
-                "parameters, and another optimiser for expert_parameters(model)"
-            )
-    known["_tokenyard"] = len(given)
-
-
-def _refuse_scaler(frame: FrameType | None) -> None:
-    """Raise if a GradScaler that asks no other rank makes this step: it leaves no trace in the
-    versions of gradients, but is among the callers. Subclasses may ask, as torch's of FSDP1 does.
-    """
-    while frame := frame and frame.f_back:
-        if frame.f_globals.get("__name__") == torch.amp.grad_scaler.__name__:
-            scaler, plain = frame.f_locals["self"], torch.amp.GradScaler._unscale_grads_
-            require(
-                not scaler.is_enabled() or type(scaler)._unscale_grads_ is not plain,
-                "torch.amp.GradScaler lets a rank whose experts overflow skip its step alone: want "
-                "tokenyard.nn.GradScaler(model)",
-            )
+        watching.note_version(parameter)
 
 
 def _local(grad: Tensor) -> Tensor:

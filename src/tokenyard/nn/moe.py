@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from tokenyard.buffer import Buffer
 from tokenyard.nn import functional
-from tokenyard.nn.clipping import watch_gradients
 from tokenyard.nn.router import Router, RouterConfig, auxiliary_loss, count
-from tokenyard.nn.share import Share
+from tokenyard.nn.share import Share, watch_gradients
 
 
 class Experts(nn.Module):

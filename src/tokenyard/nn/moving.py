@@ -6,7 +6,6 @@ that will have them, in pieces of at most 32 MiB.
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from tokenyard.validate import require
 
 PIECE = 32 << 20  # bytes that a rank sends, or gets, at once
 _ROW = 16 << 10  # bytes of a row, at most
+_LIES = "tokenyard_replicas"  # a parameter's attribute: where its experts lie, once they have moved
 
 
 @torch.inference_mode(False)  # what is made in that mode cannot be trained
@@ -118,6 +118,7 @@ class _Stack:
         other = torch.float32 if moved.dtype == torch.float64 else torch.float64
         parameter.data = torch.empty(0, dtype=other, device=moved.device)
         parameter.data = moved
+        setattr(parameter, _LIES, self.moves.after)
 
     def told(self) -> tuple[object, ...]:
         """What must be the same on all ranks."""
@@ -133,7 +134,8 @@ def _check(
     optimizers: tuple[Optimizer, ...],
 ) -> list[_Stack]:
     """What will move. Raises ValueError if something cannot. An expert is taken from where its
-    layer knows it to be: the Buffer may have been rebalanced with another module.
+    layer knows it to be: the Buffer may have been rebalanced with another module. A parameter that
+    moved with another layer knows better.
     """
     refuse_adapters(module)
     buffer = held[0][1].buffer
@@ -146,35 +148,27 @@ def _check(
     stacks: dict[nn.Parameter, list[_Stack]] = {}
     for part, share in held:
         share.check_move()
-        moves = share.replicas.moves(after, nodes)
         for parameter in own_parameters(part):
             name = names.get(parameter, type(part).__name__)
+            lies = getattr(parameter, _LIES, share.replicas)
             if parameter in stacks:  # layers may share one
                 require(
-                    stacks[parameter][0].moves.before == share.replicas,
+                    stacks[parameter][0].moves.before == lies,
                     f"{name} belongs to layers of which one was rebalanced without the other, want "
                     "them together, always",
                 )
                 continue
+            moves = lies.moves(after, nodes)
             if is_dtensor(parameter):
                 raise ValueError(was_sharded(name))
             require(
-                len(parameter) == len(share.ids),
-                f"{name} has {len(parameter)} experts, want {len(share.ids)}, those of this rank",
+                len(parameter) == len(here := lies.experts_of_rank[buffer.rank]),
+                f"{name} has {len(parameter)} experts, want {len(here)}, those of this rank",
             )
             mine = stacks[parameter] = [_Stack(parameter, moves, name)]
             for optimizer in optimizers:
                 keys, common = states_by_expert(optimizer, parameter, name)
                 mine += [_Stack(parameter, moves, key, optimizer, common) for key in keys]
-    # Not gc.get_objects: it holds tuples that other threads are making, which then raise.
-    inside = [vars(part) for part, _ in held]
-    known = [one for one in gc.get_referrers(Share) if type(one) is Share]
-    for one in gc.get_referrers(*known):
-        outside = vars(one) if isinstance(one, nn.Module) else one
-        if isinstance(outside, dict) and not any(outside is mine for mine in inside):
-            parameters = outside.get("_parameters", {}).values()
-            shared = [names[one] for one in parameters if one in stacks]
-            require(not shared, f"{shared} belong to a layer outside too, want both together")
     return [one for some in stacks.values() for one in some]
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tokenyard.nn.clipping import watch_gradients
 from tokenyard.nn.moe import MoE
 from tokenyard.nn.router import Router
 from tokenyard.nn.share import (
@@ -20,6 +19,7 @@ from tokenyard.nn.share import (
     refuse_adapters_of_copies,
     shares,
     was_sharded,
+    watch_gradients,
 )
 
 _COMPILED = "_orig_mod."  # before the names of a module that torch.compile has wrapped

@@ -37,18 +37,13 @@ class GradScaler(torch.amp.GradScaler):
         DTensors, as those of FSDP2, by themselves only.
         """
         given = [one for group in optimizer.param_groups for one in group["params"]]
-        found: dict[torch.device, Tensor] = {torch.device("cpu"): torch.zeros(1, device="cpu")}
-        most = found[torch.device("cpu")]
+        most = torch.zeros(1, device="cpu")
         for sharded in (False, True):
             some = [one for one in given if is_dtensor(one.grad) == sharded]
             alike: Any = SimpleNamespace(param_groups=[{"params": some}])
             with own_change(self._module):
-                there = super()._unscale_grads_(alike, *more)
-            for device, one in there.items():
-                found[device] = one
-                most = torch.maximum(most, one.to("cpu"))
+                found = super()._unscale_grads_(alike, *more)
+            most = torch.stack([most, *(one.to("cpu") for one in found.values())]).amax(0)
         for buffer in self._buffers:
             most = gather_over_ranks(buffer, most).amax(0)
-        for one in found.values():
-            one.copy_(most[0])
-        return found
+        return {most.device: most}

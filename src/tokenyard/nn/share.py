@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard
 from weakref import WeakKeyDictionary
@@ -21,7 +22,9 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from tokenyard.buffer import Buffer
+from tokenyard.nn.watching import of_process, watch
 from tokenyard.replicas import Replicas
+from tokenyard.validate import require
 
 try:  # torch's own record of what fully_shard has wrapped; without it nothing is checked
     from torch.distributed._composable_state import _module_state_mapping
@@ -52,13 +55,13 @@ class Share:
     replicas: Replicas  # where the experts of all ranks lie, wherever the Buffer sends rows by now
     num_losses: int  # whose gradients add up in an expert: those of all ranks, or one
     averages: bool = False  # whether gradients are divided by that number
-    looked: tuple[Any, bool] = None, False  # the newest under fully_shard, and `sums`, when looked
+    looked: object = None  # what was around when no wrapper was wrong
     place: int = field(init=False)  # the mark of `replicas`, for torch.compile to look at
 
     def __post_init__(self) -> None:
         self.place = self.replicas.mark
-        if not _watching:
-            _watching.append(register_module_module_registration_hook(_check_wrapper))
+        if not _hooks:
+            _hooks.append(register_module_module_registration_hook(_check_wrapper))
 
     @property
     def ids(self) -> list[int]:
@@ -81,6 +84,8 @@ class Share:
             _check_traced()
         else:
             self._check_wrappers(module, weights)
+            if isinstance(weights, nn.Parameter):  # perhaps of a copy, or made by to_empty
+                watch(weights, self)
         if self.averages and self.num_losses > 1:
             return _Divided.apply(weights, self.num_losses)
         return weights
@@ -119,19 +124,14 @@ class Share:
         """Raise if the wrappers around the module are wrong for experts. During a forward pass
         sharded parameters look like any others, so FSDP's own records are read.
         """
-        sums = self.sums(weights)
-        ddp = DistributedDataParallel._get_active_ddp_module() if sums else None
-        if ddp is not None and self.mixes(ddp.process_group):
-            held = isinstance(ddp.module, nn.ParameterList)  # torch's `replicate` names no modules
-            if held or module in ddp.module.modules():
-                DistributedDataParallel._active_ddp_module = None  # `replicate` would leave it
-                raise RuntimeError(_are_sums(module))
-        looked = _module_state_mapping.keyrefs()[-1:], sums
+        ddp = DistributedDataParallel._get_active_ddp_module()
+        newest, around = _module_state_mapping.keyrefs()[-1:], ddp and weakref.ref(ddp)
+        looked = newest, around, self.sums(weights)
         if looked == self.looked:
             return
-        for part, taken in _under_fully_shard():
-            if part is module and (taken or sums):
-                raise RuntimeError(taken or _are_sums(module))
+        for part, words in _wrong():
+            if part is module:
+                raise RuntimeError(words)
         self.looked = looked
 
 
@@ -183,6 +183,12 @@ def named_expert_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Paramet
         yield name, parameter
 
 
+def watch_gradients(module: nn.Module) -> None:
+    """`watch` all of them, for a model that is compiled before its first forward pass too."""
+    for _, parameter, share in named_own_parameters(module):
+        watch(parameter, share)
+
+
 def own_parameters(part: nn.Module) -> list[nn.Parameter]:
     """Of a module that holds experts: those that stack them."""
     return [parameter for _, parameter in _stacked(part)]
@@ -231,14 +237,14 @@ def _stacked(part: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield key, parametrised.original
 
 
-def was_sharded(name: str) -> str:
+def was_sharded(name: str, by: str = "fully_shard") -> str:
     return (
-        f"{name} was sharded by fully_shard, which mixes experts of different ranks: want "
+        f"{name} was sharded by {by}, which mixes experts of different ranks: want "
         "fully_shard(model, ignored_params=expert_parameters(model))"
     )
 
 
-_watching: list[Any] = []  # torch's hook: one for the process, from the first Share on
+_hooks: list[Any] = []  # torch's, when a module gets another: one for the process
 
 
 def _check_wrapper(wrapper: nn.Module, key: str, module: nn.Module | None) -> None:
@@ -248,21 +254,26 @@ def _check_wrapper(wrapper: nn.Module, key: str, module: nn.Module | None) -> No
     if module is None:
         return
     if isinstance(wrapper, DistributedDataParallel):
+        known = of_process() if isinstance(module, nn.ParameterList) else set()
+        require(
+            not any(share.mixes(wrapper.process_group) for share in known),
+            "torch's replicate names no modules, so that nobody can tell whether experts are among "
+            "them: want "
+            "tokenyard.nn.prepare_for_ddp(model) before DistributedDataParallel(model)",
+        )
         ignored = wrapper.parameters_to_ignore
-        taken = [one for name, one in module.named_parameters() if name not in ignored]
-        for found in experts_among(taken, wrapper.process_group):
-            raise RuntimeError(
-                f"DistributedDataParallel copies rank 0's {found} to all ranks: want "
-                "tokenyard.nn.prepare_for_ddp(model) before DistributedDataParallel(model)"
-            )
+        taken = {one for name, one in module.named_parameters() if name not in ignored}
+        for name, one, share in named_own_parameters(module):
+            if one in taken and share.mixes(wrapper.process_group):
+                raise RuntimeError(
+                    f"DistributedDataParallel copies rank 0's {name} to all ranks: want "
+                    "tokenyard.nn.prepare_for_ddp(model) before DistributedDataParallel(model)"
+                )
     elif is_fsdp1(wrapper):
         groups = [vars(wrapper).get(key) for key in ("process_group", "_inter_node_pg")]
         for name, _, share in shares(module):
             if share.mixes(*groups):  # whose parameters are flat by now
-                raise RuntimeError(
-                    f"FullyShardedDataParallel mixes {name} of different ranks: want "
-                    "fully_shard(model, ignored_params=expert_parameters(model))"
-                )
+                raise RuntimeError(was_sharded(name, "FullyShardedDataParallel"))
 
 
 def is_fsdp1(module: nn.Module) -> bool:
@@ -270,31 +281,14 @@ def is_fsdp1(module: nn.Module) -> bool:
     return any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__)
 
 
-def experts_among(parameters: Iterable[Tensor], *groups: Any) -> Iterator[str]:
-    """Names of the experts among the parameters, if one of the process groups joins ranks that hold
-    different ones. A parameter knows no module, and torch replaces parameters.
-    """
-    given = set(parameters)
-    for part in living(nn.Module):
-        share = _share_of(part)
-        if share is not None and share.mixes(*groups):
-            for name, one, _ in named_own_parameters(part):
-                if one in given:
-                    yield f"{type(part).__name__}.{name}"
-
-
-def living(kind: type) -> list[Any]:
-    """All objects of a type, in whoever's hands."""
-    return [one for one in gc.get_objects() if issubclass(type(one), kind)]
-
-
 def _check_traced() -> None:
     """The checks of a forward pass, when torch.compile traces one. They look at all modules: with
     this one as an argument, torch.compile would compile each layer anew.
     """
-    if any(_wrong_around()):
+    for _ in _wrong():
         gc.collect()  # nobody may hold that model any more, on this rank, and others would wait
-    for words in _wrong_around():
+        break
+    for _, words in _wrong():
         raise RuntimeError(words)
 
 
@@ -302,7 +296,8 @@ def _check_traced() -> None:
 _check_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _wrong_around() -> Iterator[str]:
+def _wrong() -> Iterator[tuple[nn.Module, str]]:
+    """The modules of this process whose experts are wrapped wrongly, and what to say."""
     ddp, around = DistributedDataParallel._get_active_ddp_module(), list(_under_fully_shard())
     if ddp is not None:
         held = shares(ddp.module)
@@ -311,7 +306,13 @@ def _wrong_around() -> Iterator[str]:
         share = _share_of(part)
         assert share is not None
         if taken or any(map(share.sums, own_parameters(part))):
-            yield taken or _are_sums(part)
+            yield part, taken or _ARE_SUMS.format(type(part).__name__)
+
+
+_ARE_SUMS = (
+    "gradients of dense parameters are averaged over ranks, and those of {} are sums: want "
+    "tokenyard.nn.average_expert_gradients(model), or prepare_for_ddp(model), before"
+)
 
 
 def _under_fully_shard() -> Iterator[tuple[nn.Module, str]]:
@@ -331,11 +332,3 @@ def _under_fully_shard() -> Iterator[tuple[nn.Module, str]]:
                 share = _share_of(part)
                 if share is not None and share.mixes(*groups):
                     yield part, taken.get(part, "")
-
-
-def _are_sums(module: nn.Module) -> str:
-    return (
-        "gradients of dense parameters are averaged over ranks, and those of "
-        f"{type(module).__name__} are sums: want "
-        "tokenyard.nn.average_expert_gradients(model), or prepare_for_ddp(model), before"
-    )

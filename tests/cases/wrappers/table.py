@@ -223,7 +223,7 @@ REFUSED_LAYER = {
     "replicate_sums": Case(
         wrapper="torch's `replicate`, with experts in `ignored_modules`, whose gradients are sums",
         how="the first forward pass raises",
-        outcome=_AVERAGE,
+        outcome=_PREPARE,
     ),
     "replicate_by_fsdp": Case(
         wrapper="torch's `replicate`, that of FSDP2",

@@ -18,8 +18,8 @@ from tokenyard.integrations.transformers import adapters, lora
 from tokenyard.integrations.transformers.everyone import Everyone
 from tokenyard.integrations.transformers.experts import FLOATS, NAME, Experts, Plan
 from tokenyard.integrations.transformers.saving import refuse_to_save_a_part
-from tokenyard.nn.clipping import watch_gradients
 from tokenyard.nn.parallel import hide_from_ddp
+from tokenyard.nn.share import watch_gradients
 from tokenyard.replicas import Replicas, as_replicas
 
 Tokens = Literal["own", "same"]
