@@ -43,7 +43,8 @@ class GradScaler(torch.amp.GradScaler):
             alike: Any = SimpleNamespace(param_groups=[{"params": some}])
             with own_change(self._module):
                 found = super()._unscale_grads_(alike, *more)
-            most = torch.stack([most, *(one.to("cpu") for one in found.values())]).amax(0)
+            for one in found.values():
+                most = torch.maximum(most, one.to("cpu"))
         for buffer in self._buffers:
             most = gather_over_ranks(buffer, most).amax(0)
-        return {most.device: most}
+        return {most.device: most[0]}
