@@ -327,7 +327,7 @@ def under_ddp(group: Any, prepare: bool) -> str:
 @pytest.mark.processes
 def test_ddp_that_would_take_the_experts_is_found_out(two_processes: Processes) -> None:
     for text in two_processes.run(under_ddp, False):
-        assert "copies rank 0's Experts.gate_up to all ranks" in text
+        assert "copies rank 0's 0.experts.gate_up to all ranks" in text
     assert two_processes.run(under_ddp, True) == ["nothing"] * 2
 
 
