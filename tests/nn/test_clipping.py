@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ import torch
 import tokenyard
 from tests.cases.lanes import at_night
 from tests.cases.nn import clipping as jobs
-from tests.cases.nn.moe import make_model
+from tests.cases.nn.moe import loss_of, make_model
 from tests.cases.processes import Pools
 from tokenyard.nn import clip_grad_norm_, get_grad_norm
 from tokenyard.testing import Processes, assert_same, run_virtual
@@ -68,6 +71,47 @@ def test_torchs_own_clipping_is_refused(two_processes: Processes, again: bool) -
         assert "want tokenyard.nn.clip_grad_norm_(model, max_norm)" in said
         norms.append(norm)
     assert norms[0] != norms[1], "torch has learnt it: the error can go"
+
+
+@pytest.mark.parametrize("change", ["copied", "remade"])
+def test_new_parameters_are_watched_from_their_first_use(change: str) -> None:
+    def job(group: Any) -> None:
+        with tokenyard.Buffer(group) as buffer:
+            model = make_model(buffer)
+            if change == "copied":
+                model = copy.deepcopy(model)
+            else:
+                state = {name: one.clone() for name, one in model.state_dict().items()}
+                model.to("meta")
+                model.to_empty(device="cpu")
+                model.load_state_dict(state)
+            sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+            loss_of(model, jobs.batch(0, group.rank(), 2)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            with pytest.raises(RuntimeError, match="gradients of experts were changed"):
+                sgd.step()
+
+    run_virtual(job, 2)
+
+
+def test_an_optimiser_keeps_no_buffer() -> None:
+    def job(group: Any) -> None:
+        buffer = tokenyard.Buffer(group)
+        model = make_model(buffer)
+        held, alive = torch.optim.SGD(model.parameters()), weakref.ref(buffer)
+        loss_of(model, jobs.batch(0, group.rank(), 2)).backward()
+        held.step()
+        buffer.close()
+        del model, buffer
+        gc.collect()
+        assert alive() is None
+        held.step()
+
+    run_virtual(job, 2)
+
+
+def test_an_averager_beside_an_optimiser_is_none_around_it(two_processes: Processes) -> None:
+    assert min(two_processes.run(jobs.step_beside_an_averager)) > 0
 
 
 def test_one_rank_may_clip_as_it_likes() -> None:

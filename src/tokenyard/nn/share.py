@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from tokenyard.buffer import Buffer
-from tokenyard.nn.watching import of_process, watch
+from tokenyard.nn.watching import watch, watched_shares
 from tokenyard.replicas import Replicas
 from tokenyard.validate import require
 
@@ -184,7 +184,7 @@ def named_expert_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Paramet
 
 
 def watch_gradients(module: nn.Module) -> None:
-    """`watch` all of them, for a model that is compiled before its first forward pass too."""
+    """`watch` all experts of a module now: a compiled forward pass watches none."""
     for _, parameter, share in named_own_parameters(module):
         watch(parameter, share)
 
@@ -254,12 +254,11 @@ def _check_wrapper(wrapper: nn.Module, key: str, module: nn.Module | None) -> No
     if module is None:
         return
     if isinstance(wrapper, DistributedDataParallel):
-        known = of_process() if isinstance(module, nn.ParameterList) else set()
+        around = watched_shares() if isinstance(module, nn.ParameterList) else set()
         require(
-            not any(share.mixes(wrapper.process_group) for share in known),
-            "torch's replicate names no modules, so that nobody can tell whether experts are among "
-            "them: want "
-            "tokenyard.nn.prepare_for_ddp(model) before DistributedDataParallel(model)",
+            not any(share.mixes(wrapper.process_group) for share in around),
+            "torch's replicate does not say which modules it wraps, so experts may be among them: "
+            "want tokenyard.nn.prepare_for_ddp(model) before DistributedDataParallel(model)",
         )
         ignored = wrapper.parameters_to_ignore
         taken = {one for name, one in module.named_parameters() if name not in ignored}

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,40 +23,55 @@ from tokenyard.validate import require
 if TYPE_CHECKING:
     from tokenyard.nn.share import Share
 
-# By parameter of experts: whose it is; and the version of its gradient after the last backward
-# pass, or after our own clipping. torch counts the changes of a tensor's values in it.
-_shares = WeakTensorKeyDictionary()
-_versions = WeakTensorKeyDictionary()
+
+@dataclass(slots=True)
+class _Watched:
+    share: weakref.ref[Share]  # an optimiser keeps parameters, and must not keep their Buffer
+    # Of the gradient, after the last backward pass or our own change: torch counts in it how often
+    # a tensor's values were changed. -1 before that, None where no hook notes it.
+    version: int | None = None
+
+
+_watched = WeakTensorKeyDictionary()  # by parameter of experts
 _hooks: list[Any] = []  # torch's, before every step: one for the process
 
 
 def watch(parameter: Tensor, share: Share) -> None:
     """From now on refuse to step with gradients that were changed after the backward pass."""
-    if share.buffer.group_size == 1:
-        return
-    _shares[parameter] = share
-    if parameter.requires_grad and parameter not in _versions:
-        _versions[parameter] = -1
+    known = _watched.get(parameter)
+    if known is None:
+        if share.buffer.group_size == 1:
+            return
+        known = _watched[parameter] = _Watched(weakref.ref(share))
+        if not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(_check_step))
+    elif known.share() is None:  # of a module that has died
+        known.share = weakref.ref(share)
+    if known.version is None and parameter.requires_grad:
+        known.version = -1
         parameter.register_post_accumulate_grad_hook(note_version)
-    if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_check_step))
 
 
-def of_process() -> set[Share]:
-    """Those with parameters that are watched."""
-    return set(_shares.values())
+def watched_shares(parameters: Iterable[Tensor] | None = None) -> set[Share]:
+    """The living Shares of those parameters that are watched; of all in this process if None."""
+    given = _watched.values() if parameters is None else map(_watched.get, parameters)
+    found = {one.share() for one in given if one is not None}
+    return {one for one in found if one is not None}
 
 
 def note_version(parameter: Tensor) -> None:
-    """The gradient is right as it is now."""
-    if parameter in _versions and parameter.grad is not None:
-        _versions[parameter] = parameter.grad._version
+    """Let the gradient count as right, as it is now."""
+    known = _watched.get(parameter)
+    if known is not None and known.version is not None and parameter.grad is not None:
+        known.version = parameter.grad._version
 
 
 def is_changed(parameter: Tensor) -> bool:
-    """By somebody else, since the backward pass; to zeros is no change."""
-    noted, grad = _versions.get(parameter, -1), parameter.grad
-    return grad is not None and noted not in (-1, grad._version) and bool(grad.any())
+    """Whether somebody else has changed the gradient since the backward pass, but not to zeros."""
+    known, grad = _watched.get(parameter), parameter.grad
+    if known is None or grad is None or known.version in (None, -1, grad._version):
+        return False
+    return bool(grad.any())
 
 
 def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -61,8 +79,7 @@ def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
     given = [one for group in optimizer.param_groups for one in group["params"]]
-    shares = [_shares[one] for one in given if one in _shares]
-    if not shares:
+    if not any(one in _watched for one in given):
         return
     if any(map(is_changed, given)):
         raise RuntimeError(
@@ -75,10 +92,15 @@ def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     known = vars(optimizer)
     if "torch.distributed.optim" not in sys.modules or known.get("_tokenyard") == len(given):
         return
-    # ZeroRedundancyOptimizer has a process group. PostLocalSGDOptimizer, which torch does not hook,
-    # has one in its averager, and the optimiser inside.
-    around = [getattr(one, "__dict__", one) for one in gc.get_referrers(optimizer)]
-    averagers = [one.get("averager") for one in around if isinstance(one, dict)]
+    # ZeroRedundancyOptimizer has a process group. PostLocalSGDOptimizer has one in its averager;
+    # torch calls no hook of it, but of the optimiser inside, whose groups it shares.
+    around = [getattr(one, "__dict__", one) for one in gc.get_referrers(optimizer.param_groups)]
+    averagers = [
+        one.get("averager")
+        for one in around
+        if isinstance(one, dict) and one.get("param_groups") is optimizer.param_groups
+    ]
+    shares = watched_shares(given)
     for one in (optimizer, *filter(None, averagers)):
         require(
             not any(share.mixes(getattr(one, "process_group", None)) for share in shares),

@@ -89,6 +89,26 @@ def clipped_by_torch(group: Any, again: bool) -> tuple[float, str]:
         return norm.item(), "nothing"
 
 
+def step_beside_an_averager(group: Any) -> float:
+    """How far experts move in a step whose optimiser lies beside an averager that does not have it,
+    as the names of a script do.
+    """
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    assert PostLocalSGDOptimizer  # imported, as by whoever averages
+    with tokenyard.Buffer(group) as buffer:
+        model = make_model(buffer)
+        before = model.moe.experts.down.detach().clone()
+        names: dict[str, Any] = {
+            "optim": torch.optim.SGD(model.parameters(), lr=1.0),
+            "averager": PeriodicModelAverager(period=2),
+        }
+        loss_of(model, batch(0, group.rank(), 2)).backward()
+        names["optim"].step()
+        return float((model.moe.experts.down - before).abs().max())
+
+
 def norms_of_all_kinds(group: Any, kind: str) -> dict[str, Any]:
     """Norms of one backward pass, and what happens where gradients are not finite."""
     rank, num_ranks = group.rank(), group.size()
