@@ -132,7 +132,7 @@ def accept_gradients(module: nn.Module) -> None:
 
 @contextmanager
 def own_change(module: nn.Module) -> Iterator[None]:
-    """This library changes gradients here: those that nobody else has changed are as good after."""
+    """Around a change of gradients by this library: what counted as right before, does after."""
     good = [one for _, one in named_expert_parameters(module) if not watching.is_changed(one)]
     yield
     for parameter in good:

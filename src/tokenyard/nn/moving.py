@@ -133,9 +133,10 @@ def _check(
     after: Replicas,
     optimizers: tuple[Optimizer, ...],
 ) -> list[_Stack]:
-    """What will move. Raises ValueError if something cannot. An expert is taken from where its
-    layer knows it to be: the Buffer may have been rebalanced with another module. A parameter that
-    moved with another layer knows better.
+    """What will move. Raises ValueError if something cannot.
+
+    An expert is taken from where its layer knows it to be, since the Buffer may have been
+    rebalanced with another module; or from where its parameter has moved to with another layer.
     """
     refuse_adapters(module)
     buffer = held[0][1].buffer
@@ -146,6 +147,7 @@ def _check(
     nodes = buffer.stats()["nodes"]
     names = {parameter: name for name, parameter in module.named_parameters()}
     stacks: dict[nn.Parameter, list[_Stack]] = {}
+    moves_from: dict[int, Moves] = {}  # layers mostly lie alike
     for part, share in held:
         share.check_move()
         for parameter in own_parameters(part):
@@ -158,7 +160,9 @@ def _check(
                     "them together, always",
                 )
                 continue
-            moves = lies.moves(after, nodes)
+            if lies.mark not in moves_from:
+                moves_from[lies.mark] = lies.moves(after, nodes)
+            moves = moves_from[lies.mark]
             if is_dtensor(parameter):
                 raise ValueError(was_sharded(name))
             require(
