@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from tokenyard import recording, validate
@@ -19,12 +20,14 @@ from tokenyard.engine.by_expert import combine_by_expert, dispatch_by_expert
 from tokenyard.engine.gather import all_gather
 from tokenyard.engine.handle import CompiledHandle
 from tokenyard.engine.inputs import DispatchRequest
+from tokenyard.engine.prepared import Shape, checked_shape
 from tokenyard.engine.rebalance import rebalance
 from tokenyard.errors import PeerError
 from tokenyard.hardware import Hardware
 from tokenyard.lifetime import Lifetime
 from tokenyard.low_latency.calls import LowLatencyCalls
 from tokenyard.opening import Options, check_group, default_timeout, open_engine
+from tokenyard.prepared import Prepared
 from tokenyard.replicas import Moves, Replicas, replicas_of
 from tokenyard.results import (
     Combined,
@@ -348,6 +351,29 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
         with self._use as engine:
             config = _default_config(Buffer.num_sms)
             return combine_by_expert(engine, y, handle, weigh, out, config, tag)
+
+    def prepare(
+        self,
+        *,
+        max_tokens: int,
+        hidden: int,
+        num_topk: int,
+        num_experts: int,
+        dtype: torch.dtype = torch.bfloat16,
+        by_expert: bool = True,
+        expert_alignment: int = 1,
+    ) -> Prepared:
+        """A dispatch and a combine of one shape, prepared once: for loops of few tokens.
+
+        They do what dispatch_by_expert and combine_by_expert do, or, with by_expert=False, dispatch
+        and combine, in a fraction of the time: memory is taken here, and rows lie in it by turns
+        (see `Prepared`). Local: ranks exchange nothing yet; their max_tokens must be the same.
+        """
+        with self._use as engine:
+            config = _default_config(Buffer.num_sms)
+            routing = num_topk, num_experts, dtype, by_expert, expert_alignment
+            shape = checked_shape(engine, Shape(max_tokens, hidden, *routing, config))
+            return Prepared(self, engine, shape)
 
     def all_gather(self, x: Tensor, handle: AnyHandle | None = None) -> Gathered:
         """x [T, ...] of every rank, one rank after the other, on all ranks: [sum of T, ...].

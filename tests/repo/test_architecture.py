@@ -41,6 +41,7 @@ FLOORS = {
     "lifetime": 9,
     "hardware": 9,
     "results": 9,
+    "prepared": 9,
     "buffer": 10,
     "elastic": 10,
     "hybrid_ep": 11,

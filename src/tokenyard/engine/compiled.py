@@ -10,6 +10,7 @@ same messages and signals, so each rank is free to take either way in every call
 from __future__ import annotations
 
 import os
+from array import array
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tokenyard import validate
-from tokenyard.engine.agreement import Heard
+from tokenyard.engine.agreement import Call, Heard
 from tokenyard.engine.handle import CompiledHandle, Ledger
 from tokenyard.engine.inputs import DispatchRequest
 from tokenyard.engine.plans import ExchangeKernels, Plans
@@ -159,7 +160,7 @@ class CompiledCalls:
                 ledger = ledger.with_room(src_room[0])
                 table[at.LEDGER], table[at.SRC_ROOM] = ledger.address, ledger.src_room
             else:
-                self._answer(what, which, stage, say.OFFER)
+                self.answer(what, which, stage, say.OFFER)
         self._agreement.number = number + 1
         num_rows = table[at.NUM_ROWS]
         self._room.learn(table[at.END])
@@ -183,6 +184,12 @@ class CompiledCalls:
             per_expert.tolist(),
             handle,
         )
+
+    def table(
+        self, call: Call, row_bytes: int, num_experts: int
+    ) -> tuple[array[int], array[int], array[int]]:
+        """A table of one's own for such calls: with the message, and memory for the call."""
+        return self._plans.table(call, row_bytes, num_experts)
 
     def forget(self) -> None:
         """Make plans anew: the placement has changed."""
@@ -275,11 +282,11 @@ class CompiledCalls:
                 return self._engine.combine(
                     x, handle, None, None, out, config, None, tag, _AT_ONCE, heard, stage
                 )[0]
-            self._answer(what, which, stage, say.OFFER + 1)
+            self.answer(what, which, stage, say.OFFER + 1)
         self._agreement.number = number + 1
         return sums
 
-    def _answer(self, what: int, which: int, stage: str, offer: int) -> None:
+    def answer(self, what: int, which: int, stage: str, offer: int) -> None:
         """Do what a call that could not go on needs, or raise what it met. `offer` is where a
         message names a segment.
         """

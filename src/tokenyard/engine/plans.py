@@ -28,6 +28,8 @@ _MOST_PLANS = 64
 class ExchangeKernels(Protocol):
     def exchange_dispatch(self, table: int) -> Callable[[], int]: ...
 
+    def exchange_by_expert(self, table: int) -> Callable[[], int]: ...
+
     def exchange_combine(self, dtype: torch.dtype, table: int) -> Callable[[], int]: ...
 
     def place_and_spread(
@@ -95,7 +97,7 @@ class Plans:
         physical = placement.num_experts
         more = {"num_topk": num_topk, "num_experts": physical, "tag": tag}
         call = Call.of_shape(stage, dtype, hidden, config, buffer=self._buffer_id, **more)
-        table, head, scratch = self._table(call, hidden * dtype.itemsize, physical)
+        table, head, scratch = self.table(call, hidden * dtype.itemsize, physical)
         per_expert, kept = tell_shape(table, placement, self._rank, num_topk, expert_alignment)
         statistics = self._engine.statistics
         load = statistics.load(physical, len(per_expert))
@@ -118,7 +120,7 @@ class Plans:
         if dtype not in SUMMABLE or hidden < 1 or not is_valid(self._engine, config, tag):
             return None
         call = Call.of_shape(stage, dtype, hidden, config, buffer=self._buffer_id, tag=tag)
-        table, head, scratch = self._table(call, hidden * dtype.itemsize, 0)
+        table, head, scratch = self.table(call, hidden * dtype.itemsize, 0)
         table[at.COUNTERS] = self._engine.statistics.address(stage)
         return self._add(
             key,
@@ -132,7 +134,7 @@ class Plans:
             kept=(scratch,),
         )
 
-    def _table(
+    def table(
         self, call: Call, row_bytes: int, num_experts: int
     ) -> tuple[array[int], array[int], array[int]]:
         """The table, the message, and memory for the call."""

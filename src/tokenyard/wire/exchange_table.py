@@ -57,7 +57,7 @@ COPY_RANKS = 37  # address of [ROOM] int32: Route.copy_rank
 COPY_SLOTS = 38  # the same: Route.copy_slot
 SRC_IDX = 39  # address of [SRC_ROOM] int32: the token of each row that arrives
 NUM_ROWS = 40  # out: rows that arrive
-END = 41  # out: bytes that they take of the block
+END = 41  # out: bytes that they take of the block; M of rows by expert
 NUM_COPIES = 42  # out: rows that are sent
 OUT = 43  # address of [T, D]: the sums
 HANDLE = 44  # the number of the dispatch that a combine answers
@@ -67,7 +67,17 @@ WAITS = 46  # address of the waits of the ranks
 COUNTERS = 47  # address of the counters of the stage
 LOAD = 48  # address of [NUM_LOCAL]: pairs of each expert so far
 BEGAN = 49  # when the call began
-TABLE_WORDS = 50
+
+# Rows by expert. M: rows with their padding.
+ROW_OF = 50  # address of [SRC_ROOM, K] int64: the row of each pair that arrives, -1 of no own one
+FACTORS = 51  # address of [SRC_ROOM, K] float32: their weights, 0 there
+ENDS = 52  # address of [NUM_LOCAL] int32: where each expert's rows end
+RESULT = 53  # address of the rows of a dispatch
+RESULT_BYTES = 54  # for which there is room
+TERMS = 55  # address of 2 K words that no call keeps anything in
+Y = 56  # address of [M, D], of which a combine sums its shares to BLOCK. 0: they are X already
+WEIGH = 57  # whether each row counts as often as its weight says
+TABLE_WORDS = 58
 
 # Phases. A call of a phase has done all that comes before it.
 START = 0
@@ -85,6 +95,7 @@ GENERAL = 2  # the engine must make this call, or the rest of it
 MAP = 3  # a rank's segment is not known, or some of its segments are gone
 STRAY = 4  # a rank wrote what no rank writes
 MORE_ROOM = 5  # SRC_IDX has no room for so many rows
+MORE_MEMORY = 6  # RESULT has no room for END rows
 LOW = (1 << 32) - 1  # the bits of `which`
 
 NUM_KNOWN = 8  # segments of one rank

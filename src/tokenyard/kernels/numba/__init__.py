@@ -24,6 +24,7 @@ apply to them, since they read raw addresses: to step through a kernel, take the
 from tokenyard.kernels.numba.align import align
 from tokenyard.kernels.numba.between_nodes.combine import nodes_combine
 from tokenyard.kernels.numba.between_nodes.dispatch import nodes_dispatch
+from tokenyard.kernels.numba.exchange.by_expert import exchange_by_expert
 from tokenyard.kernels.numba.exchange.combine import exchange_combine
 from tokenyard.kernels.numba.exchange.dispatch import exchange_dispatch
 from tokenyard.kernels.numba.layout import layout, list_by_lane, route
@@ -72,6 +73,7 @@ __all__ = [
     "combine_calls",
     "counts_on_device",
     "dispatch_calls",
+    "exchange_by_expert",
     "exchange_combine",
     "exchange_dispatch",
     "fill_parcel",

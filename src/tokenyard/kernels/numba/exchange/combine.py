@@ -22,13 +22,36 @@ from tokenyard.kernels.numba.exchange.protocol import (
     verdict,
 )
 from tokenyard.kernels.numba.llvm.clock import now
-from tokenyard.kernels.numba.llvm.pointers import INT32, INT64, LIKE, copy_bytes, pointer
+from tokenyard.kernels.numba.llvm.pointers import FLOAT32, INT32, INT64, LIKE, copy_bytes, pointer
+from tokenyard.kernels.numba.llvm.sums import sum_scaled
 from tokenyard.kernels.numba.reduce import scratch, streams_sums, sum_token
 from tokenyard.kernels.numba.rows import copy_row, streams
 from tokenyard.wire import exchange_table as at
 from tokenyard.wire import message as say
 from tokenyard.wire.exchange_table import DONE, GENERAL, LATE, MAP, STRAY
 from tokenyard.wire.signals import MAIL, READ, ROWS
+
+
+@njit(nogil=True, cache=True)
+def _sum_shares(table, like, sums):
+    """Sum, for each token that came, the rows of its pairs at Y: to the block, which is X then."""
+    words = pointer(table, INT64)
+    num_topk, row_bytes, out = words[at.NUM_TOPK], words[at.ROW_BYTES], words[at.BLOCK]
+    places, weights = pointer(words[at.ROW_OF], INT64), pointer(words[at.FACTORS], FLOAT32)
+    sources_at, scales_at = words[at.TERMS], words[at.TERMS] + 8 * num_topk
+    sources, scales = pointer(sources_at, INT64), pointer(scales_at, sums)
+    hidden, num_rows = row_bytes // np.int64(like.itemsize), words[at.NUM_ROWS]
+    streaming = streams_sums(out, row_bytes, num_rows * row_bytes)
+    for n in range(num_rows):
+        count = np.int64(0)
+        for i in range(n * num_topk, (n + 1) * num_topk):
+            if places[i] >= 0:
+                sources[count] = words[at.Y] + places[i] * row_bytes
+                scales[count] = weights[i] if words[at.WEIGH] != 0 else 1
+                count += 1
+        target = out + n * row_bytes
+        sum_scaled(target, sources_at, scales_at, count, hidden, streaming, like)
+    words[at.X] = out
 
 
 @njit(nogil=True, cache=True)
@@ -129,6 +152,8 @@ def _combine_kernel(like, sums, table):
         words[at.BEGAN] = now()
         if words[at.LEAVE_AT] == at.POSTED:
             return verdict(GENERAL, 0)
+        if words[at.Y] != 0:
+            _sum_shares(table, like, sums)
         _post_offer(table)
         words[at.PHASE] = at.POSTED
     if not passes(table, at.POSTED, MAIL):

@@ -43,7 +43,7 @@ _MOST_TOKENS = np.int64(1) << 31
 
 
 @njit(nogil=True, cache=True)
-def _count(table):
+def count_tokens(table):
     """Which ranks get each token, and how many pairs each expert; False if an id is no expert.
 
     The scratch holds, after the pairs of each expert, the tokens that go to each rank.
@@ -116,30 +116,48 @@ def _block_bytes(table, num_rows):
 
 
 @njit(nogil=True, cache=True)
-def _hear_counts(table):
-    """Read all ranks' counts: rows from whom to whom, and pairs of this rank's experts."""
+def hear_tokens(table, first):
+    """Read from all messages how many tokens go from whom to whom: the words of the payload from
+    `first` on.
+    """
     words = pointer(table, INT64)
-    rank, size, most = words[at.RANK], words[at.SIZE], words[at.MOST_EXPERTS]
-    num_local, alignment = words[at.NUM_LOCAL], words[at.ALIGNMENT]
+    rank, size = words[at.RANK], words[at.SIZE]
     sent, tokens = (
         pointer(words[at.LEDGER], INT64),
         pointer(words[at.LEDGER] + 8 * size * size, INT64),
     )
-    per_expert = pointer(words[at.PER_EXPERT], INT64)
-    for i in range(num_local):
-        per_expert[i] = 0
+    num_rows = np.int64(0)
     for r in range(size):
         theirs = pointer(box_from(table, r), INT64)
         tokens[r] = theirs[say.TOKENS]
         if tokens[r] < 0 or tokens[r] > _MOST_TOKENS:
             return verdict(STRAY, r)
-        for i in range(num_local):
-            per_expert[i] += theirs[say.PAYLOAD + 1 + i]
         for i in range(size):
-            count = theirs[say.PAYLOAD + 1 + most + i]
+            count = theirs[say.PAYLOAD + first + i]
             if count < 0 or count > tokens[r]:
                 return verdict(STRAY, r)
             sent[r * size + i] = count
+        num_rows += sent[r * size + rank]
+    words[at.NUM_ROWS] = num_rows
+    return np.int64(DONE)
+
+
+@njit(nogil=True, cache=True)
+def _hear_counts(table):
+    """Read all ranks' counts: rows from whom to whom, and pairs of this rank's experts."""
+    words = pointer(table, INT64)
+    rank, size, most = words[at.RANK], words[at.SIZE], words[at.MOST_EXPERTS]
+    num_local, alignment = words[at.NUM_LOCAL], words[at.ALIGNMENT]
+    found = hear_tokens(table, 1 + most)
+    if found != DONE:
+        return found
+    sent, per_expert = pointer(words[at.LEDGER], INT64), pointer(words[at.PER_EXPERT], INT64)
+    for i in range(num_local):
+        per_expert[i] = 0
+    for r in range(size):
+        theirs = pointer(box_from(table, r), INT64)
+        for i in range(num_local):
+            per_expert[i] += theirs[say.PAYLOAD + 1 + i]
         if theirs[say.PAYLOAD] != sent[r * size + rank]:
             return verdict(STRAY, r)
     if alignment > 1:
@@ -259,7 +277,7 @@ def _dispatch_kernel(table):
     open_ledger(table)
     if words[at.PHASE] == at.START:
         words[at.BEGAN] = now()
-        if words[at.LEAVE_AT] == at.POSTED or not _count(table):
+        if words[at.LEAVE_AT] == at.POSTED or not count_tokens(table):
             return verdict(GENERAL, 0)
         _post_counts(table)
         words[at.PHASE] = at.POSTED
