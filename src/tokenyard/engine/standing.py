@@ -152,7 +152,7 @@ class StandingPair:
             table[at.SRC_ROOM], table[at.NUM_TOPK] = self._most_rows, shape.num_topk
             table[at.COUNTERS] = engine.statistics.address(stage)
             table[at.TERMS] = int64s.address(terms)
-        self._table[at.LOAD] = self._load.ctypes.data
+        self._table[at.LOAD], self._table[at.MUCH_FROM] = self._load.ctypes.data, 1 << 62
         self._kept = scratch, back_scratch, kept, terms
         self._sum = compiled.kernels.exchange_combine(shape.dtype, int64s.address(self._back))
         self._like = local_memory.empty(0, shape.hidden, dtype=shape.dtype)

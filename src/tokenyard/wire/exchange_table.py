@@ -77,7 +77,11 @@ RESULT_BYTES = 54  # for which there is room
 TERMS = 55  # address of 2 K words that no call keeps anything in
 Y = 56  # address of [M, D], of which a combine sums its shares to BLOCK. 0: they are X already
 WEIGH = 57  # whether each row counts as often as its weight says
-TABLE_WORDS = 58
+SCALES = 58  # address of [T, S], which go with the rows of FP8
+SCALE_BYTES = 59  # of a row of them; 0: there are none
+RESULT_SCALES = 60  # address of the scales of the rows of a dispatch
+MUCH_FROM = 61  # bytes of all ranks' pairs from which they do not travel in parcels
+TABLE_WORDS = 62
 
 # Phases. A call of a phase has done all that comes before it.
 START = 0
@@ -96,6 +100,7 @@ MAP = 3  # a rank's segment is not known, or some of its segments are gone
 STRAY = 4  # a rank wrote what no rank writes
 MORE_ROOM = 5  # SRC_IDX has no room for so many rows
 MORE_MEMORY = 6  # RESULT has no room for END rows
+MUCH = 7  # there is more than parcels are for
 LOW = (1 << 32) - 1  # the bits of `which`
 
 NUM_KNOWN = 8  # segments of one rank

@@ -1,7 +1,7 @@
 """A dispatch by expert in one compiled call: count, fill a parcel, post it, wait, and take the rows
 from the parcels of all ranks.
 
-A parcel holds what a rank has for the others: experts and weights of all its tokens, and their rows
+A parcel holds what a rank has for the others: experts, weights, rows and scales of all its tokens
 (`parcel_bytes`). Each rank reads the parcels of all ranks, and copies the rows of its experts
 straight to their places, by (expert, source rank, token). So ranks meet once. They have read a
 parcel when they post their next message: its memory is written again two dispatches later.
@@ -45,16 +45,26 @@ from tokenyard.wire.exchange_table import (
     MAP,
     MORE_MEMORY,
     MORE_ROOM,
+    MUCH,
     STRAY,
 )
 from tokenyard.wire.signals import MAIL
 
 
 @njit(nogil=True, cache=True)
-def parcel_bytes(num_tokens, num_topk, row_bytes):
-    """Of experts, weights and rows of so many tokens, one column after the other."""
+def parcel_bytes(num_tokens, num_topk, row_bytes, scale_bytes):
+    """Of experts, weights, rows and scales of so many tokens, one column after the other."""
     ids, weights = column_bytes(num_tokens, 8 * num_topk), column_bytes(num_tokens, 4 * num_topk)
-    return ids + weights + column_bytes(num_tokens, row_bytes)
+    return (
+        ids + weights + column_bytes(num_tokens, row_bytes) + column_bytes(num_tokens, scale_bytes)
+    )
+
+
+@njit(nogil=True, cache=True)
+def _is_much(table, num_tokens):
+    """Whether so many tokens are too many for parcels."""
+    words = pointer(table, INT64)
+    return num_tokens * words[at.NUM_TOPK] * words[at.ROW_BYTES] >= words[at.MUCH_FROM]
 
 
 @njit(nogil=True, cache=True)
@@ -68,6 +78,8 @@ def _fill_parcel(table):
     to += column_bytes(num_tokens, 4 * num_topk)
     moved = num_tokens * row_bytes
     copy_row(to, words[at.X], moved, streams(row_bytes, moved))
+    to += column_bytes(num_tokens, row_bytes)
+    copy_bytes(to, words[at.SCALES], num_tokens * words[at.SCALE_BYTES])
 
 
 @njit(nogil=True, cache=True)
@@ -86,29 +98,31 @@ def _post_parcel(table):
 
 @njit(nogil=True, cache=True)
 def _find_parcels(table):
-    """Where each rank's experts, weights and rows are: three words a rank of the scratch, from the
-    first one on.
+    """Where each rank's experts, weights, rows and scales are: four words a rank of the scratch,
+    from the first one on.
     """
     words = pointer(table, INT64)
     rank, size, row_bytes = words[at.RANK], words[at.SIZE], words[at.ROW_BYTES]
+    scale_bytes = words[at.SCALE_BYTES]
     num_topk, parcels = words[at.NUM_TOPK], pointer(words[at.SCRATCH], INT64)
     tokens = pointer(words[at.LEDGER] + 8 * size * size, INT64)
     for r in range(size):
-        parcels[3 * r] = words[at.TOPK_IDX]
-        parcels[3 * r + 1], parcels[3 * r + 2] = words[at.TOPK_WEIGHTS], words[at.X]
+        parcels[4 * r], parcels[4 * r + 1] = words[at.TOPK_IDX], words[at.TOPK_WEIGHTS]
+        parcels[4 * r + 2], parcels[4 * r + 3] = words[at.X], words[at.SCALES]
         if r == rank or tokens[r] == 0:
             continue
         theirs = pointer(box_from(table, r), INT64)
         entry = find_segment(table, r, theirs[say.OFFER + 2])
         if entry == 0:
             return verdict(MAP, r)
-        known, begin = pointer(entry, INT64), theirs[say.OFFER + 3]
-        if begin < 0 or begin > known[2] - parcel_bytes(tokens[r], num_topk, row_bytes):
+        known = pointer(entry, INT64)
+        if parcel_bytes(tokens[r], num_topk, row_bytes, scale_bytes) > known[2]:
             return verdict(STRAY, r)
-        ids = known[1] + begin
+        ids = known[1]
         weights = ids + column_bytes(tokens[r], 8 * num_topk)
-        parcels[3 * r], parcels[3 * r + 1] = ids, weights
-        parcels[3 * r + 2] = weights + column_bytes(tokens[r], 4 * num_topk)
+        rows = weights + column_bytes(tokens[r], 4 * num_topk)
+        parcels[4 * r], parcels[4 * r + 1], parcels[4 * r + 2] = ids, weights, rows
+        parcels[4 * r + 3] = rows + column_bytes(tokens[r], row_bytes)
     return np.int64(DONE)
 
 
@@ -130,7 +144,7 @@ def _read_routes(table):
     row = end = np.int64(0)
     for r in range(size):
         end += sent[r * size + rank]
-        ids, weights = pointer(parcels[3 * r], INT64), pointer(parcels[3 * r + 1], FLOAT32)
+        ids, weights = pointer(parcels[4 * r], INT64), pointer(parcels[4 * r + 1], FLOAT32)
         for t in range(tokens[r]):
             here = False
             for k in range(num_topk):
@@ -163,14 +177,13 @@ def _find_ends(table):
     words = pointer(table, INT64)
     alignment, num_local = words[at.ALIGNMENT], words[at.NUM_LOCAL]
     per_expert, ends = pointer(words[at.PER_EXPERT], INT64), pointer(words[at.ENDS], INT32)
-    following = pointer(words[at.SCRATCH] + 24 * words[at.SIZE], INT64)
+    following = pointer(words[at.SCRATCH] + 32 * words[at.SIZE], INT64)
     end = np.int64(0)
     for e in range(num_local):
         following[e] = end
         end += (per_expert[e] + alignment - 1) // alignment * alignment
         ends[e] = end
     words[at.END] = end
-    return end * words[at.ROW_BYTES] <= words[at.RESULT_BYTES]
 
 
 @njit(nogil=True, cache=True)
@@ -179,8 +192,9 @@ def _take_rows(table):
     words = pointer(table, INT64)
     rank, size, row_bytes = words[at.RANK], words[at.SIZE], words[at.ROW_BYTES]
     sent, num_topk, out = pointer(words[at.LEDGER], INT64), words[at.NUM_TOPK], words[at.RESULT]
+    scale_bytes = words[at.SCALE_BYTES]
     parcels = pointer(words[at.SCRATCH], INT64)
-    following = pointer(words[at.SCRATCH] + 24 * size, INT64)
+    following = pointer(words[at.SCRATCH] + 32 * size, INT64)
     src_idx, places = pointer(words[at.SRC_IDX], INT32), pointer(words[at.ROW_OF], INT64)
     streaming = streams(row_bytes, words[at.END] * row_bytes)
     together = streaming and row_bytes % LINE == 0 == out % LINE
@@ -188,7 +202,8 @@ def _take_rows(table):
     targets, row = pointer(targets_at, INT64), np.int64(0)
     for r in range(size):
         for _ in range(sent[r * size + rank]):
-            source = parcels[3 * r + 2] + np.int64(src_idx[row]) * row_bytes
+            source = parcels[4 * r + 2] + np.int64(src_idx[row]) * row_bytes
+            scales = parcels[4 * r + 3] + np.int64(src_idx[row]) * scale_bytes
             count = np.int64(0)
             for i in range(row * num_topk, (row + 1) * num_topk):
                 expert = places[i]
@@ -198,6 +213,9 @@ def _take_rows(table):
                 following[expert] += 1
                 targets[count] = out + places[i] * row_bytes
                 count += 1
+                if scale_bytes != 0:
+                    to = words[at.RESULT_SCALES] + places[i] * scale_bytes
+                    copy_bytes(to, scales, scale_bytes)
             if together:
                 stream_row_to(targets_at, count, source, row_bytes)
             else:
@@ -208,10 +226,18 @@ def _take_rows(table):
 
 
 @njit(nogil=True, cache=True)
+def _zero(address, num_bytes):
+    to = pointer(address, UINT8)
+    for i in range(num_bytes):
+        to[i] = 0
+
+
+@njit(nogil=True, cache=True)
 def _end_experts(table):
     """Add to the experts' load; zero the padding after each expert's rows, and count it."""
     words = pointer(table, INT64)
     alignment, row_bytes = words[at.ALIGNMENT], words[at.ROW_BYTES]
+    scale_bytes = words[at.SCALE_BYTES]
     per_expert, ends = pointer(words[at.PER_EXPERT], INT64), pointer(words[at.ENDS], INT32)
     load = pointer(words[at.LOAD], INT64)
     for e in range(words[at.NUM_LOCAL]):
@@ -220,10 +246,32 @@ def _end_experts(table):
         begin = np.int64(0)
         for e in range(words[at.NUM_LOCAL]):
             used, end = begin + per_expert[e], np.int64(ends[e])
-            rest = pointer(words[at.RESULT] + used * row_bytes, UINT8)
-            for i in range((end - used) * row_bytes):
-                rest[i] = 0
+            _zero(words[at.RESULT] + used * row_bytes, (end - used) * row_bytes)
+            _zero(words[at.RESULT_SCALES] + used * scale_bytes, (end - used) * scale_bytes)
             per_expert[e], begin = end - begin, end
+
+
+@njit(nogil=True, cache=True)
+def _hear_parcels(table):
+    """Read from all messages and parcels what comes, and how many rows that makes."""
+    words = pointer(table, INT64)
+    found = hear_tokens(table, 0)
+    if found != DONE:
+        return found
+    tokens = pointer(words[at.LEDGER] + 8 * words[at.SIZE] * words[at.SIZE], INT64)
+    num_tokens = np.int64(0)
+    for r in range(words[at.SIZE]):
+        num_tokens += tokens[r]
+    if _is_much(table, num_tokens):
+        return verdict(MUCH, 0)
+    if words[at.NUM_ROWS] > words[at.SRC_ROOM]:
+        return verdict(MORE_ROOM, words[at.NUM_ROWS])
+    found = _find_parcels(table)
+    if found == DONE:
+        found = _read_routes(table)
+    if found == DONE:
+        _find_ends(table)
+    return found
 
 
 @njit(nogil=True, cache=True)
@@ -234,7 +282,8 @@ def _by_expert_kernel(table):
         words[at.BEGAN] = now()
         if not count_tokens(table):
             return verdict(GENERAL, 0)
-        _fill_parcel(table)
+        if not _is_much(table, words[at.NUM_TOKENS]):  # else nobody reads the parcel
+            _fill_parcel(table)
         _post_parcel(table)
         words[at.PHASE] = at.POSTED
     if not passes(table, at.POSTED, MAIL):
@@ -242,21 +291,18 @@ def _by_expert_kernel(table):
     if words[at.PHASE] == at.HEARD:
         if not same_calls(table):
             return verdict(GENERAL, 0)
-        found = hear_tokens(table, 0)
-        if found == DONE and words[at.NUM_ROWS] > words[at.SRC_ROOM]:
-            return verdict(MORE_ROOM, words[at.NUM_ROWS])
-        if found == DONE:
-            found = _find_parcels(table)
-        if found == DONE:
-            found = _read_routes(table)
+        found = _hear_parcels(table)
         if found != DONE:
             return found
-        if not _find_ends(table):
+        words[at.PHASE] = at.ARRIVED
+    if words[at.PHASE] == at.ARRIVED:
+        if words[at.END] * words[at.ROW_BYTES] > words[at.RESULT_BYTES]:
             return verdict(MORE_MEMORY, 0)
         _take_rows(table)
         _end_experts(table)
         fence_stores()
-        count_rows(table, words[at.ROW_BYTES] + 12 * words[at.NUM_TOPK], False)
+        width = words[at.ROW_BYTES] + words[at.SCALE_BYTES] + 12 * words[at.NUM_TOPK]
+        count_rows(table, width, False)
         words[at.PHASE] = at.OVER
     return np.int64(DONE)
 
