@@ -263,14 +263,13 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
         bias. With async_finish it is written when the event is over: leave it alone until then.
         """
         config = _default_config(Buffer.num_sms) if config is None else config
-        is_plain = (
-            isinstance(handle, CompiledHandle)
-            and topk_weights is bias is previous_event is None
-            and not (async_finish or allocate_on_comm_stream)
+        is_plain = topk_weights is bias is previous_event is None and not (
+            async_finish or allocate_on_comm_stream
         )
         self._use.stage = "combine"
         with self._use as engine:
-            if is_plain and (compiled := engine.compiled) is not None:
+            compiled = engine.compiled
+            if is_plain and isinstance(handle, CompiledHandle) and compiled is not None:
                 sums = compiled.combine(x, handle, out, config, tag)
                 if sums is not None:
                     return Combined(sums, None, EventOverlap())

@@ -31,7 +31,7 @@ from tokenyard.transports import Offer
 from tokenyard.transports.hierarchical import HierarchicalTransport
 from tokenyard.transports.hierarchical.enclosed import MOST_SUMS, Came
 from tokenyard.types import ROW_DTYPES, Config, Handle, round_up
-from tokenyard.validate import SUMMABLE
+from tokenyard.validate import NOT_PLAIN, SUMMABLE, lies_at
 from tokenyard.wire import int64s
 from tokenyard.wire import message as say
 from tokenyard.wire import nodes_table as at
@@ -95,9 +95,9 @@ class CompiledNodeCalls:
         """
         if not (
             type(num_experts) is type(expert_alignment) is type(tag) is int
-            and _are_plain(x, topk_idx, topk_weights)
-            and topk_idx.dtype is torch.int64
-            and topk_weights.dtype is torch.float32
+            and lies_at(x, 2) != NOT_PLAIN
+            and lies_at(topk_idx, 2, torch.int64) != NOT_PLAIN
+            and lies_at(topk_weights, 2, torch.float32) != NOT_PLAIN
             and x.shape[0] == topk_idx.shape[0]
             and topk_weights.shape == topk_idx.shape
             and self._engine.worker.pending is None
@@ -137,10 +137,10 @@ class CompiledNodeCalls:
                 x, given_idx, topk_weights, num_experts, expert_alignment, config, tag
             )
             told = self._hand_over(heard, [], "dispatch", tuple(marks_TR.sum(0).tolist()))
-            got, plain, _ = self._engine.dispatch(request, _AT_ONCE, heard=told)
+            got, made, _ = self._engine.dispatch(request, _AT_ONCE, heard=told)
             assert got.topk_idx is not None
             assert got.topk_weights is not None
-            return got.x, got.topk_idx, got.topk_weights, got.num_tokens_per_expert, plain
+            return got.x, got.topk_idx, got.topk_weights, got.num_tokens_per_expert, made
         if verdict:
             raise self._enclosures.stray(verdict & at.LOW, "dispatch")
         num_rows = table[at.NUM_ROWS]
@@ -191,7 +191,7 @@ class CompiledNodeCalls:
             and handle.marks_TR is not None
             and out is None
             and type(tag) is int
-            and _are_plain(x)
+            and lies_at(x, 2) != NOT_PLAIN
             and x.shape[0] == handle.num_rows
             and handle.origin is self._engine.origin
             and self._engine.worker.pending is None
@@ -330,23 +330,6 @@ class CompiledNodeCalls:
         scratch = int64s.new(at.scratch_words(self.size, num_experts))
         table[at.HEAD], table[at.SCRATCH] = head.ctypes.data, int64s.address(scratch)
         return table, head, scratch
-
-
-def _are_plain(*tensors: Any) -> bool:
-    """Whether these are contiguous matrices in memory, of which nobody wants gradients."""
-    for one in tensors:
-        if not (type(one) is Tensor and one.is_cpu and one.ndim == 2):
-            return False
-        if one.requires_grad and torch.is_grad_enabled():
-            return False
-        try:
-            if not one.is_contiguous() or one.is_neg():
-                return False
-            if not one.data_ptr() and one.numel():
-                return False
-        except RuntimeError:  # of a tensor without memory
-            return False
-    return True
 
 
 def _nothing() -> None:

@@ -27,10 +27,12 @@ from tokenyard.validate.calls import (
 )
 from tokenyard.validate.tensors import (
     CPU,
+    NOT_PLAIN,
     View,
     address,
     form,
     held,
+    lies_at,
     meet,
     not_a_tensor,
     target,
@@ -56,6 +58,7 @@ __all__ = [
     "ID_DTYPES",
     "MOST",
     "MOST_EXPERTS",
+    "NOT_PLAIN",
     "SUMMABLE",
     "View",
     "address",
@@ -70,6 +73,7 @@ __all__ = [
     "kind",
     "layout",
     "layout_fits",
+    "lies_at",
     "meet",
     "name",
     "no_routing",
