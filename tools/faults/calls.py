@@ -125,7 +125,7 @@ FAULTS = (
         "nodes-take-writes-past-the-result",
         "compiled calls",
         _NODES + "dispatch.py",
-        "                if row == end:\n                    return verdict(at.STRAY, s)\n",
+        "                if row == end:\n                    return verdict(STRAY, s)\n",
         "",
         first="tests/faults/test_enclosed_rows.py",
         reason="the call is refused all the same, after a row past the end: wants guard pages",

@@ -34,8 +34,8 @@ from tokenyard.validate import NOT_PLAIN, lies_at
 from tokenyard.wire import exchange_table as at
 from tokenyard.wire import message as say
 from tokenyard.wire.columns import LINE
-from tokenyard.wire.exchange_table import DONE, GENERAL, LATE, LOW, MAP, MORE_ROOM, STRAY
 from tokenyard.wire.signals import MAIL
+from tokenyard.wire.verdicts import DONE, GENERAL, LATE, LOW, MAP, MORE_ROOM, STRAY
 
 if TYPE_CHECKING:
     from tokenyard.engine.stages import Engine

@@ -37,6 +37,7 @@ from tokenyard.wire import message as say
 from tokenyard.wire import nodes_table as at
 from tokenyard.wire.columns import LINE
 from tokenyard.wire.exchange_table import HEARD, POSTED
+from tokenyard.wire.verdicts import GENERAL, LOW
 
 if TYPE_CHECKING:
     from tokenyard.engine.stages import Engine
@@ -131,8 +132,8 @@ class CompiledNodeCalls:
             return None
         self._agreement.engaged = True
         heard = self._exchange(plan, steps.fill_own, begin, "dispatch")
-        verdict = at.GENERAL << 32 if self.leave_at == HEARD else steps.hear()
-        if verdict >> 32 == at.GENERAL:
+        verdict = GENERAL << 32 if self.leave_at == HEARD else steps.hear()
+        if verdict >> 32 == GENERAL:
             request = DispatchRequest.plain(
                 x, given_idx, topk_weights, num_experts, expert_alignment, config, tag
             )
@@ -142,7 +143,7 @@ class CompiledNodeCalls:
             assert got.topk_weights is not None
             return got.x, got.topk_idx, got.topk_weights, got.num_tokens_per_expert, made
         if verdict:
-            raise self._enclosures.stray(verdict & at.LOW, "dispatch")
+            raise self._enclosures.stray(verdict & LOW, "dispatch")
         num_rows = table[at.NUM_ROWS]
         recv_x = memory.empty(num_rows, hidden, dtype=x.dtype)
         recv_idx = memory.empty(num_rows, num_topk, dtype=torch.int64)
@@ -154,7 +155,7 @@ class CompiledNodeCalls:
         table[at.OUT_TOKENS], table[at.BITS] = tokens_N.data_ptr(), bits.ctypes.data
         verdict = steps.take()
         if verdict:
-            raise self._enclosures.stray(verdict & at.LOW, "dispatch")
+            raise self._enclosures.stray(verdict & LOW, "dispatch")
         self._agreement.number = number + 1
         handle = NodesHandle.made(
             self._engine.origin,

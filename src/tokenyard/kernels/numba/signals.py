@@ -21,6 +21,12 @@ from tokenyard.kernels.numba.llvm.pointers import INT64, copy_bytes, pointer
 
 
 @njit(nogil=True, cache=True)
+def verdict(what, which):
+    """How a compiled call ends (`wire.verdicts`)."""
+    return np.int64(what) << 32 | np.int64(which)
+
+
+@njit(nogil=True, cache=True)
 def raise_signal(address, value):
     fence_stores()
     store_release(address, value)

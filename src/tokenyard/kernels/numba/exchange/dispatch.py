@@ -21,7 +21,6 @@ from tokenyard.kernels.numba.exchange.protocol import (
     passes,
     same_calls,
     signal,
-    verdict,
 )
 from tokenyard.kernels.numba.llvm.clock import now
 from tokenyard.kernels.numba.llvm.pointers import (
@@ -33,11 +32,12 @@ from tokenyard.kernels.numba.llvm.pointers import (
     trailing_zeros,
 )
 from tokenyard.kernels.numba.rows import copy_row, stream_row_to, streams
+from tokenyard.kernels.numba.signals import verdict
 from tokenyard.wire import exchange_table as at
 from tokenyard.wire import message as say
 from tokenyard.wire.columns import LINE
-from tokenyard.wire.exchange_table import DONE, GENERAL, LATE, MAP, MORE_ROOM, STRAY
 from tokenyard.wire.signals import MAIL, ROWS
+from tokenyard.wire.verdicts import DONE, GENERAL, LATE, MAP, MORE_ROOM, STRAY
 
 _MOST_TOKENS = np.int64(1) << 31
 

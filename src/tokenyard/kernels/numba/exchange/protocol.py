@@ -2,9 +2,9 @@
 
 A call does what the engine and the direct transport do, on the same messages and signals, so that a
 rank may make a call this way while another makes it that way. It takes the address of a table
-(`wire.exchange_table`) and returns a verdict. It never waits for ever and never raises: whatever is
-unusual is left to the engine. What another rank wrote is compared with what it may be before it
-becomes an address, a place or a count.
+(`wire.exchange_table`) and returns a verdict (`wire.verdicts`). It never waits for ever and never
+raises: whatever is unusual is left to the engine. What another rank wrote is compared with what it
+may be before it becomes an address, a place or a count.
 """
 
 from __future__ import annotations
@@ -31,11 +31,6 @@ from tokenyard.wire.columns import LINE
 from tokenyard.wire.signals import MAIL
 
 Call = Callable[[], int]
-
-
-@njit(nogil=True, cache=True)
-def verdict(what, which):
-    return np.int64(what) << 32 | np.int64(which)
 
 
 @njit(nogil=True, cache=True)
