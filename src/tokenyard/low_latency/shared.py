@@ -386,6 +386,7 @@ class SharedSlots:
             table[at.MASKED] = self.posts.masked
             table[at.FLAGS] = self.posts.flags
             table[at.READS] = post.reads
+            table[at.POSTS] = post.all_ranks
             table[at.READ] = post.read
             table[at.PEERS] = post.peers
             table[at.POST] = post.own

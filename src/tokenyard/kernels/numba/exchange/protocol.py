@@ -14,17 +14,10 @@ from collections.abc import Callable
 import numpy as np
 
 from tokenyard.kernels.numba.caching import njit
-from tokenyard.kernels.numba.counters import (
-    count_call,
-    count_received,
-    count_sent,
-    note_patience,
-    note_wait,
-)
-from tokenyard.kernels.numba.llvm.atomics import load_acquire, yield_core
-from tokenyard.kernels.numba.llvm.clock import now
+from tokenyard.kernels.numba.counters import count_call, count_received, count_sent
+from tokenyard.kernels.numba.llvm.atomics import load_acquire
 from tokenyard.kernels.numba.llvm.pointers import INT64, pointer
-from tokenyard.kernels.numba.signals import raise_signals, reaches
+from tokenyard.kernels.numba.signals import await_all, raise_signals
 from tokenyard.wire import exchange_table as at
 from tokenyard.wire import message as say
 from tokenyard.wire.columns import LINE
@@ -47,28 +40,9 @@ def _all_signalled(table, kind):
     """Whether the others' signals of a kind come soon."""
     words = pointer(table, INT64)
     epoch = pointer(words[at.EPOCHS], INT64)[kind]
-    lines = pointer(pointer(words[at.IN_LINES], INT64)[kind], INT64)
-    yields, size = words[at.YIELDS], words[at.SIZE]
-    last, begin = np.int64(-1), np.int64(0)
-    for r in range(size):
-        if load_acquire(lines[r]) >= epoch:
-            continue
-        if last < 0:
-            begin = now()
-        last = np.int64(r)
-        if reaches(lines[r], epoch, words[at.PATIENCE]):
-            continue
-        came = False
-        while yields > 0 and not came:
-            yields -= 1
-            yield_core()
-            came = load_acquire(lines[r]) >= epoch
-        if not came:
-            note_patience(words[at.WAITS], last, begin)
-            return False
-    if last >= 0:
-        note_wait(words[at.WAITS], size, last, begin)
-    return True
+    lines, size = pointer(words[at.IN_LINES], INT64)[kind], words[at.SIZE]
+    patience, yields, waits = words[at.PATIENCE], words[at.YIELDS], words[at.WAITS]
+    return await_all(lines, size, epoch, 0, patience, yields, waits, -1, 0) == size
 
 
 @njit(nogil=True, cache=True)

@@ -15,11 +15,9 @@ from __future__ import annotations
 import numpy as np
 
 from tokenyard.kernels.numba.caching import njit
-from tokenyard.kernels.numba.counters import note_patience, note_wait
 from tokenyard.kernels.numba.llvm.atomics import fence_stores, load_acquire
-from tokenyard.kernels.numba.llvm.clock import now
 from tokenyard.kernels.numba.llvm.pointers import INT64, copy_bytes, pointer
-from tokenyard.kernels.numba.signals import raise_signal, reaches, verdict
+from tokenyard.kernels.numba.signals import await_all, raise_signal, verdict
 from tokenyard.wire import call_table as at
 from tokenyard.wire.slots import HANDLE, IDENTITY, NUMBER, ROWS_IDENTITY, SIGNATURE, TEXT, TOKENS
 from tokenyard.wire.verdicts import DIFFERS, DONE, LATE, LOST, MAP, MASKED, STRAY
@@ -29,39 +27,20 @@ NO_ROWS, OTHERS_ROWS, ALL_ROWS = 0, 1, 2  # whose rows a call reads in their mem
 
 
 @njit(nogil=True, cache=True)
-def await_others(signals, masked, rank, size, number, patience, waits):
-    """The first of the others whose signal has not reached the number, or `size`."""
-    addresses, skip = pointer(signals, INT64), pointer(masked, INT64)
-    last, begin = np.int64(-1), np.int64(0)
-    for r in range(size):
-        if skip[r] != 0 or r == rank or load_acquire(addresses[r]) >= number:
-            continue
-        if waits != 0 and last < 0:
-            begin = now()
-        last = np.int64(r)
-        if not reaches(addresses[r], number, patience):
-            note_patience(waits, last, begin)
-            return r
-    if last >= 0:
-        note_wait(waits, size, last, begin)
-    return size
+def _await_others(table, signals, number):
+    """DONE once the signals of all others have reached the number."""
+    words = pointer(table, INT64)
+    rank, size, masked = words[at.RANK], words[at.SIZE], words[at.MASKED]
+    patience, waits = words[at.PATIENCE], words[at.WAITS]
+    late = await_all(signals, size, number, 0, patience, 0, waits, rank, masked)
+    return np.int64(DONE) if late == size else verdict(LATE, late)
 
 
 @njit(nogil=True, cache=True)
 def await_reads(table):
     """DONE once all others have read what this rank sent two calls ago, where it sends now."""
     words = pointer(table, INT64)
-    size, number = words[at.SIZE], words[at.NUMBER] - 2
-    late = await_others(
-        words[at.READS],
-        words[at.MASKED],
-        words[at.RANK],
-        size,
-        number,
-        words[at.PATIENCE],
-        words[at.WAITS],
-    )
-    return np.int64(DONE) if late == size else verdict(LATE, late)
+    return _await_others(table, words[at.READS], words[at.NUMBER] - 2)
 
 
 @njit(nogil=True, cache=True)
@@ -104,27 +83,19 @@ def check_posts(table, block_bytes, rows_of):
     rank, size, number = words[at.RANK], words[at.SIZE], words[at.NUMBER]
     peers, flag = words[at.PEERS], pointer(words[at.FLAGS], INT64)
     skip = pointer(words[at.MASKED], INT64)
-    last, begin = np.int64(-1), np.int64(0)
+    late = _await_others(table, words[at.POSTS], number)
+    if late != DONE:
+        return late
     for r in range(size):
         if skip[r] != 0:
             continue
-        address = pointer(peers + 8 * at.PEER_WORDS * r, INT64)[at.PEER_POST]
-        if load_acquire(address + 8 * NUMBER) < number:
-            if last < 0:
-                begin = now()
-            last = np.int64(r)
-            if not reaches(address + 8 * NUMBER, number, words[at.PATIENCE]):
-                note_patience(words[at.WAITS], last, begin)
-                return verdict(LATE, r)
         if load_acquire(flag[r]) != 0:
             return verdict(MASKED, r)
-        post = pointer(address, INT64)
+        post = pointer(pointer(words[at.POSTS], INT64)[r], INT64)
         if post[NUMBER] != number:
             return verdict(LOST, r)
         if post[SIGNATURE] != words[at.SIGNATURE] or post[HANDLE] != words[at.HANDLE]:
             return verdict(DIFFERS, r)
-    if last >= 0:
-        note_wait(words[at.WAITS], size, last, begin)
     for r in range(size):
         if skip[r] != 0:
             continue
@@ -149,11 +120,6 @@ def _signal_kernel(address, value):
 def signal(address: int, value: int) -> None:
     """Raise a signal after all that this thread has written, and before all that it writes next."""
     _signal_kernel(address, value)
-
-
-def await_slots(signals: int, masked: int, rank: int, size: int, number: int, patience: int) -> int:
-    """The first of the others whose signal has not reached the number, or `size`."""
-    return await_others(signals, masked, rank, size, number, patience, 0)
 
 
 @njit(nogil=True, cache=True)
