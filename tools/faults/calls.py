@@ -45,8 +45,8 @@ FAULTS = (
         "compiled-write-uses-own-row-count",
         "compiled calls",
         _DISPATCH,
-        "target += column_bytes(rows[r], 4 * num_topk)",
-        "target += column_bytes(rows[words[at.RANK]], 4 * num_topk)",
+        "target += whole_lines(rows[r] * 4 * num_topk)",
+        "target += whole_lines(rows[words[at.RANK]] * 4 * num_topk)",
         first="tests/transports/test_conformance.py::test_virtual_ranks_that_share_memory",
     ),
     Fault(

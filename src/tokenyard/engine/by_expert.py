@@ -35,8 +35,6 @@ from tokenyard.wire.columns import row_widths
 from tokenyard.wire.pairs import SHARES, UNWEIGHED, WEIGHED
 
 _DISPATCH, _COMBINE = "dispatch by expert", "combine by expert"
-# More than any kernel wants. With far more, padding alone would not fit offsets of int32.
-_MOST_ALIGNED = 1 << 16
 
 
 class RowsByExpert(NamedTuple):
@@ -51,9 +49,7 @@ class RowsByExpert(NamedTuple):
 def dispatch_by_expert(engine: Engine, request: DispatchRequest) -> tuple[RowsByExpert, Handle]:
     try:
         validate.require(request.topk_idx is not None, "topk_idx is None, want a torch.Tensor")
-        alignment = validate.integer(
-            "expert_alignment", request.expert_alignment, at_least=1, at_most=_MOST_ALIGNED
-        )
+        alignment = validate.alignment(request.expert_alignment)
     except ValueError as error:
         raise _refused(engine, _DISPATCH, error) from None
     pairs = engine.transport.pairs

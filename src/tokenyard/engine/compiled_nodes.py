@@ -22,6 +22,7 @@ from tokenyard.engine.agreement import Call, Heard
 from tokenyard.engine.handle import CompiledHandle
 from tokenyard.engine.inputs import DispatchRequest
 from tokenyard.engine.nodes_handle import NodesHandle
+from tokenyard.engine.plans import MOST_PLANS
 from tokenyard.engine.shapes import find_placement, is_valid, tell_shape
 from tokenyard.engine.statistics import COMPILED
 from tokenyard.errors import SharedMemoryError
@@ -42,7 +43,6 @@ from tokenyard.wire.verdicts import GENERAL, LOW
 if TYPE_CHECKING:
     from tokenyard.engine.stages import Engine
 
-_MOST_PLANS = 64
 _AT_ONCE = Completion()
 
 _Dispatched = tuple[Tensor, Tensor, Tensor, list[int], Handle]
@@ -323,7 +323,7 @@ class CompiledNodeCalls:
 
     def _table(self, num_experts: int) -> tuple[array[int], np.ndarray, array[int]]:
         """A table, the message up to its payload, and scratch memory."""
-        if len(self._plans) >= _MOST_PLANS:
+        if len(self._plans) >= MOST_PLANS:
             self._plans.clear()
         table = int64s.new(len(self._steps.words))
         table[:] = self._steps.words

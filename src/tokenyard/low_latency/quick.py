@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tokenyard.engine.plans import MOST_PLANS
 from tokenyard.low_latency.handle import LowLatencyHandle, PendingCombine
 from tokenyard.low_latency.inputs import Fp8, form
 from tokenyard.low_latency.posts import Post
@@ -39,7 +40,6 @@ from tokenyard.wire.slots import (
 if TYPE_CHECKING:
     from tokenyard.low_latency.engine import LowLatency
 
-_MOST_PLANS = 64
 _new = object.__new__
 
 
@@ -283,7 +283,7 @@ class QuickCalls:
         signature: int,
         most: int,
     ) -> _Plan:
-        if len(self._plans) >= _MOST_PLANS:
+        if len(self._plans) >= MOST_PLANS:
             self._plans.clear()
         slots = self._slots
         even, odd = slots.posts.of(kind, 0), slots.posts.of(kind, 1)

@@ -42,6 +42,7 @@ from tokenyard.validate.tensors import (
 from tokenyard.validate.values import (
     MOST,
     MOST_EXPERTS,
+    alignment,
     config,
     integer,
     kind,
@@ -62,6 +63,7 @@ __all__ = [
     "SUMMABLE",
     "View",
     "address",
+    "alignment",
     "bad_expert",
     "biases",
     "config",

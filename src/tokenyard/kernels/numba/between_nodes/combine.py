@@ -15,13 +15,13 @@ from tokenyard.kernels.numba.between_nodes.messages import (
     mark_bytes,
     relay_kernel,
     same_calls,
-    whole_lines,
     write_messages,
 )
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.llvm.atomics import fence_stores
 from tokenyard.kernels.numba.llvm.pointers import INT64, LIKE, UINT8, copy_bytes, pointer
 from tokenyard.kernels.numba.reduce import scratch, sum_token
+from tokenyard.kernels.numba.rows import whole_lines
 from tokenyard.kernels.numba.signals import verdict
 from tokenyard.wire import message as say
 from tokenyard.wire import nodes_table as at

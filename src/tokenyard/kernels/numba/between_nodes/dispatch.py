@@ -16,12 +16,12 @@ from tokenyard.kernels.numba.between_nodes.messages import (
     record_bytes,
     relay_kernel,
     same_calls,
-    whole_lines,
     write_messages,
 )
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.llvm.pointers import FLOAT32, INT32, INT64, UINT8, copy_bytes, pointer
 from tokenyard.kernels.numba.parcels import first_record
+from tokenyard.kernels.numba.rows import whole_lines
 from tokenyard.kernels.numba.signals import verdict
 from tokenyard.wire import message as say
 from tokenyard.wire import nodes_table as at

@@ -20,7 +20,6 @@ from tokenyard.kernels.numba.llvm.pointers import INT64, pointer
 from tokenyard.kernels.numba.signals import await_all, raise_signals
 from tokenyard.wire import exchange_table as at
 from tokenyard.wire import message as say
-from tokenyard.wire.columns import LINE
 from tokenyard.wire.signals import MAIL
 
 Call = Callable[[], int]
@@ -133,8 +132,3 @@ def open_ledger(table):
     words[at.COPY_RANKS] = words[at.STARTS] + 4 * (words[at.NUM_TOKENS] + 1)
     words[at.COPY_SLOTS] = words[at.COPY_RANKS] + 4 * words[at.ROOM]
     words[at.SRC_IDX] = words[at.COPY_SLOTS] + 4 * words[at.ROOM]
-
-
-@njit(nogil=True, cache=True)
-def column_bytes(num_rows, width):
-    return (num_rows * width + LINE - 1) // LINE * LINE
