@@ -177,8 +177,7 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
         A tag is a number of your own: if ranks give different ones, all raise CallMismatch.
         """
         config = _default_config(Buffer.num_sms) if config is None else config
-        self._use.stage = "dispatch" if handle is None else "cached dispatch"
-        if (
+        is_plain = (
             handle
             is num_tokens_per_rank
             is is_token_in_rank
@@ -186,64 +185,61 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
             is previous_event
             is None
             and not (num_worst_tokens or async_finish or allocate_on_comm_stream)
-        ):
-            with self._use as engine:
-                compiled = engine.compiled
-                quick = None
-                if compiled is not None:
-                    quick = compiled.dispatch(
-                        x, topk_idx, topk_weights, num_experts, expert_alignment, config, tag
-                    )
-                self._use.goes_on = quick is None
+        )
+        self._use.stage = "dispatch" if handle is None else "cached dispatch"
+        with self._use as engine:
+            quick = None
+            if is_plain and (compiled := engine.compiled) is not None:
+                quick = compiled.dispatch(
+                    x, topk_idx, topk_weights, num_experts, expert_alignment, config, tag
+                )
             if quick is not None:
-                if (notes := recording.active) is not None:
-                    notes.note(engine, x, topk_idx, topk_weights, num_experts)
-                return Dispatched(*quick, EventOverlap())
-        completion = Completion(async_finish, allocate_on_comm_stream)
-        if handle is not None:
-            routing = {
-                "num_tokens_per_rank": num_tokens_per_rank,
-                "is_token_in_rank": is_token_in_rank,
-                "num_tokens_per_expert": num_tokens_per_expert,
-                "topk_idx": topk_idx,
-                "topk_weights": topk_weights,
-                "num_experts": num_experts,
-            }
-            beside = [name for name, value in routing.items() if value is not None]
-            with self._use as engine:
+                dispatched = Dispatched(*quick, EventOverlap())
+            elif handle is None:
+                request = DispatchRequest(
+                    x,
+                    topk_idx,
+                    topk_weights,
+                    num_tokens_per_rank,
+                    is_token_in_rank,
+                    num_tokens_per_expert,
+                    num_experts,
+                    expert_alignment,
+                    num_worst_tokens,
+                    config,
+                    previous_event,
+                    tag,
+                )
+                completion = Completion(async_finish, allocate_on_comm_stream)
+                received, made, event = engine.dispatch(request, completion)
+                dispatched = Dispatched(
+                    _pair(received.x, received.scales),
+                    received.topk_idx,
+                    received.topk_weights,
+                    [] if num_worst_tokens else received.num_tokens_per_expert,
+                    made,
+                    event,
+                )
+            else:
+                routing = {
+                    "num_tokens_per_rank": num_tokens_per_rank,
+                    "is_token_in_rank": is_token_in_rank,
+                    "num_tokens_per_expert": num_tokens_per_expert,
+                    "topk_idx": topk_idx,
+                    "topk_weights": topk_weights,
+                    "num_experts": num_experts,
+                }
+                beside = [name for name, value in routing.items() if value is not None]
+                completion = Completion(async_finish, allocate_on_comm_stream)
                 again, scales, event = engine.dispatch_cached(
                     x, handle, beside, config, previous_event, completion
                 )
-            return Dispatched(_pair(again, scales), None, None, None, None, event)
-
-        request = DispatchRequest(
-            x,
-            topk_idx,
-            topk_weights,
-            num_tokens_per_rank,
-            is_token_in_rank,
-            num_tokens_per_expert,
-            num_experts,
-            expert_alignment,
-            num_worst_tokens,
-            config,
-            previous_event,
-            tag,
-        )
-        with self._use as engine:
-            received, made, event = engine.dispatch(request, completion)
+                return Dispatched(_pair(again, scales), None, None, None, None, event)
         if (notes := recording.active) is not None:
             if num_tokens_per_expert is not None:
                 num_experts = engine.local.num_logical(num_tokens_per_expert.shape[0])
             notes.note(engine, x, topk_idx, topk_weights, num_experts)
-        return Dispatched(
-            _pair(received.x, received.scales),
-            received.topk_idx,
-            received.topk_weights,
-            [] if num_worst_tokens else received.num_tokens_per_expert,
-            made,
-            event,
-        )
+        return dispatched
 
     def combine(
         self,
@@ -270,22 +266,17 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
         bias. With async_finish it is written when the event is over: leave it alone until then.
         """
         config = _default_config(Buffer.num_sms) if config is None else config
+        is_plain = topk_weights is bias is previous_event is None and not (
+            async_finish or allocate_on_comm_stream
+        )
         self._use.stage = "combine"
-        if (
-            isinstance(handle, CompiledHandle)
-            and topk_weights is bias is previous_event is None
-            and not (async_finish or allocate_on_comm_stream)
-        ):
-            with self._use as engine:
-                compiled = engine.compiled
-                sums = None
-                if compiled is not None:
-                    sums = compiled.combine(x, handle, out, config, tag)
-                self._use.goes_on = sums is None
-            if sums is not None:
-                return Combined(sums, None, EventOverlap())
-        completion = Completion(async_finish, allocate_on_comm_stream)
         with self._use as engine:
+            compiled = engine.compiled
+            if is_plain and isinstance(handle, CompiledHandle) and compiled is not None:
+                sums = compiled.combine(x, handle, out, config, tag)
+                if sums is not None:
+                    return Combined(sums, None, EventOverlap())
+            completion = Completion(async_finish, allocate_on_comm_stream)
             return Combined(
                 *engine.combine(
                     x, handle, topk_weights, bias, out, config, previous_event, tag, completion

@@ -40,7 +40,6 @@ class Use:
         self.rank = -1
         # What the next call is called in traces and profiles. A call sets it; its end resets it.
         self.stage = _ANY
-        self.goes_on = False  # the next entry belongs to the same call
         self._began = 0  # when the call began, if somebody watches
         self._range: Any = None  # of torch's profiler
         self._recorder: Recorder | None = None  # of the last call that somebody watched
@@ -87,16 +86,12 @@ class Use:
                 # The call has ended, or goes on on the Buffer's thread.
                 buffer._engine.agreement.engaged = False
         finally:
-            if self._began and not (self.goes_on and error is None):
+            if self._began:
                 self._end(buffer)
-            if not self.goes_on:
-                self.stage = _ANY
-            self.goes_on = False
+            self.stage = _ANY
             self._lock.release()
 
     def _begin(self, engine: Engine) -> None:
-        if self._began:
-            return  # it goes on
         active = recorder.active
         if active is not self._recorder:  # a trace has begun, or has ended
             self._recorder = active

@@ -15,7 +15,7 @@ import torch
 import tokenyard
 from tests.cases.clock import scaled
 from tests.cases.inside import NOWHERE, POSTED, leave_compiled_calls_at
-from tokenyard.kernels.numba.signals import _await_kernel
+from tokenyard.kernels.numba.signals import await_all
 from tokenyard.testing import Processes
 
 pytestmark = [pytest.mark.faults, pytest.mark.processes]
@@ -40,7 +40,7 @@ def out_of_descriptors(group: Any, room: int) -> list[str]:
             num_experts=2,
         )
 
-    assert _await_kernel.signatures, "a rank without descriptors could not wait"
+    assert await_all.signatures, "a rank without descriptors could not wait"
     leave_compiled_calls_at(buffer, POSTED)
     go(4)  # the engine's kernels are loaded
     leave_compiled_calls_at(buffer, NOWHERE)

@@ -174,6 +174,7 @@ def test_nobody_waits_by_a_clock_that_is_set() -> None:
 
 ADDRESS = re.compile(
     r"data_ptr\(\)|from_address\(|\.ctypes\.data\b|addressof\(|int64s\.address\(|\.buffer_info\(\)"
+    r"|\blies_at\("
 )
 PAGE = SOURCE.parents[1] / "docs/internals/shared_memory.md"
 

@@ -163,8 +163,8 @@ FAULTS = (
         "low-latency-writes-over-what-is-unread",
         "low latency",
         _SLOTS + "posts.py",
-        "size, number = words[at.SIZE], words[at.NUMBER] - 2",
-        "size, number = words[at.SIZE], words[at.NUMBER] - 4",
+        "words[at.READS], words[at.NUMBER] - 2",
+        "words[at.READS], words[at.NUMBER] - 4",
         first="tests/low_latency/test_memory.py",
     ),
     Fault(

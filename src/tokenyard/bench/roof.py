@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-_LINE = 64
+from tokenyard.wire.columns import LINE
 
 
 @cache
@@ -22,13 +22,13 @@ def _writer() -> Callable[[int, int], None]:
     from numba import njit, types
     from numba.extending import intrinsic
 
-    line = ir.VectorType(ir.IntType(64), _LINE // 8)
+    line = ir.VectorType(ir.IntType(64), LINE // 8)
 
     @intrinsic
     def store(typing_context: Any, address: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             at = builder.inttoptr(args[0], line.as_pointer())
-            stored = builder.store(ir.Constant(line, [1] * (_LINE // 8)), at, align=_LINE)
+            stored = builder.store(ir.Constant(line, [1] * (LINE // 8)), at, align=LINE)
             stored.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
             return context.get_dummy_value()
 
@@ -36,10 +36,10 @@ def _writer() -> Callable[[int, int], None]:
 
     @njit([types.void(types.int64, types.int64)], nogil=True)
     def write(begin: Any, end: Any) -> None:
-        at = (begin + _LINE - 1) // _LINE * _LINE
-        while at + _LINE <= end:
+        at = (begin + LINE - 1) // LINE * LINE
+        while at + LINE <= end:
             store(at)
-            at += _LINE
+            at += LINE
 
     return write
 

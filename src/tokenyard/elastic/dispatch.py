@@ -18,7 +18,6 @@ from tokenyard.runtime.completion import Completion
 from tokenyard.types import ByExpert, Config, Handle, round_up
 
 _DISPATCH = "dispatch"
-_MOST_ALIGNED = 1 << 16
 _COLUMN_ROWS = 4  # scales by column have room for a multiple of so many rows, as TMA wants it
 
 
@@ -60,9 +59,7 @@ class _Rows(NamedTuple):
 def dispatch(engine: Engine, asked: Asked, config: Config, num_scaleup_ranks: int) -> Arrived:
     """Each token's row to every rank, or to every expert, that it chose."""
     with heard_by_all(engine, _DISPATCH):
-        alignment = validate.integer(
-            "expert_alignment", asked.expert_alignment, at_least=1, at_most=_MOST_ALIGNED
-        )
+        alignment = validate.alignment(asked.expert_alignment)
         num_max = _check_num_max(asked)
         _check_stats(engine, asked)
         weights = asked.topk_weights

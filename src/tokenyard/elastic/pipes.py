@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from tokenyard.comm.base import Communicator, Exchange
-from tokenyard.elastic.shared import LINE, SharedBlock, as_bytes
+from tokenyard.elastic.shared import SharedBlock, as_bytes
 from tokenyard.engine.stages import Engine
 from tokenyard.runtime.events import EventHandle, Worker
 from tokenyard.shm.node import SharedNode
 from tokenyard.types import round_up
+from tokenyard.wire.columns import LINE
 
 SEND, RECEIVE = "pp_send", "pp_recv"
 

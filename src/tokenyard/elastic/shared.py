@@ -16,8 +16,7 @@ from tokenyard.shm.node import SharedNode
 from tokenyard.transports.direct import DirectTransport
 from tokenyard.transports.ring import RingTransport
 from tokenyard.types import round_up
-
-LINE = 64  # bytes; each signal has a cache line of its own
+from tokenyard.wire.columns import LINE
 
 
 def node_of(engine: Engine) -> SharedNode | None:

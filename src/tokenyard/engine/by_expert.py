@@ -28,15 +28,13 @@ from tokenyard.errors import SharedMemoryError
 from tokenyard.kernels.base import wide_dtype
 from tokenyard.runtime.completion import Completion
 from tokenyard.runtime.memory import as_bytes
+from tokenyard.runtime.threads import MUCH
 from tokenyard.transports import DirectPairs, Offer, PairsBack, PairsOut
 from tokenyard.types import ByExpert, Config, Handle, Places, SentPairs
 from tokenyard.wire.columns import row_widths
 from tokenyard.wire.pairs import SHARES, UNWEIGHED, WEIGHED
 
 _DISPATCH, _COMBINE = "dispatch by expert", "combine by expert"
-# More than any kernel wants. With far more, padding alone would not fit offsets of int32.
-_MOST_ALIGNED = 1 << 16
-_MUCH = 8 << 20  # bytes from which several threads may copy or sum rows
 
 
 class RowsByExpert(NamedTuple):
@@ -51,9 +49,7 @@ class RowsByExpert(NamedTuple):
 def dispatch_by_expert(engine: Engine, request: DispatchRequest) -> tuple[RowsByExpert, Handle]:
     try:
         validate.require(request.topk_idx is not None, "topk_idx is None, want a torch.Tensor")
-        alignment = validate.integer(
-            "expert_alignment", request.expert_alignment, at_least=1, at_most=_MOST_ALIGNED
-        )
+        alignment = validate.alignment(request.expert_alignment)
     except ValueError as error:
         raise _refused(engine, _DISPATCH, error) from None
     pairs = engine.transport.pairs
@@ -111,7 +107,7 @@ def _spread(
     """Each row of the columns to the places of its pairs, and where those are."""
     kernels, compiled, num_rows = engine.kernels, engine.compiled, sum(per_expert)
     x = columns[0]
-    few = 0 <= num_rows * x.shape[1] * x.itemsize < _MUCH  # below 0 if a rank told nonsense
+    few = 0 <= num_rows * x.shape[1] * x.itemsize < MUCH  # below 0 if a rank told nonsense
     if few and len(columns) == 1 and isinstance(compiled, CompiledCalls):
         out = engine.transport.empty(num_rows, x.shape[1], x.dtype)
         found = compiled.kernels.place_and_spread(x, topk_idx, len(per_expert), alignment, out)
@@ -258,21 +254,13 @@ def _share_of_few(
         by_expert is not None
         and by_expert.sent is None
         and handle.ledger is not None
-        and type(y) is Tensor
         and type(weigh) is bool
+        and validate.lies_at(y, 2) != validate.NOT_PLAIN
         and y.dtype in validate.SUMMABLE
-        and y.ndim == 2
-        and y.is_cpu
-        and not (y.requires_grad and torch.is_grad_enabled())
     ):
         return None
     num_rows, hidden = y.shape
-    if num_rows != by_expert.num_rows or y.nbytes >= _MUCH or hidden == 0:
-        return None
-    try:
-        if not y.is_contiguous() or y.is_neg() or (num_rows and not y.data_ptr()):
-            return None
-    except RuntimeError:  # of tensors without memory
+    if num_rows != by_expert.num_rows or y.nbytes >= MUCH or hidden == 0:
         return None
     if out is not None and not compiled.fits(out, y, handle.num_tokens, hidden):
         return None

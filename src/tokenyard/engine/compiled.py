@@ -20,8 +20,8 @@ from torch import Tensor
 from tokenyard import validate
 from tokenyard.engine.agreement import Call, Heard
 from tokenyard.engine.handle import CompiledHandle, Ledger
-from tokenyard.engine.inputs import DispatchRequest
-from tokenyard.engine.plans import ExchangeKernels, Plans
+from tokenyard.engine.inputs import SMALL, DispatchRequest
+from tokenyard.engine.plans import ExchangeKernels, Plan, Plans
 from tokenyard.errors import SharedMemoryError
 from tokenyard.runtime import memory as local_memory
 from tokenyard.runtime.completion import Completion
@@ -30,18 +30,18 @@ from tokenyard.shm.pool import rows
 from tokenyard.shm.shared_rows import SharedRows
 from tokenyard.transports import Offer
 from tokenyard.transports.direct import DirectTransport
-from tokenyard.types import Config, Handle
+from tokenyard.types import Config, Handle, round_up
+from tokenyard.validate import NOT_PLAIN, lies_at
 from tokenyard.wire import exchange_table as at
 from tokenyard.wire import message as say
-from tokenyard.wire.exchange_table import GENERAL, LATE, LOW, MAP, MORE_ROOM, STRAY
+from tokenyard.wire.columns import LINE
 from tokenyard.wire.signals import MAIL
+from tokenyard.wire.verdicts import DONE, GENERAL, LATE, LOW, MAP, MORE_ROOM, STRAY
 
 if TYPE_CHECKING:
     from tokenyard.engine.stages import Engine
 
 _MOST_RANKS = 64  # a token's ranks are the bits of a word
-_MUCH = 8 << 20  # bytes from which several threads may move rows
-_SMALL = 1 << 16  # bytes of sums that are not worth a segment
 _AT_ONCE = Completion()
 
 _Dispatched = tuple[Tensor, Tensor, Tensor, list[int], Handle]
@@ -57,7 +57,7 @@ class CompiledCalls:
         self._node, self._pool, self._agreement = node, node.pool, engine.agreement
         self._take, self._room = node.pool.take_small, transport.room
         self.rank, self.size = transport.rank, transport.size
-        self._plans = Plans(engine, transport, kernels)
+        self.plans = Plans(engine, transport, kernels)
         self.leave_at = 0  # a phase of `wire.exchange_table` at which the engine takes over
 
     def dispatch(
@@ -76,112 +76,105 @@ class CompiledCalls:
         None if this is another call, or one with bad input: nothing is done yet then. `stage` is
         what this rank tells the others that it calls.
         """
-        if not (
-            type(x) is type(topk_idx) is type(topk_weights) is Tensor
-            and type(num_experts) is type(expert_alignment) is type(tag) is int
-            and x.ndim == topk_idx.ndim == 2
-            and topk_idx.dtype is torch.int64
-            and topk_weights.dtype is torch.float32
-            and x.is_cpu
-            and topk_idx.is_cpu
-            and topk_weights.is_cpu
-            and self._engine.worker.pending is None
-        ):
-            return None
-        num_tokens, hidden = x.shape
-        shape = topk_idx.shape
-        if shape[0] != num_tokens or topk_weights.shape != shape:
-            return None
-        if (x.requires_grad or topk_weights.requires_grad) and torch.is_grad_enabled():
-            return None
-        num_topk, dtype = shape[1], x.dtype
         given_idx, choice = topk_idx, self._engine.local.choice
-        if choice is not None and (topk_idx := choice.or_none(topk_idx)) is None:
+        if choice is not None:
+            is_plain = lies_at(topk_idx, 2, torch.int64) != NOT_PLAIN
+            topk_idx = choice.or_none(topk_idx) if is_plain else None
+        asked = num_experts, expert_alignment, tag, stage
+        plan = self._plan_dispatch(x, topk_idx, topk_weights, asked, config)
+        if plan is None:
             return None
-        key = dtype, hidden, num_topk, num_experts, expert_alignment, tag, stage
-        plan = self._plans.get(key)
-        if plan is None or plan.config is not config:
-            plan = self._plans.add_dispatch(key, config)
-            if plan is None:
-                return None
-        call, table, head, _, num_channels, row_bytes, combine_dtype, per_expert, src_room, _, _ = (
-            plan
-        )
-        most = num_tokens * (num_topk if num_topk < self.size else self.size)
-        if most * row_bytes >= _MUCH and num_threads(num_tokens, most * row_bytes) > 1:
-            return None
-        try:
-            if not (
-                x.is_contiguous() and topk_idx.is_contiguous() and topk_weights.is_contiguous()
-            ):
-                return None
-            table[at.X] = address = x.data_ptr()
-            table[at.TOPK_IDX] = ids = topk_idx.data_ptr()
-            table[at.TOPK_WEIGHTS] = weights = topk_weights.data_ptr()
-            if num_tokens and not (address and ids and weights):
-                return None
-            if x.is_neg() or topk_weights.is_neg():
-                return None
-        except RuntimeError:  # of tensors without memory
-            return None
-
-        number = self._agreement.number
         try:
             segment, memory = self._room.take()
         except SharedMemoryError:
             return None
-        ledger = Ledger(num_tokens, most, src_room[0], self.size)
-        table[at.PHASE], table[at.LEAVE_AT] = at.START, self.leave_at
-        table[at.NUMBER], table[at.NUM_TOKENS] = number, num_tokens
+        table, head = plan.table, plan.head
+        ledger = Ledger(table[at.NUM_TOKENS], table[at.ROOM], plan.src_room[0], self.size)
         table[at.BLOCK] = segment.address
         head[say.OFFER], head[say.OFFER + 1], head[say.OFFER + 2] = segment.told
-        table[at.LEDGER], table[at.ROOM] = ledger.address, most
-        table[at.SRC_ROOM] = ledger.src_room
-        self._agreement.engaged = True
-        while verdict := call():
-            what, which = verdict >> 32, verdict & LOW
-            if what == GENERAL and table[at.PHASE] == at.START:
-                self._agreement.engaged = False
-                return None
-            if what == GENERAL:
-                sent = ledger.send_counts(table[at.NUM_COPIES])
-                block = SharedRows(memory, segment.told, segment.address)
-                heard = Heard(Offer(block.told, (block,)), self._node.mailbox.last_messages(), sent)
-                del block, memory
-                request = DispatchRequest.plain(
-                    x, given_idx, topk_weights, num_experts, expert_alignment, config, tag
-                )
-                got, handle, _ = self._engine.dispatch(request, _AT_ONCE, stage, heard)
-                assert got.topk_idx is not None
-                assert got.topk_weights is not None
-                return got.x, got.topk_idx, got.topk_weights, got.num_tokens_per_expert, handle
-            if what == MORE_ROOM:
-                src_room[0] = which + which // 4
-                ledger = ledger.with_room(src_room[0])
+        table[at.LEDGER], table[at.SRC_ROOM] = ledger.address, ledger.src_room
+        while verdict := self.enter(plan, stage, say.OFFER):
+            if verdict >> 32 == MORE_ROOM:
+                which = verdict & LOW
+                plan.src_room[0] = which + which // 4
+                ledger = ledger.with_room(plan.src_room[0])
                 table[at.LEDGER], table[at.SRC_ROOM] = ledger.address, ledger.src_room
-            else:
-                self.answer(what, which, stage, say.OFFER)
-        self._agreement.number = number + 1
+                continue
+            if not self._agreement.engaged:
+                return None
+            sent = ledger.send_counts(table[at.NUM_COPIES])
+            block = SharedRows(memory, segment.told, segment.address)
+            heard = Heard(Offer(block.told, (block,)), self._node.mailbox.last_messages(), sent)
+            del block, memory
+            request = DispatchRequest.plain(
+                x, given_idx, topk_weights, num_experts, expert_alignment, config, tag
+            )
+            got, handle, _ = self._engine.dispatch(request, _AT_ONCE, stage, heard)
+            assert got.topk_idx is not None
+            assert got.topk_weights is not None
+            return got.x, got.topk_idx, got.topk_weights, got.num_tokens_per_expert, handle
+        return self._dispatched(plan, memory, ledger, x, topk_idx.shape[1])
+
+    def _plan_dispatch(
+        self, x: Any, topk_idx: Any, topk_weights: Any, asked: tuple[Any, ...], config: Config
+    ) -> Plan | None:
+        """The plan of such a dispatch, whose table knows its tensors then; None if it is none."""
+        x_at, ids_at = lies_at(x, 2), lies_at(topk_idx, 2, torch.int64)
+        weights_at = lies_at(topk_weights, 2, torch.float32)
+        num_experts, expert_alignment, tag, _ = asked
+        if (
+            x_at == NOT_PLAIN
+            or ids_at == NOT_PLAIN
+            or weights_at == NOT_PLAIN
+            or not type(num_experts) is type(expert_alignment) is type(tag) is int
+            or self._engine.worker.pending is not None
+        ):
+            return None
+        (num_tokens, hidden), shape = x.shape, topk_idx.shape
+        if shape[0] != num_tokens or topk_weights.shape != shape:
+            return None
+        num_topk = shape[1]
+        key = x.dtype, hidden, num_topk, *asked
+        plan = self.plans.get(key)
+        if plan is None or plan.config is not config:
+            plan = self.plans.add_dispatch(key, config)
+            if plan is None:
+                return None
+        most = num_tokens * (num_topk if num_topk < self.size else self.size)
+        if num_threads(num_tokens, most * plan.row_bytes) > 1:
+            return None
+        table = plan.table
+        table[at.X], table[at.TOPK_IDX], table[at.TOPK_WEIGHTS] = x_at, ids_at, weights_at
+        table[at.NUM_TOKENS], table[at.ROOM] = num_tokens, most
+        table[at.PHASE], table[at.LEAVE_AT] = at.START, self.leave_at
+        table[at.NUMBER] = self._agreement.number
+        return plan
+
+    def _dispatched(
+        self, plan: Plan, memory: np.ndarray, ledger: Ledger, x: Tensor, num_topk: int
+    ) -> _Dispatched:
+        """The results of a dispatch that has ended."""
+        table, hidden = plan.table, x.shape[1]
         num_rows = table[at.NUM_ROWS]
         self._room.learn(table[at.END])
-        ids_at = -(-num_rows * row_bytes // 64) * 64
-        weights_at = ids_at + -(-num_rows * num_topk // 8) * 64
+        ids_at = round_up(num_rows * plan.row_bytes, LINE)
+        weights_at = ids_at + round_up(num_rows * num_topk * 8, LINE)
         handle = CompiledHandle.written(
             self._engine.origin,
-            number,
+            table[at.NUMBER],
             hidden,
-            combine_dtype,
-            num_channels,
+            plan.combine_dtype,
+            plan.num_channels,
             ledger,
             self.rank,
             num_rows,
             table[at.NUM_COPIES],
         )
         return (
-            rows(memory, 0, num_rows, hidden, dtype),
+            rows(memory, 0, num_rows, hidden, x.dtype),
             rows(memory, ids_at, num_rows, num_topk, torch.int64),
             rows(memory, weights_at, num_rows, num_topk, torch.float32),
-            per_expert.tolist(),
+            plan.per_expert.tolist(),
             handle,
         )
 
@@ -189,11 +182,11 @@ class CompiledCalls:
         self, call: Call, row_bytes: int, num_experts: int
     ) -> tuple[array[int], array[int], array[int]]:
         """A table of one's own for such calls: with the message, and memory for the call."""
-        return self._plans.table(call, row_bytes, num_experts)
+        return self.plans.table(call, row_bytes, num_experts)
 
     def forget(self) -> None:
         """Make plans anew: the placement has changed."""
-        self._plans.forget()
+        self.plans.forget()
 
     def combine(
         self,
@@ -207,84 +200,93 @@ class CompiledCalls:
         """A combine of a contiguous CPU tensor, without weights and biases, that ends before it
         returns; None, and `stage`, as in `dispatch`.
         """
-        num_rows, ledger = handle.num_rows, handle.ledger
-        if not (
-            type(x) is Tensor
-            and ledger is not None
-            and type(tag) is int
-            and x.ndim == 2
-            and x.is_cpu
-            and handle.origin is self._engine.origin
-            and self._engine.worker.pending is None
-        ):
+        plan = self._plan_combine(x, handle, out, config, tag, stage)
+        if plan is None:
             return None
-        num_tokens = ledger.num_tokens
-        got_rows, hidden = x.shape
-        if got_rows != num_rows or (x.requires_grad and torch.is_grad_enabled()):
-            return None
-        dtype = x.dtype
-        key = dtype, hidden, tag, stage
-        plan = self._plans.get(key)
-        if plan is None or plan.config is not config:
-            plan = self._plans.add_combine(key, config)
-            if plan is None:
-                return None
-        call, table, head, row_bytes = plan.call, plan.table, plan.head, plan.row_bytes
-        moved = (handle.num_copies + num_tokens) * row_bytes
-        if moved >= _MUCH and num_threads(num_tokens, moved) > 1:
-            return None
-        try:
-            if not x.is_contiguous() or x.is_neg():
-                return None
-            address = x.data_ptr()
-            if num_rows and not address:
-                return None
-        except RuntimeError:
-            return None
-        if out is not None and not self.fits(out, x, num_tokens, hidden):
-            return None
-        memory, segment = None, self._pool.find(address, num_rows * row_bytes)
+        table, head = plan.table, plan.head
+        num_bytes, address = handle.num_rows * plan.row_bytes, table[at.X]
+        memory, segment = None, self._pool.find(address, num_bytes)
         begin = 0 if segment is None else address - segment.address
         try:
             if segment is None:
-                segment, memory = self._take(num_rows * row_bytes)
-            if out is not None:
-                sums = out
-            elif num_tokens * row_bytes >= _SMALL:
-                _, taken = self._take(num_tokens * row_bytes)
-                sums = rows(taken, 0, num_tokens, hidden, dtype)
-            elif plan.like[0].shape[0] == num_tokens:
-                sums = local_memory.empty_like(plan.like[0])
-            else:
-                sums = local_memory.empty(num_tokens, hidden, dtype=dtype)
-                plan.like[0] = sums.detach()  # the caller may resize sums, or give them a graph
+                segment, memory = self._take(num_bytes)
+            sums = self.sums_of(plan, x) if out is None else out
         except SharedMemoryError:
             return None
-        number = self._agreement.number
         copies = memory is not None
-        table[at.PHASE], table[at.LEAVE_AT] = at.START, self.leave_at
-        table[at.NUMBER], table[at.NUM_TOKENS], table[at.HANDLE] = number, num_tokens, handle.call
-        table[at.X], table[at.OUT] = address, sums.data_ptr()
-        table[at.COPIES], table[at.BLOCK] = copies, segment.address
+        table[at.OUT], table[at.COPIES], table[at.BLOCK] = sums.data_ptr(), copies, segment.address
         head[say.OFFER], head[say.OFFER + 4] = not copies, begin
         head[say.OFFER + 1], head[say.OFFER + 2], head[say.OFFER + 3] = segment.told
-        table[at.LEDGER], table[at.ROOM] = ledger.address, ledger.room
-        self._agreement.engaged = True
-        while verdict := call():
-            what, which = verdict >> 32, verdict & LOW
-            if what == GENERAL and table[at.PHASE] == at.START:
-                self._agreement.engaged = False
+        if self.enter(plan, stage, say.OFFER + 1):
+            if not self._agreement.engaged:
                 return None
-            if what == GENERAL:
-                block = SharedRows(memory, segment.told, segment.address)
-                words = np.array([(not copies, *block.told, begin)] * self.size, np.int64)
-                heard = Heard(Offer(words, (block,)), self._node.mailbox.last_messages())
-                return self._engine.combine(
-                    x, handle, None, None, out, config, None, tag, _AT_ONCE, heard, stage
-                )[0]
-            self.answer(what, which, stage, say.OFFER + 1)
-        self._agreement.number = number + 1
+            block = SharedRows(memory, segment.told, segment.address)
+            words = np.array([(not copies, *block.told, begin)] * self.size, np.int64)
+            heard = Heard(Offer(words, (block,)), self._node.mailbox.last_messages())
+            return self._engine.combine(
+                x, handle, None, None, out, config, None, tag, _AT_ONCE, heard, stage
+            )[0]
         return sums
+
+    def _plan_combine(
+        self, x: Any, handle: CompiledHandle, out: Any, config: Config, tag: Any, stage: str
+    ) -> Plan | None:
+        """The plan of such a combine, whose table knows its rows then; None if it is none."""
+        address, ledger = lies_at(x, 2), handle.ledger
+        if (
+            address == NOT_PLAIN
+            or ledger is None
+            or type(tag) is not int
+            or handle.origin is not self._engine.origin
+            or self._engine.worker.pending is not None
+        ):
+            return None
+        num_rows, hidden = x.shape
+        if num_rows != handle.num_rows:
+            return None
+        key = x.dtype, hidden, tag, stage
+        plan = self.plans.get(key)
+        if plan is None or plan.config is not config:
+            plan = self.plans.add_combine(key, config)
+            if plan is None:
+                return None
+        num_tokens, table = ledger.num_tokens, plan.table
+        moved = (handle.num_copies + num_tokens) * plan.row_bytes
+        if num_threads(num_tokens, moved) > 1:
+            return None
+        if out is not None and not self.fits(out, x, num_tokens, hidden):
+            return None
+        table[at.X], table[at.NUM_TOKENS], table[at.HANDLE] = address, num_tokens, handle.call
+        table[at.LEDGER], table[at.ROOM] = ledger.address, ledger.room
+        table[at.PHASE], table[at.LEAVE_AT] = at.START, self.leave_at
+        table[at.NUMBER] = self._agreement.number
+        return plan
+
+    def sums_of(self, plan: Plan, x: Tensor) -> Tensor:
+        """Memory for what a combine sums."""
+        num_tokens, hidden = plan.table[at.NUM_TOKENS], x.shape[1]
+        if num_tokens * plan.row_bytes >= SMALL:
+            return rows(self._take(num_tokens * plan.row_bytes)[1], 0, num_tokens, hidden, x.dtype)
+        if plan.like[0].shape[0] == num_tokens:
+            return local_memory.empty_like(plan.like[0])
+        sums = local_memory.empty(num_tokens, hidden, dtype=x.dtype)
+        plan.like[0] = sums.detach()  # the caller may resize sums, or give them a graph
+        return sums
+
+    def enter(self, plan: Plan, stage: str, offer: int) -> int:
+        """Make a call until it is over, or until it says MORE_ROOM or GENERAL. If others rely on
+        this rank then, it is `engaged`. `offer` is where a message names a segment.
+        """
+        agreement = self._agreement
+        agreement.engaged = True
+        while verdict := plan.call():
+            what, which = verdict >> 32, verdict & LOW
+            if what in (GENERAL, MORE_ROOM):
+                agreement.engaged = plan.table[at.PHASE] != at.START
+                return verdict
+            self.answer(what, which, stage, offer)
+        agreement.number += 1
+        return DONE
 
     def answer(self, what: int, which: int, stage: str, offer: int) -> None:
         """Do what a call that could not go on needs, or raise what it met. `offer` is where a
@@ -301,17 +303,12 @@ class CompiledCalls:
 
     def fits(self, out: Any, x: Tensor, num_tokens: int, hidden: int) -> bool:
         """Whether sums of x can be written there as they are."""
-        if not (
-            type(out) is Tensor
-            and out.dtype is x.dtype
+        return (
+            lies_at(out, 2, x.dtype) != NOT_PLAIN
             and out.shape == (num_tokens, hidden)
-            and out.is_cpu
             and not out.requires_grad
-            and out.is_contiguous()
-            and not out.is_neg()
-        ):
-            return False
-        return not validate.overlap(out, x) and (out.data_ptr() != 0 or not num_tokens)
+            and not validate.overlap(out, x)
+        )
 
 
 def compiled_calls(engine: Engine, kernels: Any) -> CompiledCalls | None:

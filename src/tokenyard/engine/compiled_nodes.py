@@ -22,6 +22,7 @@ from tokenyard.engine.agreement import Call, Heard
 from tokenyard.engine.handle import CompiledHandle
 from tokenyard.engine.inputs import DispatchRequest
 from tokenyard.engine.nodes_handle import NodesHandle
+from tokenyard.engine.plans import MOST_PLANS
 from tokenyard.engine.shapes import find_placement, is_valid, tell_shape
 from tokenyard.engine.statistics import COMPILED
 from tokenyard.errors import SharedMemoryError
@@ -31,17 +32,17 @@ from tokenyard.transports import Offer
 from tokenyard.transports.hierarchical import HierarchicalTransport
 from tokenyard.transports.hierarchical.enclosed import MOST_SUMS, Came
 from tokenyard.types import ROW_DTYPES, Config, Handle, round_up
-from tokenyard.validate import SUMMABLE
+from tokenyard.validate import NOT_PLAIN, SUMMABLE, lies_at
 from tokenyard.wire import int64s
 from tokenyard.wire import message as say
 from tokenyard.wire import nodes_table as at
 from tokenyard.wire.columns import LINE
 from tokenyard.wire.exchange_table import HEARD, POSTED
+from tokenyard.wire.verdicts import GENERAL, LOW
 
 if TYPE_CHECKING:
     from tokenyard.engine.stages import Engine
 
-_MOST_PLANS = 64
 _AT_ONCE = Completion()
 
 _Dispatched = tuple[Tensor, Tensor, Tensor, list[int], Handle]
@@ -95,9 +96,9 @@ class CompiledNodeCalls:
         """
         if not (
             type(num_experts) is type(expert_alignment) is type(tag) is int
-            and _are_plain(x, topk_idx, topk_weights)
-            and topk_idx.dtype is torch.int64
-            and topk_weights.dtype is torch.float32
+            and lies_at(x, 2) != NOT_PLAIN
+            and lies_at(topk_idx, 2, torch.int64) != NOT_PLAIN
+            and lies_at(topk_weights, 2, torch.float32) != NOT_PLAIN
             and x.shape[0] == topk_idx.shape[0]
             and topk_weights.shape == topk_idx.shape
             and self._engine.worker.pending is None
@@ -131,18 +132,18 @@ class CompiledNodeCalls:
             return None
         self._agreement.engaged = True
         heard = self._exchange(plan, steps.fill_own, begin, "dispatch")
-        verdict = at.GENERAL << 32 if self.leave_at == HEARD else steps.hear()
-        if verdict >> 32 == at.GENERAL:
+        verdict = GENERAL << 32 if self.leave_at == HEARD else steps.hear()
+        if verdict >> 32 == GENERAL:
             request = DispatchRequest.plain(
                 x, given_idx, topk_weights, num_experts, expert_alignment, config, tag
             )
             told = self._hand_over(heard, [], "dispatch", tuple(marks_TR.sum(0).tolist()))
-            got, plain, _ = self._engine.dispatch(request, _AT_ONCE, heard=told)
+            got, made, _ = self._engine.dispatch(request, _AT_ONCE, heard=told)
             assert got.topk_idx is not None
             assert got.topk_weights is not None
-            return got.x, got.topk_idx, got.topk_weights, got.num_tokens_per_expert, plain
+            return got.x, got.topk_idx, got.topk_weights, got.num_tokens_per_expert, made
         if verdict:
-            raise self._enclosures.stray(verdict & at.LOW, "dispatch")
+            raise self._enclosures.stray(verdict & LOW, "dispatch")
         num_rows = table[at.NUM_ROWS]
         recv_x = memory.empty(num_rows, hidden, dtype=x.dtype)
         recv_idx = memory.empty(num_rows, num_topk, dtype=torch.int64)
@@ -154,7 +155,7 @@ class CompiledNodeCalls:
         table[at.OUT_TOKENS], table[at.BITS] = tokens_N.data_ptr(), bits.ctypes.data
         verdict = steps.take()
         if verdict:
-            raise self._enclosures.stray(verdict & at.LOW, "dispatch")
+            raise self._enclosures.stray(verdict & LOW, "dispatch")
         self._agreement.number = number + 1
         handle = NodesHandle.made(
             self._engine.origin,
@@ -191,7 +192,7 @@ class CompiledNodeCalls:
             and handle.marks_TR is not None
             and out is None
             and type(tag) is int
-            and _are_plain(x)
+            and lies_at(x, 2) != NOT_PLAIN
             and x.shape[0] == handle.num_rows
             and handle.origin is self._engine.origin
             and self._engine.worker.pending is None
@@ -322,7 +323,7 @@ class CompiledNodeCalls:
 
     def _table(self, num_experts: int) -> tuple[array[int], np.ndarray, array[int]]:
         """A table, the message up to its payload, and scratch memory."""
-        if len(self._plans) >= _MOST_PLANS:
+        if len(self._plans) >= MOST_PLANS:
             self._plans.clear()
         table = int64s.new(len(self._steps.words))
         table[:] = self._steps.words
@@ -330,23 +331,6 @@ class CompiledNodeCalls:
         scratch = int64s.new(at.scratch_words(self.size, num_experts))
         table[at.HEAD], table[at.SCRATCH] = head.ctypes.data, int64s.address(scratch)
         return table, head, scratch
-
-
-def _are_plain(*tensors: Any) -> bool:
-    """Whether these are contiguous matrices in memory, of which nobody wants gradients."""
-    for one in tensors:
-        if not (type(one) is Tensor and one.is_cpu and one.ndim == 2):
-            return False
-        if one.requires_grad and torch.is_grad_enabled():
-            return False
-        try:
-            if not one.is_contiguous() or one.is_neg():
-                return False
-            if not one.data_ptr() and one.numel():
-                return False
-        except RuntimeError:  # of a tensor without memory
-            return False
-    return True
 
 
 def _nothing() -> None:

@@ -23,7 +23,7 @@ from tokenyard.transports import Sum
 from tokenyard.types import Config, Counted, Handle, Layout, Route
 from tokenyard.wire.message import PAYLOAD_WORDS
 
-_SMALL = 1 << 16  # bytes of a sum that are not worth a segment of shared memory
+SMALL = 1 << 16  # bytes of a sum that are not worth a segment of shared memory
 
 
 class DispatchRequest(NamedTuple):
@@ -293,7 +293,7 @@ class Preparation:
     def empty_sum(self, rows_ND: Tensor, num_tokens: int) -> Tensor:
         """Memory for the sums of these rows."""
         width, dtype = rows_ND.shape[1], rows_ND.dtype
-        if num_tokens * width * rows_ND.element_size() < _SMALL:
+        if num_tokens * width * rows_ND.element_size() < SMALL:
             return memory.empty(num_tokens, width, dtype=dtype, device=self._device)
         return self._empty(num_tokens, width, dtype)
 

@@ -22,7 +22,7 @@ from tokenyard.wire import message as say
 if TYPE_CHECKING:
     from tokenyard.engine.stages import Engine
 
-_MOST_PLANS = 64
+MOST_PLANS = 64  # that are kept
 
 
 class ExchangeKernels(Protocol):
@@ -147,7 +147,7 @@ class Plans:
         return table, head, scratch
 
     def _add(self, key: tuple[Any, ...], *, table: array[int], config: Config, **more: Any) -> Plan:
-        if len(self._known) >= _MOST_PLANS:
+        if len(self._known) >= MOST_PLANS:
             self._known.clear()
         plan = Plan(
             table=table,

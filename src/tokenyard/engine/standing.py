@@ -31,7 +31,7 @@ from tokenyard.wire import exchange_table as at
 from tokenyard.wire import int64s
 from tokenyard.wire import message as say
 from tokenyard.wire.columns import column_offsets
-from tokenyard.wire.exchange_table import GENERAL, LOW, MORE_MEMORY
+from tokenyard.wire.verdicts import GENERAL, LOW, MORE_MEMORY
 
 if TYPE_CHECKING:
     from tokenyard.engine.stages import Engine

@@ -30,7 +30,8 @@ from tokenyard.transports.base import Transport
 from tokenyard.transports.collective import pack_records, unpack_records
 from tokenyard.types import round_up
 from tokenyard.wire.fp8 import NO_CAST
-from tokenyard.wire.slots import COMBINE, DISPATCH, LOW, SlotPairs, SlotResults, SlotShape
+from tokenyard.wire.slots import COMBINE, DISPATCH, SlotPairs, SlotResults, SlotShape
+from tokenyard.wire.verdicts import LOW
 
 _WORD = 8  # bytes: what goes back is sent in words, so that all of it is aligned
 

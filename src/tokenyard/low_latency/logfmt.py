@@ -16,7 +16,7 @@ from tokenyard import validate
 from tokenyard.kernels.base import SlotKernels
 from tokenyard.low_latency.handle import LowLatencyHandle
 from tokenyard.runtime import memory
-from tokenyard.wire.slots import LOW
+from tokenyard.wire.verdicts import LOW
 
 _BLOCK = 512  # elements that DeepEP casts together, at least
 

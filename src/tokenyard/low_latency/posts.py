@@ -84,8 +84,15 @@ class PostKernels(SignalKernels, Protocol):
         failed_number: int,
     ) -> int: ...
 
-    def await_slots(
-        self, signals: int, masked: int, rank: int, size: int, number: int, patience: int
+    def await_signals(
+        self,
+        incoming: int,
+        size: int,
+        epoch: int,
+        first: int,
+        patience: int,
+        rank: int = -1,
+        masked: int = 0,
     ) -> int: ...
 
 
@@ -321,8 +328,8 @@ class Posts:
 
         def step() -> int:
             nonlocal last
-            first = self._kernels.await_slots(
-                signals, self.masked, self._rank, self._size, reach, 20
+            first = self._kernels.await_signals(
+                signals, self._size, reach, 0, 20, self._rank, self.masked
             )
             if first < self._size:
                 last = first

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tokenyard.engine.plans import MOST_PLANS
 from tokenyard.low_latency.handle import LowLatencyHandle, PendingCombine
 from tokenyard.low_latency.inputs import Fp8, form
 from tokenyard.low_latency.posts import Post
 from tokenyard.low_latency.shared import Halves, SharedSlots, combine_signature
 from tokenyard.runtime import memory as local_memory
 from tokenyard.shm.segment import Segment
+from tokenyard.validate import lies_at
 from tokenyard.wire import call_table as at
 from tokenyard.wire import int64s
 from tokenyard.wire.fp8 import NO_CAST
@@ -38,7 +40,6 @@ from tokenyard.wire.slots import (
 if TYPE_CHECKING:
     from tokenyard.low_latency.engine import LowLatency
 
-_MOST_PLANS = 64
 _new = object.__new__
 
 
@@ -116,11 +117,13 @@ class QuickCalls:
             return None
         if plan is None:
             plan = self._plan_dispatch(engine, key)
+        x_at, ids_at = lies_at(x, 2), lies_at(topk_idx, 2)
         if (
             plan is None
+            or x_at <= 0
+            or ids_at <= 0
             or engine.unread
             or engine.worker.pending is not None
-            or (x.requires_grad and torch.is_grad_enabled())
         ):
             return None
         shape, num_tokens, dtype, both_halves, both_posts, *_, num_elements, num_words, _ = plan
@@ -130,15 +133,10 @@ class QuickCalls:
         if block is None:
             return None
         send, receive = halves.send_table, halves.receive_table
+        send[at.X], send[at.TOPK_IDX] = x_at, ids_at
         try:
-            send[at.X] = x_at = x.data_ptr()
-            send[at.TOPK_IDX] = ids_at = topk_idx.data_ptr()
-            if not (x_at and ids_at and x.is_contiguous() and topk_idx.is_contiguous()):
-                return None
-            if x.is_neg():
-                return None
             array, receive[at.X] = engine.results.lend(num_elements * dtype.itemsize, number)
-        except (RuntimeError, ValueError, MemoryError):  # no memory of its own, or none left
+        except (RuntimeError, ValueError, MemoryError):  # none is left
             return None
         memory = int64s.new(num_words)
         counts = local_memory.small(shape.num_local, dtype=torch.int32, device="cpu")
@@ -179,13 +177,16 @@ class QuickCalls:
             return None
         if plan is None:
             plan = self._plan_combine(engine, key)
+        y_at, ids_at, weights_at = lies_at(x, 3), lies_at(topk_idx, 2), lies_at(topk_weights, 2)
         if (
             plan is None
             or memory is None
+            or y_at <= 0
+            or ids_at <= 0
+            or weights_at <= 0
             or handle.buffer_id != engine.buffer_id
             or engine.unread
             or engine.worker.pending is not None
-            or ((x.requires_grad or topk_weights.requires_grad) and torch.is_grad_enabled())
         ):
             return None
         shape, num_tokens, dtype, both_halves, both_posts, *_, picked = plan
@@ -196,20 +197,9 @@ class QuickCalls:
         if block is None or post.head[ROWS_IDENTITY] != block.identity:
             return None
         send, receive = halves.send_table, halves.receive_table
-        try:
-            send[at.Y] = receive[at.Y] = y_at = x.data_ptr()
-            send[at.TOPK_IDX] = receive[at.TOPK_IDX] = ids_at = topk_idx.data_ptr()
-            receive[at.WEIGHTS] = weights_at = topk_weights.data_ptr()
-            if not (y_at and ids_at and weights_at):
-                return None
-            if not (
-                x.is_contiguous() and topk_idx.is_contiguous() and topk_weights.is_contiguous()
-            ):
-                return None
-            if x.is_neg() or topk_weights.is_neg():
-                return None
-        except RuntimeError:
-            return None
+        send[at.Y] = receive[at.Y] = y_at
+        send[at.TOPK_IDX] = receive[at.TOPK_IDX] = ids_at
+        receive[at.WEIGHTS] = weights_at
         out = local_memory.small(num_tokens, shape.hidden, dtype=dtype, device="cpu")
         tables = shape.num_ranks * shape.table_bytes
         send[at.NUMBER] = receive[at.NUMBER] = number
@@ -293,7 +283,7 @@ class QuickCalls:
         signature: int,
         most: int,
     ) -> _Plan:
-        if len(self._plans) >= _MOST_PLANS:
+        if len(self._plans) >= MOST_PLANS:
             self._plans.clear()
         slots = self._slots
         even, odd = slots.posts.of(kind, 0), slots.posts.of(kind, 1)

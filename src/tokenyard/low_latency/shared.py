@@ -28,39 +28,41 @@ from tokenyard.wire import call_table as at
 from tokenyard.wire import int64s
 from tokenyard.wire.call_table import new_table
 from tokenyard.wire.slots import (
-    BAD,
     COMBINE,
-    DIFFERS,
     DISPATCH,
     DTYPE_TERM,
     FD,
     HANDLE,
     IDENTITY,
+    NUMBER,
+    POST_WORDS,
+    ROWS_BEGIN,
+    ROWS_FD,
+    ROWS_IDENTITY,
+    SIGNATURE,
+    TERMS,
+    SlotResults,
+    SlotShape,
+    Stray,
+)
+from tokenyard.wire.verdicts import (
+    BAD,
+    DIFFERS,
     LATE,
     LOST,
     LOW,
     MAP,
     MASKED,
-    NUMBER,
-    POST_WORDS,
-    ROOM,
-    ROWS_BEGIN,
-    ROWS_FD,
-    ROWS_IDENTITY,
-    SIGNATURE,
+    MORE_ROOM,
     STRAY,
-    TERMS,
     TWICE,
-    SlotResults,
-    SlotShape,
-    Stray,
 )
 
 _MANY = 16  # segments of a rank
 _ALWAYS_KEPT = 1 << 20  # bytes of a block
 _PATIENT = 32  # calls
 
-Call = Callable[[], int]  # a compiled call, which returns a verdict (see `wire.slots`)
+Call = Callable[[], int]  # a compiled call, which returns a verdict (see `wire.verdicts`)
 
 
 class SlotKernels(PostKernels, Protocol):
@@ -193,7 +195,7 @@ class SharedSlots:
                 return -1
             if what == LATE:
                 self.posts.wait_to_send(post, number, stage)
-            elif what == ROOM:  # twice as much as is needed now, so that it is asked for seldom
+            elif what == MORE_ROOM:  # twice what is needed now, so that it is asked for seldom
                 room = min(2 * which, self._size * shape.most_back)
             else:
                 assert what == BAD
@@ -384,6 +386,7 @@ class SharedSlots:
             table[at.MASKED] = self.posts.masked
             table[at.FLAGS] = self.posts.flags
             table[at.READS] = post.reads
+            table[at.POSTS] = post.all_ranks
             table[at.READ] = post.read
             table[at.PEERS] = post.peers
             table[at.POST] = post.own

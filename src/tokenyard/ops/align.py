@@ -31,14 +31,9 @@ def moe_align_block_size(
     # Input that is plainly right skips the full checks, which take as long as aligning a token.
     device = "cpu"
     if not (
-        type(topk_ids) is Tensor
+        validate.lies_at(topk_ids, 2) != validate.NOT_PLAIN
         and topk_ids.dtype in validate.ID_DTYPES
-        and topk_ids.dim() == 2
-        and topk_ids.is_cpu
-        and topk_ids.is_contiguous()
         and topk_ids.numel()
-        and topk_ids.data_ptr()
-        and not topk_ids.is_neg()
         and type(block_size) is int
         and type(num_experts) is int
         and block_size > 0

@@ -23,6 +23,7 @@ import numpy as np
 
 from tokenyard.errors import SharedMemoryError
 from tokenyard.runtime.limits import NoMemory
+from tokenyard.types import round_up
 
 _WINDOW = 128  # calls of Pool.take
 _SMALLEST = 1 << 16  # bytes of a region
@@ -328,4 +329,4 @@ def size_class(num_bytes: int) -> int:
     if num_bytes <= _SMALLEST:
         return _SMALLEST
     step = 1 << max(12, num_bytes.bit_length() - 4)  # whole pages
-    return (num_bytes + step - 1) // step * step
+    return round_up(num_bytes, step)

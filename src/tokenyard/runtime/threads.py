@@ -17,12 +17,14 @@ from tokenyard.types import split_range
 
 # Below this many bytes a thread, starting it costs more than it saves (about 100 us each).
 _BYTES_PER_THREAD = 4 << 20
+MUCH = 2 * _BYTES_PER_THREAD  # bytes from which several threads may share work
 
 
 def num_threads(num_items: int, num_bytes: int) -> int:
     """How many threads pay for work on so many items that is worth a copy of so many bytes."""
-    most = min(num_items, num_bytes // _BYTES_PER_THREAD)
-    return 1 if most < 2 else min(most, torch.get_num_threads())
+    if num_bytes < MUCH:
+        return 1
+    return max(1, min(num_items, num_bytes // _BYTES_PER_THREAD, torch.get_num_threads()))
 
 
 def in_threads(body: Callable[[int, int], object], num_items: int, num_bytes: int) -> None:

@@ -21,7 +21,7 @@ from tokenyard.types import (
     Route,
     topk_idx_t,
 )
-from tokenyard.validate.tensors import CPU, contiguous, target, tensor
+from tokenyard.validate.tensors import CPU, NOT_PLAIN, contiguous, lies_at, target, tensor
 from tokenyard.validate.values import kind, require
 
 # What combine can sum. FP8 rows have scales, and a sum of them has none.
@@ -70,14 +70,9 @@ def dispatched(
 def topk_idx(value: Any, num_tokens: int | str, device: torch.device = CPU) -> Tensor:
     # What is plainly right passes at once: the checks below take as long as a small layout.
     if (
-        type(value) is Tensor
-        and value.dtype is topk_idx_t
-        and value.dim() == 2
-        and value.device == device
-        and value.is_contiguous()
+        device == CPU
+        and lies_at(value, 2, topk_idx_t) != NOT_PLAIN
         and value.numel()
-        and value.data_ptr()
-        and not value.is_neg()
         and (num_tokens == "tokens" or num_tokens == value.shape[0])
     ):
         return value

@@ -15,6 +15,7 @@ from tokenyard.runtime.events import EventHandle
 from tokenyard.validate.values import kind, name, names
 
 CPU = torch.device("cpu")
+NOT_PLAIN = -1
 
 # How long to search for an element that two views share: `max_work` of np.shares_memory.
 _SEARCH = 100_000
@@ -62,6 +63,30 @@ def held(what: str, value: Tensor, after: EventHandle | None = None) -> Tensor:
     if after is not None:
         after.current_stream_wait()
     return value.clone()
+
+
+def lies_at(value: Any, num_axes: int, dtype: torch.dtype | None = None) -> int:
+    """Where a contiguous CPU tensor of so many axes lies, for calls that read it as it is; the
+    address is 0 if it has neither elements nor memory.
+
+    NOT_PLAIN if it is something else, if its memory does not hold what it means (see `held`), or if
+    somebody wants its gradient. Calls of few tokens ask this of each tensor, every time.
+    """
+    if (
+        type(value) is not Tensor
+        or not value.is_cpu
+        or value.ndim != num_axes
+        or (dtype is not None and value.dtype is not dtype)
+        or (value.requires_grad and torch.is_grad_enabled())
+    ):
+        return NOT_PLAIN
+    try:
+        if not value.is_contiguous() or value.is_neg():
+            return NOT_PLAIN
+        found = value.data_ptr()
+    except RuntimeError:  # of tensors without memory
+        return NOT_PLAIN
+    return found if found or not value.numel() else NOT_PLAIN
 
 
 def target(

@@ -14,6 +14,8 @@ from tokenyard.types import Config
 MOST = 2**31 - 1
 MOST_EXPERTS = 2**20
 _MOST_SMS = 2**12
+# More than any kernel wants. With far more, padding alone would not fit offsets of int32.
+_MOST_ALIGNED = 1 << 16
 
 
 def require(condition: bool, message: str) -> None:
@@ -48,6 +50,10 @@ def integer(what: str, value: Any, *, at_least: int, at_most: int = MOST) -> int
     if value > at_most:
         raise ValueError(f"{what} is {value}, want at most {at_most}")
     return value
+
+
+def alignment(value: Any) -> int:
+    return integer("expert_alignment", value, at_least=1, at_most=_MOST_ALIGNED)
 
 
 def tag(value: Any) -> int:

@@ -2,8 +2,9 @@
 
 `engine.compiled` fills the words of a Buffer and of a shape once, and before each call the few that
 differ from call to call. A call reads the words that it needs, writes those that say how far it has
-come, and returns a verdict. After a verdict other than DONE it may be made again, and goes on where
-it was; or the engine goes on in its stead, since both write and read the same messages and signals.
+come, and returns a verdict (`wire.verdicts`). After one other than DONE it may be made again, and
+goes on where it was; or the engine goes on in its stead, since both write and read the same
+messages and signals.
 
 Addresses are of memory that the caller keeps until the call has returned. Letters are as in
 `types`: T tokens, K top-k, E experts, R ranks, N rows.
@@ -91,17 +92,6 @@ SENT = 3  # rows are where others read them, and signalled
 ARRIVED = 4  # all rows of others are there
 SUMMED = 5  # the sums are made, and signalled
 OVER = 6
-
-# Verdicts: what << 32 | which.
-DONE = 0
-LATE = 1  # a kind of signal has not come from all ranks
-GENERAL = 2  # the engine must make this call, or the rest of it
-MAP = 3  # a rank's segment is not known, or some of its segments are gone
-STRAY = 4  # a rank wrote what no rank writes
-MORE_ROOM = 5  # SRC_IDX has no room for so many rows
-MORE_MEMORY = 6  # RESULT has no room for END rows
-MUCH = 7  # there is more than parcels are for
-LOW = (1 << 32) - 1  # the bits of `which`
 
 NUM_KNOWN = 8  # segments of one rank
 KNOWN_WORDS = 3  # identity, address, size

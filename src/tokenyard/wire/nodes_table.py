@@ -12,7 +12,6 @@ from __future__ import annotations
 from tokenyard.wire.exchange_table import (
     ALIGNMENT,
     HEAD,
-    LOW,
     MOST_EXPERTS,
     NUM_EXPERTS,
     NUM_LOCAL,
@@ -84,17 +83,11 @@ HEADER = 8  # int64s before staged rows: the handle's call, columns, their width
 
 SMALL = 32 << 20  # bytes of a result for which a rank surely has memory
 
-# Verdicts: what << 32 | which.
-DONE = 0
-GENERAL = 1  # the engine must go on
-STRAY = 2  # a rank wrote what no rank writes
-
 assert NUM_RAILS < HEAD <= PER_EXPERT < RELAYED
 
 __all__ = [
     "ALIGNMENT",
     "HEAD",
-    "LOW",
     "MOST_EXPERTS",
     "NUM_EXPERTS",
     "NUM_LOCAL",

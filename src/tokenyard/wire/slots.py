@@ -39,21 +39,6 @@ POST_WORDS = TEXT + TEXT_WORDS
 DTYPE_TERM = 4  # among the terms
 
 
-# A verdict, which says how a compiled call ended: OK, or one of the others times 2**32 plus a rank,
-# a place or a number.
-LOW = (1 << 32) - 1  # the lower half of such a word, and of a range: its count
-OK = 0
-LATE = 1  # a rank has not posted this call yet, or has not read an earlier one
-BAD = 2  # a pair that is no expert, or none that dispatch sent
-TWICE = 3  # a pair that names its token's expert again
-ROOM = 4  # there is no room for so many rows
-MASKED = 5  # a rank has masked this one
-LOST = 6  # a rank is at another call
-DIFFERS = 7  # a rank's sizes are others, or its handle is
-MAP = 8  # a rank's memory is not mapped yet
-STRAY = 9  # a rank wrote what no rank writes
-
-
 class Stray(Exception):
     """A rank wrote a word that cannot be a size, place or number: nobody may use it as one."""
 

@@ -30,7 +30,7 @@ from tokenyard.kernels.numba.exchange.dispatch import exchange_dispatch
 from tokenyard.kernels.numba.layout import layout, list_by_lane, route
 from tokenyard.kernels.numba.logfmt import logfmt
 from tokenyard.kernels.numba.low_latency.calls import combine_calls, dispatch_calls
-from tokenyard.kernels.numba.low_latency.posts import await_slots, find_ahead, find_failure, signal
+from tokenyard.kernels.numba.low_latency.posts import find_ahead, find_failure, signal
 from tokenyard.kernels.numba.low_latency.steps import (
     fill_slots,
     pick_slots,
@@ -69,7 +69,6 @@ counts_on_device = False
 __all__ = [
     "align",
     "await_signals",
-    "await_slots",
     "combine_calls",
     "counts_on_device",
     "dispatch_calls",

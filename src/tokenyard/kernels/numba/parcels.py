@@ -16,12 +16,12 @@ from torch import Tensor
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.llvm.atomics import fence_stores
 from tokenyard.kernels.numba.llvm.pointers import UINT8, copy_bytes, pointer
-from tokenyard.wire.columns import LINE
+from tokenyard.kernels.numba.rows import whole_lines
 
 
 @njit(nogil=True, cache=True)
 def first_record(num_tokens, num_bytes):
-    return (num_tokens * num_bytes + LINE - 1) // LINE * LINE
+    return whole_lines(num_tokens * num_bytes)
 
 
 @njit(nogil=True, cache=True)

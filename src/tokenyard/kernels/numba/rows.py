@@ -26,6 +26,12 @@ _AHEAD = 1024  # bytes that are read before they are needed
 
 
 @njit(nogil=True, cache=True)
+def whole_lines(num_bytes):
+    """Bytes of the cache lines that so many bytes take: columns of rows begin on lines."""
+    return (num_bytes + LINE - 1) // LINE * LINE
+
+
+@njit(nogil=True, cache=True)
 def _stream_row(target, source, num_bytes):
     """Whole lines by streaming stores, the ends the ordinary way."""
     head = min((-target) % LINE, num_bytes)
@@ -109,7 +115,7 @@ def _targets(columns, blocks, firsts, rows):
         for j in range(columns.shape[0]):
             width = columns[j, 1]
             targets[j, r] = at + firsts[r] * width
-            at += (rows[r] * width + LINE - 1) // LINE * LINE
+            at += whole_lines(rows[r] * width)
     return targets
 
 

@@ -15,9 +15,21 @@ import numpy as np
 
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.counters import note_patience, note_wait
-from tokenyard.kernels.numba.llvm.atomics import fence_stores, load_acquire, pause, store_release
+from tokenyard.kernels.numba.llvm.atomics import (
+    fence_stores,
+    load_acquire,
+    pause,
+    store_release,
+    yield_core,
+)
 from tokenyard.kernels.numba.llvm.clock import now
 from tokenyard.kernels.numba.llvm.pointers import INT64, copy_bytes, pointer
+
+
+@njit(nogil=True, cache=True)
+def verdict(what, which):
+    """How a compiled call ends (`wire.verdicts`)."""
+    return np.int64(what) << 32 | np.int64(which)
 
 
 @njit(nogil=True, cache=True)
@@ -46,18 +58,31 @@ def reaches(signal, epoch, patience):
 
 
 @njit(nogil=True, cache=True)
-def _await_kernel(incoming, size, epoch, first, patience, waits):
-    signals = pointer(incoming, INT64)
+def await_all(signals, size, epoch, first, patience, yields, waits, rank, masked):
+    """Wait for signals first.. to reach the epoch: each for at most `patience` pauses, and then all
+    of them for `yields` turns of this core. The first that has not, or `size`.
+
+    With `masked`, the address of words, it waits neither for ranks whose word is not 0 nor for
+    `rank` itself. `waits` is as in `meet`.
+    """
+    addresses, skip = pointer(signals, INT64), pointer(masked, INT64)
     last, begin = np.int64(-1), np.int64(0)
-    for i in range(first, size):
-        if load_acquire(signals[i]) >= epoch:
+    for r in range(first, size):
+        if masked != 0 and (r == rank or skip[r] != 0):
+            continue
+        if load_acquire(addresses[r]) >= epoch:
             continue
         if waits != 0 and last < 0:
             begin = now()
-        last = np.int64(i)
-        if not reaches(signals[i], epoch, patience):
+        last = np.int64(r)
+        came = reaches(addresses[r], epoch, patience)
+        while yields > 0 and not came:
+            yields -= 1
+            yield_core()
+            came = load_acquire(addresses[r]) >= epoch
+        if not came:
             note_patience(waits, last, begin)
-            return i
+            return r
     if last >= 0:
         note_wait(waits, size, last, begin)
     return size
@@ -66,7 +91,7 @@ def _await_kernel(incoming, size, epoch, first, patience, waits):
 @njit(nogil=True, cache=True)
 def _meet_kernel(outgoing, incoming, size, epoch, patience, waits):
     raise_signals(outgoing, size, epoch)
-    return _await_kernel(incoming, size, epoch, 0, patience, waits)
+    return await_all(incoming, size, epoch, 0, patience, 0, waits, -1, 0)
 
 
 @njit(nogil=True, cache=True)
@@ -101,6 +126,16 @@ def post(
     return _post_kernel(message_RM, outboxes, outgoing, incoming, size, epoch, patience, waits)
 
 
-def await_signals(incoming: int, size: int, epoch: int, first: int, patience: int) -> int:
-    """Wait for signals first.. to reach the epoch, each for at most `patience` pauses."""
-    return _await_kernel(incoming, size, epoch, first, patience, 0)
+def await_signals(
+    incoming: int,
+    size: int,
+    epoch: int,
+    first: int,
+    patience: int,
+    rank: int = -1,
+    masked: int = 0,
+) -> int:
+    """Wait for signals first.. to reach the epoch, each for at most `patience` pauses; with the
+    address of R words, but for ranks whose word is not 0, and for `rank`.
+    """
+    return await_all(incoming, size, epoch, first, patience, 0, 0, rank, masked)

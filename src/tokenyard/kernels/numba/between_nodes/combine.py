@@ -15,16 +15,17 @@ from tokenyard.kernels.numba.between_nodes.messages import (
     mark_bytes,
     relay_kernel,
     same_calls,
-    whole_lines,
     write_messages,
 )
 from tokenyard.kernels.numba.caching import njit
-from tokenyard.kernels.numba.exchange.protocol import verdict
 from tokenyard.kernels.numba.llvm.atomics import fence_stores
 from tokenyard.kernels.numba.llvm.pointers import INT64, LIKE, UINT8, copy_bytes, pointer
 from tokenyard.kernels.numba.reduce import scratch, sum_token
+from tokenyard.kernels.numba.rows import whole_lines
+from tokenyard.kernels.numba.signals import verdict
 from tokenyard.wire import message as say
 from tokenyard.wire import nodes_table as at
+from tokenyard.wire.verdicts import DONE, GENERAL
 
 
 class CombineSteps(NamedTuple):
@@ -61,7 +62,7 @@ def _stage_kernel(table):
         if not _sums_here(table, s):
             copy_bytes(staged + 8 * at.HEADER + begin, words[at.X] + begin, num_bytes)
         begin += num_bytes
-    return np.int64(at.DONE)
+    return np.int64(DONE)
 
 
 @njit(nogil=True, cache=True)
@@ -131,7 +132,7 @@ def _sum_for(table, source, out, like, sums):
 def _pack_combine_kernel(like, sums, table):
     words = pointer(table, INT64)
     if not _find_rows(table):
-        return verdict(at.GENERAL, 0)
+        return verdict(GENERAL, 0)
     head, bytes_of_words = pointer(words[at.HEAD], INT64), pointer(words[at.WORDS], INT64)
     counts, rows = pointer(words[at.COUNTS], INT64), pointer(words[at.ROWS], INT64)
     relays, outgoing = pointer(words[at.RELAYS], INT64), pointer(words[at.OUTGOING], INT64)
@@ -154,12 +155,12 @@ def _pack_combine_kernel(like, sums, table):
             target += counts[link]
     write_messages(table, words[at.RELAYED], words[at.HOME], words[at.NUM_PLACES] * MESSAGE_BYTES)
     fence_stores()
-    return np.int64(at.DONE)
+    return np.int64(DONE)
 
 
 @njit(nogil=True, cache=True)
 def _hear_combine_kernel(table):
-    return np.int64(at.DONE) if same_calls(table) else verdict(at.GENERAL, 0)
+    return np.int64(DONE) if same_calls(table) else verdict(GENERAL, 0)
 
 
 @njit(nogil=True, cache=True)
@@ -197,7 +198,7 @@ def _add_up_kernel(like, sums, table):
         out = words[at.OUT_X] + t * row_bytes
         sum_token(out, rows_at, homes_at, count, num_nodes, hidden, False, like, sums)
     fence_stores()
-    return np.int64(at.DONE)
+    return np.int64(DONE)
 
 
 def nodes_combine(dtype: torch.dtype, table: int) -> CombineSteps:

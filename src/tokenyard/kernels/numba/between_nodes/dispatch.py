@@ -16,15 +16,16 @@ from tokenyard.kernels.numba.between_nodes.messages import (
     record_bytes,
     relay_kernel,
     same_calls,
-    whole_lines,
     write_messages,
 )
 from tokenyard.kernels.numba.caching import njit
-from tokenyard.kernels.numba.exchange.protocol import verdict
 from tokenyard.kernels.numba.llvm.pointers import FLOAT32, INT32, INT64, UINT8, copy_bytes, pointer
 from tokenyard.kernels.numba.parcels import first_record
+from tokenyard.kernels.numba.rows import whole_lines
+from tokenyard.kernels.numba.signals import verdict
 from tokenyard.wire import message as say
 from tokenyard.wire import nodes_table as at
+from tokenyard.wire.verdicts import DONE, GENERAL, STRAY
 
 
 class DispatchSteps(NamedTuple):
@@ -106,7 +107,7 @@ def _fill(table, node, parcel):
 def _pack_dispatch_kernel(table):
     words = pointer(table, INT64)
     if not _count(table):
-        return verdict(at.GENERAL, 0)
+        return verdict(GENERAL, 0)
     head, bytes_of_words = pointer(words[at.HEAD], INT64), pointer(words[at.WORDS], INT64)
     counts, rows = pointer(words[at.COUNTS], INT64), pointer(words[at.ROWS], INT64)
     firsts = pointer(words[at.FIRSTS], INT64)
@@ -125,7 +126,7 @@ def _pack_dispatch_kernel(table):
         )
         target += counts[node]
     write_messages(table, words[at.RELAYED], words[at.HOME], words[at.NUM_PLACES] * MESSAGE_BYTES)
-    return np.int64(at.DONE)
+    return np.int64(DONE)
 
 
 @njit(nogil=True, cache=True)
@@ -139,7 +140,7 @@ def _fill_own_kernel(table):
 def _hear_dispatch_kernel(table):
     words = pointer(table, INT64)
     if not same_calls(table):
-        return verdict(at.GENERAL, 0)
+        return verdict(GENERAL, 0)
     size, num_local, alignment = words[at.SIZE], words[at.NUM_LOCAL], words[at.ALIGNMENT]
     tally, per_expert = pointer(words[at.TALLY], INT64), pointer(words[at.PER_EXPERT], INT64)
     width, each = record_bytes(table), mark_bytes(words[at.NUM_RANKS])
@@ -150,21 +151,21 @@ def _hear_dispatch_kernel(table):
         theirs = pointer(heard_from(table, r), INT64)
         tokens, count = theirs[say.TOKENS], theirs[say.PAYLOAD]
         if tokens < 0 or tokens > words[at.ENCLOSED] or count < 0 or count > tokens:
-            return verdict(at.STRAY, r)
+            return verdict(STRAY, r)
         if first_record(tokens, each) + tokens * width > words[at.ENCLOSED]:
-            return verdict(at.STRAY, r)
+            return verdict(STRAY, r)
         tally[r], tally[size + r] = tokens, count
         num_tokens += tokens
         num_rows += count
         for i in range(num_local):
             per_expert[i] += theirs[say.PAYLOAD + 1 + i]
     if num_tokens * width >= at.SMALL:
-        return verdict(at.GENERAL, 0)
+        return verdict(GENERAL, 0)
     if alignment > 1:
         for i in range(num_local):
             per_expert[i] = (per_expert[i] + alignment - 1) // alignment * alignment
     words[at.NUM_ROWS] = num_rows
-    return np.int64(at.DONE)
+    return np.int64(DONE)
 
 
 @njit(nogil=True, cache=True)
@@ -213,16 +214,16 @@ def _take_kernel(table):
                 found |= bits[t * each + b]
             if bits[t * each + place // 8] & mask != 0:
                 if row == end:
-                    return verdict(at.STRAY, s)
+                    return verdict(STRAY, s)
                 _take_record(table, row, record)
                 row += 1
             if found != 0:
                 record += width
                 num_records += 1
         if row != end:
-            return verdict(at.STRAY, s)
+            return verdict(STRAY, s)
         tally[2 * size + s] = num_records
-    return np.int64(at.DONE)
+    return np.int64(DONE)
 
 
 # The compiled functions themselves: a dispatcher would ask each argument's type at every call.

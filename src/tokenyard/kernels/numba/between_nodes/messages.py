@@ -11,16 +11,11 @@ from tokenyard.kernels.numba.exchange.protocol import same_call
 from tokenyard.kernels.numba.llvm.pointers import INT64, copy_bytes, pointer
 from tokenyard.wire import message as say
 from tokenyard.wire import nodes_table as at
-from tokenyard.wire.columns import LINE
+from tokenyard.wire.verdicts import DONE
 
 MESSAGE_BYTES = 8 * (at.BEFORE + say.MESSAGE_WORDS)
 
 Step = Callable[[], int]
-
-
-@njit(nogil=True, cache=True)
-def whole_lines(num_bytes):
-    return (num_bytes + LINE - 1) // LINE * LINE
 
 
 @njit(nogil=True, cache=True)
@@ -71,7 +66,7 @@ def relay_kernel(table):
         for i in range(words[at.NUM_RANKS]):
             target = words[at.RELAYED] + (i * places + 1 + p) * MESSAGE_BYTES
             copy_bytes(target, parts[p] + i * MESSAGE_BYTES, MESSAGE_BYTES)
-    return np.int64(at.DONE)
+    return np.int64(DONE)
 
 
 @njit(nogil=True, cache=True)

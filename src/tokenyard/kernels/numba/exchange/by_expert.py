@@ -38,17 +38,8 @@ from tokenyard.kernels.numba.rows import copy_row, stream_row_to, streams
 from tokenyard.wire import exchange_table as at
 from tokenyard.wire import message as say
 from tokenyard.wire.columns import LINE
-from tokenyard.wire.exchange_table import (
-    DONE,
-    GENERAL,
-    LATE,
-    MAP,
-    MORE_MEMORY,
-    MORE_ROOM,
-    MUCH,
-    STRAY,
-)
 from tokenyard.wire.signals import MAIL
+from tokenyard.wire.verdicts import DONE, GENERAL, LATE, MAP, MORE_MEMORY, MORE_ROOM, MUCH, STRAY
 
 
 @njit(nogil=True, cache=True)

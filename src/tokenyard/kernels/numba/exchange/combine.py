@@ -19,17 +19,17 @@ from tokenyard.kernels.numba.exchange.protocol import (
     passes,
     same_calls,
     signal,
-    verdict,
 )
 from tokenyard.kernels.numba.llvm.clock import now
 from tokenyard.kernels.numba.llvm.pointers import FLOAT32, INT32, INT64, LIKE, copy_bytes, pointer
 from tokenyard.kernels.numba.llvm.sums import sum_scaled
 from tokenyard.kernels.numba.reduce import scratch, streams_sums, sum_token
 from tokenyard.kernels.numba.rows import copy_row, streams
+from tokenyard.kernels.numba.signals import verdict
 from tokenyard.wire import exchange_table as at
 from tokenyard.wire import message as say
-from tokenyard.wire.exchange_table import DONE, GENERAL, LATE, MAP, STRAY
 from tokenyard.wire.signals import MAIL, READ, ROWS
+from tokenyard.wire.verdicts import DONE, GENERAL, LATE, MAP, STRAY
 
 
 @njit(nogil=True, cache=True)

@@ -14,14 +14,12 @@ from tokenyard.kernels.numba.exchange.protocol import (
     Call,
     box_from,
     box_to,
-    column_bytes,
     count_rows,
     find_segment,
     open_ledger,
     passes,
     same_calls,
     signal,
-    verdict,
 )
 from tokenyard.kernels.numba.llvm.clock import now
 from tokenyard.kernels.numba.llvm.pointers import (
@@ -32,12 +30,13 @@ from tokenyard.kernels.numba.llvm.pointers import (
     pointer,
     trailing_zeros,
 )
-from tokenyard.kernels.numba.rows import copy_row, stream_row_to, streams
+from tokenyard.kernels.numba.rows import copy_row, stream_row_to, streams, whole_lines
+from tokenyard.kernels.numba.signals import verdict
 from tokenyard.wire import exchange_table as at
 from tokenyard.wire import message as say
 from tokenyard.wire.columns import LINE
-from tokenyard.wire.exchange_table import DONE, GENERAL, LATE, MAP, MORE_ROOM, STRAY
 from tokenyard.wire.signals import MAIL, ROWS
+from tokenyard.wire.verdicts import DONE, GENERAL, LATE, MAP, MORE_ROOM, STRAY
 
 _MOST_TOKENS = np.int64(1) << 31
 
@@ -110,9 +109,9 @@ def _post_counts(table):
 def _block_bytes(table, num_rows):
     """Bytes of a block for so many rows: x, topk_idx, topk_weights, src_idx."""
     words = pointer(table, INT64)
-    end = column_bytes(num_rows, words[at.ROW_BYTES])
-    end += column_bytes(num_rows, 8 * words[at.NUM_TOPK])
-    return end + column_bytes(num_rows, 4 * words[at.NUM_TOPK]) + column_bytes(num_rows, 4)
+    end = whole_lines(num_rows * words[at.ROW_BYTES])
+    end += whole_lines(num_rows * 8 * words[at.NUM_TOPK])
+    return end + whole_lines(num_rows * 4 * words[at.NUM_TOPK]) + whole_lines(num_rows * 4)
 
 
 @njit(nogil=True, cache=True)
@@ -231,11 +230,11 @@ def _write_rows(table):
                 targets[c - starts[t]] = target + row * row_bytes
             else:
                 copy_row(target + row * row_bytes, x, row_bytes, streaming)
-            target += column_bytes(rows[r], row_bytes)
+            target += whole_lines(rows[r] * row_bytes)
             copy_bytes(target + row * 8 * num_topk, topk_idx, 8 * num_topk)
-            target += column_bytes(rows[r], 8 * num_topk)
+            target += whole_lines(rows[r] * 8 * num_topk)
             copy_bytes(target + row * 4 * num_topk, weights, 4 * num_topk)
-            target += column_bytes(rows[r], 4 * num_topk)
+            target += whole_lines(rows[r] * 4 * num_topk)
             pointer(target, INT32)[row] = t
         if together:
             stream_row_to(targets_at, starts[t + 1] - starts[t], x, row_bytes)
@@ -246,9 +245,9 @@ def _localise(table):
     """Rename experts in the rows that have arrived, and keep the token of each."""
     words = pointer(table, INT64)
     num_rows, num_topk, num_experts = words[at.NUM_ROWS], words[at.NUM_TOPK], words[at.NUM_EXPERTS]
-    begin = words[at.BLOCK] + column_bytes(num_rows, words[at.ROW_BYTES])
+    begin = words[at.BLOCK] + whole_lines(num_rows * words[at.ROW_BYTES])
     ids, own = pointer(begin, INT64), pointer(words[at.OWN_EXPERTS], INT64)
-    begin += column_bytes(num_rows, 8 * num_topk)
+    begin += whole_lines(num_rows * 8 * num_topk)
     weights = pointer(begin, FLOAT32)
     for i in range(num_rows * num_topk):
         expert = ids[i]
@@ -256,7 +255,7 @@ def _localise(table):
         ids[i] = here
         if here < 0:
             weights[i] = 0.0
-    copy_bytes(words[at.SRC_IDX], begin + column_bytes(num_rows, 4 * num_topk), 4 * num_rows)
+    copy_bytes(words[at.SRC_IDX], begin + whole_lines(num_rows * 4 * num_topk), 4 * num_rows)
 
 
 @njit(nogil=True, cache=True)

@@ -2,9 +2,9 @@
 
 A call does what the engine and the direct transport do, on the same messages and signals, so that a
 rank may make a call this way while another makes it that way. It takes the address of a table
-(`wire.exchange_table`) and returns a verdict. It never waits for ever and never raises: whatever is
-unusual is left to the engine. What another rank wrote is compared with what it may be before it
-becomes an address, a place or a count.
+(`wire.exchange_table`) and returns a verdict (`wire.verdicts`). It never waits for ever and never
+raises: whatever is unusual is left to the engine. What another rank wrote is compared with what it
+may be before it becomes an address, a place or a count.
 """
 
 from __future__ import annotations
@@ -14,28 +14,15 @@ from collections.abc import Callable
 import numpy as np
 
 from tokenyard.kernels.numba.caching import njit
-from tokenyard.kernels.numba.counters import (
-    count_call,
-    count_received,
-    count_sent,
-    note_patience,
-    note_wait,
-)
-from tokenyard.kernels.numba.llvm.atomics import load_acquire, yield_core
-from tokenyard.kernels.numba.llvm.clock import now
+from tokenyard.kernels.numba.counters import count_call, count_received, count_sent
+from tokenyard.kernels.numba.llvm.atomics import load_acquire
 from tokenyard.kernels.numba.llvm.pointers import INT64, pointer
-from tokenyard.kernels.numba.signals import raise_signals, reaches
+from tokenyard.kernels.numba.signals import await_all, raise_signals
 from tokenyard.wire import exchange_table as at
 from tokenyard.wire import message as say
-from tokenyard.wire.columns import LINE
 from tokenyard.wire.signals import MAIL
 
 Call = Callable[[], int]
-
-
-@njit(nogil=True, cache=True)
-def verdict(what, which):
-    return np.int64(what) << 32 | np.int64(which)
 
 
 @njit(nogil=True, cache=True)
@@ -52,28 +39,9 @@ def _all_signalled(table, kind):
     """Whether the others' signals of a kind come soon."""
     words = pointer(table, INT64)
     epoch = pointer(words[at.EPOCHS], INT64)[kind]
-    lines = pointer(pointer(words[at.IN_LINES], INT64)[kind], INT64)
-    yields, size = words[at.YIELDS], words[at.SIZE]
-    last, begin = np.int64(-1), np.int64(0)
-    for r in range(size):
-        if load_acquire(lines[r]) >= epoch:
-            continue
-        if last < 0:
-            begin = now()
-        last = np.int64(r)
-        if reaches(lines[r], epoch, words[at.PATIENCE]):
-            continue
-        came = False
-        while yields > 0 and not came:
-            yields -= 1
-            yield_core()
-            came = load_acquire(lines[r]) >= epoch
-        if not came:
-            note_patience(words[at.WAITS], last, begin)
-            return False
-    if last >= 0:
-        note_wait(words[at.WAITS], size, last, begin)
-    return True
+    lines, size = pointer(words[at.IN_LINES], INT64)[kind], words[at.SIZE]
+    patience, yields, waits = words[at.PATIENCE], words[at.YIELDS], words[at.WAITS]
+    return await_all(lines, size, epoch, 0, patience, yields, waits, -1, 0) == size
 
 
 @njit(nogil=True, cache=True)
@@ -164,8 +132,3 @@ def open_ledger(table):
     words[at.COPY_RANKS] = words[at.STARTS] + 4 * (words[at.NUM_TOKENS] + 1)
     words[at.COPY_SLOTS] = words[at.COPY_RANKS] + 4 * words[at.ROOM]
     words[at.SRC_IDX] = words[at.COPY_SLOTS] + 4 * words[at.ROOM]
-
-
-@njit(nogil=True, cache=True)
-def column_bytes(num_rows, width):
-    return (num_rows * width + LINE - 1) // LINE * LINE

@@ -5,8 +5,8 @@ to write a block and then to raise the number in its post. To receive is to wait
 posts, copy rows from their blocks straight into slots, and raise a word that says so: a rank writes
 into a block again, two calls later, only when all ranks have read it.
 
-A call takes the address of a table (`wire.call_table`) and returns a verdict (`wire.slots`): it
-never waits for ever, and after a verdict other than OK it may be made again.
+A call takes the address of a table (`wire.call_table`) and returns a verdict (`wire.verdicts`): it
+never waits for ever, and after a verdict other than DONE it may be made again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from tokenyard.kernels.numba.low_latency.posts import (
     check_posts,
     publish,
     stray,
-    verdict,
 )
 from tokenyard.kernels.numba.low_latency.steps import (
     begin_ranges,
@@ -45,10 +44,11 @@ from tokenyard.kernels.numba.low_latency.steps import (
     sum_tokens,
     wide_like,
 )
-from tokenyard.kernels.numba.signals import raise_signal
+from tokenyard.kernels.numba.signals import raise_signal, verdict
 from tokenyard.wire import call_table as at
 from tokenyard.wire.counters import NANOSECONDS
-from tokenyard.wire.slots import BAD, OK, ROOM, ROWS_BEGIN, TOKENS, TWICE, SlotShape
+from tokenyard.wire.slots import ROWS_BEGIN, TOKENS, SlotShape
+from tokenyard.wire.verdicts import BAD, DONE, MORE_ROOM, TWICE
 
 _ANY = np.int64(1) << 62  # more rows than there are
 
@@ -115,7 +115,7 @@ def _count_end(table, is_received):
 def _dispatch_send_kernel(like, table):
     _begin(table)
     late = await_reads(table)
-    if late != OK:
+    if late != DONE:
         return late
     bad = number_pairs(table)
     if bad >= 0:
@@ -127,7 +127,7 @@ def _dispatch_send_kernel(like, table):
     words = pointer(table, INT64)
     _count_pairs(table, words[at.TOPK_IDX], True)
     _count_end(table, False)
-    return np.int64(OK)
+    return np.int64(DONE)
 
 
 @njit(nogil=True, cache=True)
@@ -135,7 +135,7 @@ def _dispatch_receive_kernel(table):
     words = pointer(table, INT64)
     _begin(table)
     found = check_posts(table, words[at.BLOCK_BYTES], NO_ROWS)
-    if found != OK:
+    if found != DONE:
         return found
     num_local = words[at.NUM_LOCAL]
     skip, ends = pointer(words[at.MASKED], INT64), pointer(words[at.COUNTS], INT32)
@@ -152,7 +152,7 @@ def _dispatch_receive_kernel(table):
         if not fill_from(table, r, peer[at.PEER_BLOCK + at.SEGMENT_ADDRESS], tokens):
             return stray(table, r)
     torn = check_flags(table)
-    if torn != OK:
+    if torn != DONE:
         return torn
     if words[at.TOTALS] != 0:
         totals = pointer(words[at.TOTALS], INT32)
@@ -165,14 +165,14 @@ def _dispatch_receive_kernel(table):
             load[local] += ends[local]
     _count_ranges(table, False)
     _count_end(table, True)
-    return np.int64(OK)
+    return np.int64(DONE)
 
 
 @njit(nogil=True, cache=True)
 def _combine_send_kernel(table):
     _begin(table)
     late = await_reads(table)
-    if late != OK:
+    if late != DONE:
         return late
     bad = pick_pairs(table)
     if bad >= 0:
@@ -186,7 +186,7 @@ def _combine_send_kernel(table):
             if r != rank or copies_own:
                 needed += count_rows(table, r)
         if needed > words[at.ROOM]:
-            return verdict(ROOM, needed)
+            return verdict(MORE_ROOM, needed)
     row = np.int64(0)
     for r in range(size):
         to = rows if r != rank or copies_own else np.int64(0)
@@ -194,7 +194,7 @@ def _combine_send_kernel(table):
     publish(table)
     _count_ranges(table, True)
     _count_end(table, False)
-    return np.int64(OK)
+    return np.int64(DONE)
 
 
 @njit(nogil=True, cache=True)
@@ -204,7 +204,7 @@ def _combine_receive_kernel(like, wide, table):
     table_bytes = words[at.TABLE_BYTES]
     _begin(table)
     found = check_posts(table, size * table_bytes, OTHERS_ROWS if y != 0 else ALL_ROWS)
-    if found != OK:
+    if found != DONE:
         return found
     rows, limits = np.empty(size, np.int64), np.empty(size, np.int64)
     tables, left_out = np.empty(size, np.int64), np.empty(size, np.int64)
@@ -226,12 +226,12 @@ def _combine_receive_kernel(like, wide, table):
     if wrong >= 0:
         return stray(table, wrong)
     torn = check_flags(table)
-    if torn != OK:
+    if torn != DONE:
         return torn
     raise_signal(words[at.READ], words[at.NUMBER])
     _count_pairs(table, words[at.PICKED], False)
     _count_end(table, True)
-    return np.int64(OK)
+    return np.int64(DONE)
 
 
 # The compiled functions themselves: a dispatcher would ask each argument's type at every call.

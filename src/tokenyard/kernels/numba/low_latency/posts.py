@@ -6,8 +6,8 @@ flags once more. What another rank wrote is compared with what it may be before 
 address, a place or a count.
 
 Most functions take the address of a call's table (`wire.call_table`). Nothing waits for ever and
-nothing is decided here: what did not work is returned as a verdict (`wire.slots`), and the call may
-be made again.
+nothing is decided here: what did not work is returned as a verdict (`wire.verdicts`), and the call
+may be made again.
 """
 
 from __future__ import annotations
@@ -15,72 +15,32 @@ from __future__ import annotations
 import numpy as np
 
 from tokenyard.kernels.numba.caching import njit
-from tokenyard.kernels.numba.counters import note_patience, note_wait
 from tokenyard.kernels.numba.llvm.atomics import fence_stores, load_acquire
-from tokenyard.kernels.numba.llvm.clock import now
 from tokenyard.kernels.numba.llvm.pointers import INT64, copy_bytes, pointer
-from tokenyard.kernels.numba.signals import raise_signal, reaches
+from tokenyard.kernels.numba.signals import await_all, raise_signal, verdict
 from tokenyard.wire import call_table as at
-from tokenyard.wire.slots import (
-    DIFFERS,
-    HANDLE,
-    IDENTITY,
-    LATE,
-    LOST,
-    MAP,
-    MASKED,
-    NUMBER,
-    OK,
-    ROWS_IDENTITY,
-    SIGNATURE,
-    STRAY,
-    TEXT,
-    TOKENS,
-)
+from tokenyard.wire.slots import HANDLE, IDENTITY, NUMBER, ROWS_IDENTITY, SIGNATURE, TEXT, TOKENS
+from tokenyard.wire.verdicts import DIFFERS, DONE, LATE, LOST, MAP, MASKED, STRAY
 
 _HEAD_BYTES = 8 * TEXT
 NO_ROWS, OTHERS_ROWS, ALL_ROWS = 0, 1, 2  # whose rows a call reads in their memory
 
 
 @njit(nogil=True, cache=True)
-def verdict(what, which):
-    return np.int64(what) << 32 | np.int64(which)
-
-
-@njit(nogil=True, cache=True)
-def await_others(signals, masked, rank, size, number, patience, waits):
-    """The first of the others whose signal has not reached the number, or `size`."""
-    addresses, skip = pointer(signals, INT64), pointer(masked, INT64)
-    last, begin = np.int64(-1), np.int64(0)
-    for r in range(size):
-        if skip[r] != 0 or r == rank or load_acquire(addresses[r]) >= number:
-            continue
-        if waits != 0 and last < 0:
-            begin = now()
-        last = np.int64(r)
-        if not reaches(addresses[r], number, patience):
-            note_patience(waits, last, begin)
-            return r
-    if last >= 0:
-        note_wait(waits, size, last, begin)
-    return size
+def _await_others(table, signals, number):
+    """DONE once the signals of all others have reached the number."""
+    words = pointer(table, INT64)
+    rank, size, masked = words[at.RANK], words[at.SIZE], words[at.MASKED]
+    patience, waits = words[at.PATIENCE], words[at.WAITS]
+    late = await_all(signals, size, number, 0, patience, 0, waits, rank, masked)
+    return np.int64(DONE) if late == size else verdict(LATE, late)
 
 
 @njit(nogil=True, cache=True)
 def await_reads(table):
-    """OK once all others have read what this rank sent two calls ago, whose memory it sends in."""
+    """DONE once all others have read what this rank sent two calls ago, where it sends now."""
     words = pointer(table, INT64)
-    size, number = words[at.SIZE], words[at.NUMBER] - 2
-    late = await_others(
-        words[at.READS],
-        words[at.MASKED],
-        words[at.RANK],
-        size,
-        number,
-        words[at.PATIENCE],
-        words[at.WAITS],
-    )
-    return np.int64(OK) if late == size else verdict(LATE, late)
+    return _await_others(table, words[at.READS], words[at.NUMBER] - 2)
 
 
 @njit(nogil=True, cache=True)
@@ -96,26 +56,26 @@ def publish(table):
 
 @njit(nogil=True, cache=True)
 def check_flags(table):
-    """OK, or a rank that has left this one out, and may have written over what was read."""
+    """DONE, or a rank that has left this one out, and may have written over what was read."""
     words = pointer(table, INT64)
     skip, flag = pointer(words[at.MASKED], INT64), pointer(words[at.FLAGS], INT64)
     fence_stores()  # of loads too, where the machine needs that
     for r in range(words[at.SIZE]):
         if skip[r] == 0 and load_acquire(flag[r]) != 0:
             return verdict(MASKED, r)
-    return np.int64(OK)
+    return np.int64(DONE)
 
 
 @njit(nogil=True, cache=True)
 def stray(table, rank):
     """The rank wrote what cannot be, unless one that left this rank out writes something else."""
     torn = check_flags(table)
-    return torn if torn != OK else verdict(STRAY, rank)
+    return torn if torn != DONE else verdict(STRAY, rank)
 
 
 @njit(nogil=True, cache=True)
 def check_posts(table, block_bytes, rows_of):
-    """OK once all ranks have posted this call, as this rank expects it, and their memory is mapped.
+    """DONE once all ranks have posted this call as this rank expects it, and memory is mapped.
 
     A block has so many bytes at least. `rows_of` says whose rows must be mapped too.
     """
@@ -123,27 +83,19 @@ def check_posts(table, block_bytes, rows_of):
     rank, size, number = words[at.RANK], words[at.SIZE], words[at.NUMBER]
     peers, flag = words[at.PEERS], pointer(words[at.FLAGS], INT64)
     skip = pointer(words[at.MASKED], INT64)
-    last, begin = np.int64(-1), np.int64(0)
+    late = _await_others(table, words[at.POSTS], number)
+    if late != DONE:
+        return late
     for r in range(size):
         if skip[r] != 0:
             continue
-        address = pointer(peers + 8 * at.PEER_WORDS * r, INT64)[at.PEER_POST]
-        if load_acquire(address + 8 * NUMBER) < number:
-            if last < 0:
-                begin = now()
-            last = np.int64(r)
-            if not reaches(address + 8 * NUMBER, number, words[at.PATIENCE]):
-                note_patience(words[at.WAITS], last, begin)
-                return verdict(LATE, r)
         if load_acquire(flag[r]) != 0:
             return verdict(MASKED, r)
-        post = pointer(address, INT64)
+        post = pointer(pointer(words[at.POSTS], INT64)[r], INT64)
         if post[NUMBER] != number:
             return verdict(LOST, r)
         if post[SIGNATURE] != words[at.SIGNATURE] or post[HANDLE] != words[at.HANDLE]:
             return verdict(DIFFERS, r)
-    if last >= 0:
-        note_wait(words[at.WAITS], size, last, begin)
     for r in range(size):
         if skip[r] != 0:
             continue
@@ -156,7 +108,7 @@ def check_posts(table, block_bytes, rows_of):
             return verdict(MAP, r)
         if peer[at.PEER_BLOCK + at.SEGMENT_SIZE] < block_bytes:
             return stray(table, r)
-    return np.int64(OK)
+    return np.int64(DONE)
 
 
 @njit(nogil=True, cache=True)
@@ -168,11 +120,6 @@ def _signal_kernel(address, value):
 def signal(address: int, value: int) -> None:
     """Raise a signal after all that this thread has written, and before all that it writes next."""
     _signal_kernel(address, value)
-
-
-def await_slots(signals: int, masked: int, rank: int, size: int, number: int, patience: int) -> int:
-    """The first of the others whose signal has not reached the number, or `size`."""
-    return await_others(signals, masked, rank, size, number, patience, 0)
 
 
 @njit(nogil=True, cache=True)

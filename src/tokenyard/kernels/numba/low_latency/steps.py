@@ -31,7 +31,8 @@ from tokenyard.wire import call_table as at
 from tokenyard.wire import int64s
 from tokenyard.wire.call_table import new_table
 from tokenyard.wire.fp8 import GROUP, NO_CAST
-from tokenyard.wire.slots import LOW, SlotPairs, SlotResults, SlotShape, Stray
+from tokenyard.wire.slots import SlotPairs, SlotResults, SlotShape, Stray
+from tokenyard.wire.verdicts import LOW
 
 
 @njit(nogil=True, cache=True)

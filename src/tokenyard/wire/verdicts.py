@@ -1,0 +1,21 @@
+"""How a compiled call ended: what << 32 | which rank, place, count or kind of signal it is about.
+
+After a verdict other than DONE a call may be made again.
+"""
+
+from __future__ import annotations
+
+DONE = 0
+LATE = 1  # signals of a kind have not come, or a rank's post, or its word that it has read one
+GENERAL = 2  # the engine must make this call, or the rest of it
+MAP = 3  # a rank's segment is not mapped yet, or some of its segments are gone
+STRAY = 4  # a rank wrote what no rank writes
+MORE_ROOM = 5  # there is no room for so many rows
+BAD = 6  # a pair that is no expert, or none that dispatch sent
+TWICE = 7  # a pair that names its token's expert again
+MASKED = 8  # a rank has masked this one
+LOST = 9  # a rank is at another call
+DIFFERS = 10  # a rank's sizes are others, or its handle is
+MORE_MEMORY = 11  # there is no memory for the rows that come
+MUCH = 12  # there is more than parcels are for
+LOW = (1 << 32) - 1  # the bits of `which`; and in a range of rows those of its count
