@@ -17,10 +17,10 @@ from torch import Tensor
 from tokenyard import recording, validate
 from tokenyard.engine.by_expert import combine_by_expert, dispatch_by_expert
 from tokenyard.engine.gather import all_gather
-from tokenyard.engine.handle import CompiledHandle
 from tokenyard.engine.inputs import DispatchRequest
 from tokenyard.engine.rebalance import rebalance
 from tokenyard.errors import PeerError
+from tokenyard.handle import Handle
 from tokenyard.hardware import Hardware
 from tokenyard.lifetime import Lifetime
 from tokenyard.low_latency.calls import LowLatencyCalls
@@ -36,7 +36,7 @@ from tokenyard.results import (
 )
 from tokenyard.runtime.completion import Completion
 from tokenyard.runtime.events import EventHandle, EventOverlap
-from tokenyard.types import Config, Handle
+from tokenyard.types import Config
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -269,7 +269,7 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
         config = _default_config(Buffer.num_sms) if config is None else config
         self._use.stage = "combine"
         if (
-            isinstance(handle, CompiledHandle)
+            type(handle) is Handle
             and topk_weights is bias is previous_event is None
             and not (async_finish or allocate_on_comm_stream)
         ):

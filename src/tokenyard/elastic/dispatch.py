@@ -13,9 +13,10 @@ from tokenyard.elastic.refusal import heard_by_all, tag_means
 from tokenyard.engine.by_expert import dispatch_by_expert
 from tokenyard.engine.inputs import DispatchRequest
 from tokenyard.engine.stages import Engine
+from tokenyard.handle import Handle
 from tokenyard.runtime import memory
 from tokenyard.runtime.completion import Completion
-from tokenyard.types import ByExpert, Config, Handle, round_up
+from tokenyard.types import ByExpert, Config, round_up
 
 _DISPATCH = "dispatch"
 _MOST_ALIGNED = 1 << 16

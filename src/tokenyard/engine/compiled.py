@@ -18,10 +18,11 @@ from torch import Tensor
 
 from tokenyard import validate
 from tokenyard.engine.agreement import Heard
-from tokenyard.engine.handle import CompiledHandle, Ledger
 from tokenyard.engine.inputs import DispatchRequest
+from tokenyard.engine.ledger import WrittenLedger
 from tokenyard.engine.plans import ExchangeKernels, Plans
 from tokenyard.errors import SharedMemoryError
+from tokenyard.handle import Handle
 from tokenyard.runtime import memory as local_memory
 from tokenyard.runtime.completion import Completion
 from tokenyard.runtime.threads import num_threads
@@ -29,7 +30,7 @@ from tokenyard.shm.pool import rows
 from tokenyard.shm.shared_rows import SharedRows
 from tokenyard.transports import Offer
 from tokenyard.transports.direct import DirectTransport
-from tokenyard.types import Config, Handle
+from tokenyard.types import Config
 from tokenyard.wire import exchange_table as at
 from tokenyard.wire import message as say
 from tokenyard.wire.exchange_table import GENERAL, LATE, LOW, MAP, MORE_ROOM, STRAY
@@ -129,7 +130,7 @@ class CompiledCalls:
             segment, memory = self._room.take()
         except SharedMemoryError:
             return None
-        ledger = Ledger(num_tokens, most, src_room[0], self.size)
+        ledger = WrittenLedger(self.rank, self.size, num_tokens, most, src_room[0])
         table[at.PHASE], table[at.LEAVE_AT] = at.START, self.leave_at
         table[at.NUMBER], table[at.NUM_TOKENS] = number, num_tokens
         table[at.BLOCK] = segment.address
@@ -161,21 +162,12 @@ class CompiledCalls:
             else:
                 self._answer(what, which, stage, say.OFFER)
         self._agreement.number = number + 1
-        num_rows = table[at.NUM_ROWS]
+        num_rows = ledger.num_rows = table[at.NUM_ROWS]
+        ledger.num_copies = table[at.NUM_COPIES]
         self._room.learn(table[at.END])
         ids_at = -(-num_rows * row_bytes // 64) * 64
         weights_at = ids_at + -(-num_rows * num_topk // 8) * 64
-        handle = CompiledHandle.written(
-            self._engine.origin,
-            number,
-            hidden,
-            combine_dtype,
-            num_channels,
-            ledger,
-            self.rank,
-            num_rows,
-            table[at.NUM_COPIES],
-        )
+        handle = Handle(self._engine.origin, number, hidden, combine_dtype, num_channels, ledger)
         return (
             rows(memory, 0, num_rows, hidden, dtype),
             rows(memory, ids_at, num_rows, num_topk, torch.int64),
@@ -191,7 +183,7 @@ class CompiledCalls:
     def combine(
         self,
         x: Any,
-        handle: CompiledHandle,
+        handle: Handle,
         out: Any,
         config: Config,
         tag: Any,
@@ -200,10 +192,10 @@ class CompiledCalls:
         """A combine of a contiguous CPU tensor, without weights and biases, that ends before it
         returns; None, and `stage`, as in `dispatch`.
         """
-        num_rows, ledger = handle.num_rows, handle.ledger
+        ledger = handle.ledger
         if not (
             type(x) is Tensor
-            and ledger is not None
+            and type(ledger) is WrittenLedger
             and type(tag) is int
             and x.ndim == 2
             and x.is_cpu
@@ -211,7 +203,7 @@ class CompiledCalls:
             and self._engine.worker.pending is None
         ):
             return None
-        num_tokens = ledger.num_tokens
+        num_tokens, num_rows = ledger.num_tokens, ledger.num_rows
         got_rows, hidden = x.shape
         if got_rows != num_rows or (x.requires_grad and torch.is_grad_enabled()):
             return None
@@ -223,7 +215,7 @@ class CompiledCalls:
             if plan is None:
                 return None
         call, table, head, row_bytes = plan.call, plan.table, plan.head, plan.row_bytes
-        moved = (handle.num_copies + num_tokens) * row_bytes
+        moved = (ledger.num_copies + num_tokens) * row_bytes
         if moved >= _MUCH and num_threads(num_tokens, moved) > 1:
             return None
         try:
