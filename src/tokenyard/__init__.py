@@ -22,7 +22,7 @@ _HOMES = {
     "ElasticBuffer": "elastic",
     "EventHandle": "runtime.events",
     "EventOverlap": "runtime.events",
-    "Handle": "types",
+    "Handle": "handle",
     "HybridEPBuffer": "hybrid_ep",
     "PeerDied": "errors",
     "PeerError": "errors",
@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from tokenyard.errors import SharedMemoryError as SharedMemoryError
     from tokenyard.errors import TokenyardError as TokenyardError
     from tokenyard.groups import local_group as local_group
+    from tokenyard.handle import Handle as Handle
     from tokenyard.hybrid_ep import HybridEPBuffer as HybridEPBuffer
     from tokenyard.ops.align import moe_align_block_size as moe_align_block_size
     from tokenyard.ops.permute import permute as permute
@@ -83,7 +84,6 @@ if TYPE_CHECKING:
     from tokenyard.tracing import merge_traces as merge_traces
     from tokenyard.tracing import trace as trace
     from tokenyard.types import Config as Config
-    from tokenyard.types import Handle as Handle
     from tokenyard.types import topk_idx_t as topk_idx_t
     from tokenyard.warming import warm_up as warm_up
 

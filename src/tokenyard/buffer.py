@@ -18,11 +18,11 @@ from torch import Tensor
 from tokenyard import recording, validate
 from tokenyard.engine.by_expert import combine_by_expert, dispatch_by_expert
 from tokenyard.engine.gather import all_gather
-from tokenyard.engine.handle import CompiledHandle
 from tokenyard.engine.inputs import DispatchRequest
 from tokenyard.engine.prepared import Shape, checked_shape
 from tokenyard.engine.rebalance import rebalance
 from tokenyard.errors import PeerError
+from tokenyard.handle import Handle
 from tokenyard.hardware import Hardware
 from tokenyard.lifetime import Lifetime
 from tokenyard.low_latency.calls import LowLatencyCalls
@@ -39,7 +39,7 @@ from tokenyard.results import (
 )
 from tokenyard.runtime.completion import Completion
 from tokenyard.runtime.events import EventHandle, EventOverlap
-from tokenyard.types import Config, Handle
+from tokenyard.types import Config
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -272,7 +272,7 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
         self._use.stage = "combine"
         with self._use as engine:
             compiled = engine.compiled
-            if is_plain and isinstance(handle, CompiledHandle) and compiled is not None:
+            if is_plain and type(handle) is Handle and compiled is not None:
                 sums = compiled.combine(x, handle, out, config, tag)
                 if sums is not None:
                     return Combined(sums, None, EventOverlap())

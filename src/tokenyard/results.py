@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from tokenyard.handle import Handle
 from tokenyard.runtime.events import EventOverlap
-from tokenyard.types import Handle
 
 Rows = Tensor | tuple[Tensor, Tensor]
 

@@ -15,17 +15,11 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from tokenyard.v1_fields import V1Fields
-from tokenyard.v1_fields import split_range as split_range
-
-if TYPE_CHECKING:
-    from tokenyard.runtime.events import EventHandle
 
 topk_idx_t = torch.int64
 
@@ -84,6 +78,17 @@ class Config:
 
 def round_up(value: int, multiple: int) -> int:
     return (value + multiple - 1) // multiple * multiple
+
+
+def split_range(num_items: int, num_parts: int) -> list[tuple[int, int]]:
+    """Each part takes ceil(items / parts) consecutive items; the last parts may get none.
+
+    >>> split_range(5, 3)
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    each = -(-num_items // num_parts)
+    starts = (min(part * each, num_items) for part in range(num_parts))
+    return [(begin, min(begin + each, num_items)) for begin in starts]
 
 
 def digest(text: str) -> int:
@@ -216,6 +221,20 @@ class Flow(NamedTuple):
     most_rows: int = 0  # of any rank's result, at most: a bound that all ranks know
     two_level: Any = None  # the route between nodes, if there are several
 
+    @classmethod
+    def of(
+        cls,
+        route: Route,
+        came_R: np.ndarray,
+        tokens_R: np.ndarray,
+        sent_RR: np.ndarray | None = None,
+        two_level: Any = None,
+    ) -> Flow:
+        """With room for the rows that come. `sent_RR` on one node, `two_level` on several."""
+        counts, most = tuple(came_R.tolist()), int(tokens_R.sum())
+        rows_R = None if sent_RR is None else sent_RR.sum(0)
+        return cls(route, counts, sum(counts), tokens_R, rows_R, sent_RR, most, two_level)
+
     @property
     def num_received(self) -> int:
         return sum(self.recv_counts)
@@ -253,55 +272,3 @@ class Origin(NamedTuple):
 
 
 OTHER_BUFFER = 1 << 62  # from here on numbers are those of handles of another Buffer
-
-
-@dataclass(kw_only=True, eq=False)
-class Handle(V1Fields):
-    """What a dispatch remembers, so that combine and cached dispatches can use its route again.
-
-    It can be read like DeepEP V1's tuple (`V1Fields`), and the tuple that it unpacks to can be
-    given to a Buffer in its place (`v1_tuple`). Pickling it waits until the rows have arrived.
-    """
-
-    origin: Origin
-    call: int  # the number of the dispatch that made it; all ranks must use the same
-    flow: Flow
-    hidden: int
-    combine_dtype: torch.dtype  # x's, or bfloat16 where x was quantised
-    num_channels: int
-    is_token_in_rank: Tensor  # [T, R] bool
-    # [N] int32, -1 in the rows that num_worst_tokens adds. Like recv_x it may be read when the
-    # dispatch's event is over; handle[3] waits for that.
-    recv_src_idx: Tensor
-    arrived: EventHandle | None = None  # over when rows have arrived; None if dispatch waited
-    by_expert: ByExpert | None = None  # of dispatch_by_expert
-
-    @property
-    def num_tokens(self) -> int:
-        return self.is_token_in_rank.shape[0]
-
-    @property
-    def nodes(self) -> tuple[int, ...]:
-        return self.origin.nodes
-
-    @property
-    def num_tokens_of_all(self) -> int:
-        """Tokens of all ranks."""
-        return int(self.flow.tokens_R.sum())
-
-    def wait(self) -> None:
-        """Wait until rows have arrived. Raises what the dispatch raised, if it failed."""
-        if self.arrived is not None:
-            self.arrived.current_stream_wait()
-
-    def __repr__(self) -> str:
-        return (
-            f"<tokenyard.Handle of dispatch call {self.call}: {self.num_tokens} tokens sent, "
-            f"{self.flow.num_received} rows received, hidden {self.hidden}, "
-            f"{self.num_channels} channels>"
-        )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Everything but the event, which belongs to this process; waits for the rows first."""
-        self.wait()
-        return {**self.__dict__, "arrived": None}

@@ -13,9 +13,10 @@ SOURCE = Path(__file__).parents[2] / "src" / "tokenyard"
 
 # A room may import rooms of lower floors, and itself. Rooms of one floor do not know each other.
 FLOORS = {
-    "v1_tuple": -2,
-    "v1_fields": -1,
     "types": 0,
+    "v1_tuple": 0,
+    "v1_fields": 1,
+    "handle": 2,
     "errors": 0,
     "topology": 0,
     "deep_ep_path": 0,

@@ -21,9 +21,9 @@ LISTED = {
     for name in re.findall(r"^::: (tokenyard\S+)$", page.read_text(), re.MULTILINE)
 }
 # Shown as one of another name, or not documented for itself.
-ELSEWHERE = {"tokenyard.__version__", "tokenyard.v1_fields.V1Fields"}
+ELSEWHERE = {"tokenyard.__version__"}
 # Defined in files that kernels are compiled from: a docstring there makes all of them cold.
-PLAIN = {"Config.num_channels", "Handle.num_tokens", "Handle.nodes"}
+PLAIN = {"Config.num_channels"}
 
 
 def public() -> Iterator[str]:

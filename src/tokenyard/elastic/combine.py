@@ -12,7 +12,6 @@ from tokenyard.elastic.domains import Domains
 from tokenyard.elastic.handle import Kept, kept_of
 from tokenyard.elastic.refusal import heard_by_all, tag_means
 from tokenyard.engine.by_expert import combine_by_expert
-from tokenyard.engine.handle import CompiledHandle
 from tokenyard.engine.homeward import bring_home, pick, sum_by_lane
 from tokenyard.engine.stages import Engine
 from tokenyard.runtime.completion import Completion
@@ -42,7 +41,7 @@ def combine(
     if topk_weights is None and bias is None:
         if kept.do_expand:
             return combine_by_expert(engine, x, known, False, None, config, -1), None
-        if isinstance(known, CompiledHandle) and engine.compiled is not None:
+        if engine.compiled is not None:
             sums = engine.compiled.combine(x, known, None, config, -1)
             if sums is not None:
                 return sums, None

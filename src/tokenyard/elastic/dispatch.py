@@ -13,9 +13,10 @@ from tokenyard.elastic.refusal import heard_by_all, tag_means
 from tokenyard.engine.by_expert import dispatch_by_expert
 from tokenyard.engine.inputs import DispatchRequest
 from tokenyard.engine.stages import Engine
+from tokenyard.handle import Handle
 from tokenyard.runtime import memory
 from tokenyard.runtime.completion import Completion
-from tokenyard.types import ByExpert, Config, Handle, round_up
+from tokenyard.types import ByExpert, Config, round_up
 
 _DISPATCH = "dispatch"
 _COLUMN_ROWS = 4  # scales by column have room for a multiple of so many rows, as TMA wants it
@@ -79,7 +80,7 @@ def dispatch(engine: Engine, asked: Asked, config: Config, num_scaleup_ranks: in
             got = _expanded(engine, request._replace(expert_alignment=alignment))
         else:
             got = _expanded_to_the_worst(engine, request, alignment)
-    flow = got.handle.flow
+    ledger = got.handle.ledger
     if asked.stats is not None:
         counted = torch.tensor(got.counts_L, dtype=torch.int32, device=asked.stats.device)
         asked.stats.add_(counted)
@@ -90,7 +91,7 @@ def dispatch(engine: Engine, asked: Asked, config: Config, num_scaleup_ranks: in
         place_NK=got.place_NK,
         counts_L=got.counts_L,
         expert_alignment=alignment,
-        num_max_tokens_per_rank=num_max or int(flow.tokens_R.max()),
+        num_max_tokens_per_rank=num_max or int(ledger.tokens_R.max()),
         num_scaleup_ranks=num_scaleup_ranks,
         do_expand=asked.do_expand,
         num_rows=got.x.shape[0],
@@ -102,7 +103,7 @@ def dispatch(engine: Engine, asked: Asked, config: Config, num_scaleup_ranks: in
         num_max_tokens_per_rank=kept.num_max_tokens_per_rank,
         num_sms=config.num_sms,
         topk_idx=kept.topk_idx_TK,
-        num_recv_tokens=flow.num_rows,
+        num_recv_tokens=ledger.num_rows,
         num_expanded_tokens=got.x.shape[0],
         num_recv_tokens_per_expert_list=kept.aligned_L() if asked.do_cpu_sync else [],
         kept=kept,

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from tokenyard.engine.lane_order import Lanes, find_lanes
+from tokenyard.handle import Handle
 from tokenyard.transports import Transport
-from tokenyard.types import Handle, round_up
+from tokenyard.types import round_up
 
 
 @dataclass(kw_only=True, eq=False)

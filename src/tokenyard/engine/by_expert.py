@@ -20,17 +20,18 @@ from tokenyard import validate
 from tokenyard.engine import pair_counts
 from tokenyard.engine.agreement import Call, Terms
 from tokenyard.engine.compiled import CompiledCalls
-from tokenyard.engine.handle import CompiledHandle
 from tokenyard.engine.inputs import DispatchRequest, Outgoing
+from tokenyard.engine.ledger import WrittenLedger
 from tokenyard.engine.pair_counts import PairCounts
 from tokenyard.engine.stages import Engine
 from tokenyard.errors import SharedMemoryError
+from tokenyard.handle import Handle
 from tokenyard.kernels.base import wide_dtype
 from tokenyard.runtime.completion import Completion
 from tokenyard.runtime.memory import as_bytes
 from tokenyard.runtime.threads import MUCH
 from tokenyard.transports import DirectPairs, Offer, PairsBack, PairsOut
-from tokenyard.types import ByExpert, Config, Handle, Places, SentPairs
+from tokenyard.types import ByExpert, Config, Places, SentPairs
 from tokenyard.wire.columns import row_widths
 from tokenyard.wire.pairs import SHARES, UNWEIGHED, WEIGHED
 
@@ -60,7 +61,7 @@ def dispatch_by_expert(engine: Engine, request: DispatchRequest) -> tuple[RowsBy
     else:
         rows, handle = _dispatch_and_spread(engine, request, alignment)
     assert handle.by_expert is not None
-    num_pairs = handle.num_tokens_of_all * handle.by_expert.row_of.shape[1]
+    num_pairs = sum(handle.ledger.tokens_R.tolist()) * handle.by_expert.row_of.shape[1]
     pairs.learn(num_pairs * rows.x.shape[1] * rows.x.element_size())
     return rows, handle
 
@@ -209,7 +210,7 @@ def combine_by_expert(
     engine: Engine, y: Any, handle: Any, weigh: Any, out: Any, config: Config, tag: Any
 ) -> Tensor:
     compiled = engine.compiled
-    if isinstance(compiled, CompiledCalls) and type(handle) is CompiledHandle:
+    if isinstance(compiled, CompiledCalls) and type(handle) is Handle:
         share = _share_of_few(engine, compiled, y, handle, weigh, out)
         if share is not None:
             quick = compiled.combine(share, handle, out, config, tag, _COMBINE)
@@ -244,7 +245,7 @@ def combine_by_expert(
 
 
 def _share_of_few(
-    engine: Engine, compiled: CompiledCalls, y: Any, handle: CompiledHandle, weigh: Any, out: Any
+    engine: Engine, compiled: CompiledCalls, y: Any, handle: Handle, weigh: Any, out: Any
 ) -> Tensor | None:
     """This rank's share of each token that it got, of few contiguous rows of y; None if this is
     another call, or one with bad input.
@@ -253,7 +254,7 @@ def _share_of_few(
     if not (
         by_expert is not None
         and by_expert.sent is None
-        and handle.ledger is not None
+        and type(handle.ledger) is WrittenLedger
         and type(weigh) is bool
         and validate.lies_at(y, 2) != validate.NOT_PLAIN
         and y.dtype in validate.SUMMABLE

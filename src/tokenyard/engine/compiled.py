@@ -19,10 +19,11 @@ from torch import Tensor
 
 from tokenyard import validate
 from tokenyard.engine.agreement import Call, Heard
-from tokenyard.engine.handle import CompiledHandle, Ledger
 from tokenyard.engine.inputs import SMALL, DispatchRequest
+from tokenyard.engine.ledger import WrittenLedger
 from tokenyard.engine.plans import ExchangeKernels, Plan, Plans
 from tokenyard.errors import SharedMemoryError
+from tokenyard.handle import Handle
 from tokenyard.runtime import memory as local_memory
 from tokenyard.runtime.completion import Completion
 from tokenyard.runtime.threads import num_threads
@@ -30,7 +31,7 @@ from tokenyard.shm.pool import rows
 from tokenyard.shm.shared_rows import SharedRows
 from tokenyard.transports import Offer
 from tokenyard.transports.direct import DirectTransport
-from tokenyard.types import Config, Handle, round_up
+from tokenyard.types import Config, round_up
 from tokenyard.validate import NOT_PLAIN, lies_at
 from tokenyard.wire import exchange_table as at
 from tokenyard.wire import message as say
@@ -89,7 +90,8 @@ class CompiledCalls:
         except SharedMemoryError:
             return None
         table, head = plan.table, plan.head
-        ledger = Ledger(table[at.NUM_TOKENS], table[at.ROOM], plan.src_room[0], self.size)
+        num_tokens, most = table[at.NUM_TOKENS], table[at.ROOM]
+        ledger = WrittenLedger(self.rank, self.size, num_tokens, most, plan.src_room[0])
         table[at.BLOCK] = segment.address
         head[say.OFFER], head[say.OFFER + 1], head[say.OFFER + 2] = segment.told
         table[at.LEDGER], table[at.SRC_ROOM] = ledger.address, ledger.src_room
@@ -151,7 +153,7 @@ class CompiledCalls:
         return plan
 
     def _dispatched(
-        self, plan: Plan, memory: np.ndarray, ledger: Ledger, x: Tensor, num_topk: int
+        self, plan: Plan, memory: np.ndarray, ledger: WrittenLedger, x: Tensor, num_topk: int
     ) -> _Dispatched:
         """The results of a dispatch that has ended."""
         table, hidden = plan.table, x.shape[1]
@@ -159,16 +161,14 @@ class CompiledCalls:
         self._room.learn(table[at.END])
         ids_at = round_up(num_rows * plan.row_bytes, LINE)
         weights_at = ids_at + round_up(num_rows * num_topk * 8, LINE)
-        handle = CompiledHandle.written(
+        ledger.num_rows, ledger.num_copies = num_rows, table[at.NUM_COPIES]
+        handle = Handle(
             self._engine.origin,
             table[at.NUMBER],
             hidden,
             plan.combine_dtype,
             plan.num_channels,
             ledger,
-            self.rank,
-            num_rows,
-            table[at.NUM_COPIES],
         )
         return (
             rows(memory, 0, num_rows, hidden, x.dtype),
@@ -191,7 +191,7 @@ class CompiledCalls:
     def combine(
         self,
         x: Any,
-        handle: CompiledHandle,
+        handle: Handle,
         out: Any,
         config: Config,
         tag: Any,
@@ -204,7 +204,7 @@ class CompiledCalls:
         if plan is None:
             return None
         table, head = plan.table, plan.head
-        num_bytes, address = handle.num_rows * plan.row_bytes, table[at.X]
+        num_bytes, address = x.shape[0] * plan.row_bytes, table[at.X]
         memory, segment = None, self._pool.find(address, num_bytes)
         begin = 0 if segment is None else address - segment.address
         try:
@@ -229,20 +229,20 @@ class CompiledCalls:
         return sums
 
     def _plan_combine(
-        self, x: Any, handle: CompiledHandle, out: Any, config: Config, tag: Any, stage: str
+        self, x: Any, handle: Handle, out: Any, config: Config, tag: Any, stage: str
     ) -> Plan | None:
         """The plan of such a combine, whose table knows its rows then; None if it is none."""
         address, ledger = lies_at(x, 2), handle.ledger
         if (
             address == NOT_PLAIN
-            or ledger is None
+            or type(ledger) is not WrittenLedger
             or type(tag) is not int
             or handle.origin is not self._engine.origin
             or self._engine.worker.pending is not None
         ):
             return None
         num_rows, hidden = x.shape
-        if num_rows != handle.num_rows:
+        if num_rows != ledger.num_rows:
             return None
         key = x.dtype, hidden, tag, stage
         plan = self.plans.get(key)
@@ -251,7 +251,7 @@ class CompiledCalls:
             if plan is None:
                 return None
         num_tokens, table = ledger.num_tokens, plan.table
-        moved = (handle.num_copies + num_tokens) * plan.row_bytes
+        moved = (ledger.num_copies + num_tokens) * plan.row_bytes
         if num_threads(num_tokens, moved) > 1:
             return None
         if out is not None and not self.fits(out, x, num_tokens, hidden):

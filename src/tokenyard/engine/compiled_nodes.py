@@ -19,19 +19,19 @@ import torch
 from torch import Tensor
 
 from tokenyard.engine.agreement import Call, Heard
-from tokenyard.engine.handle import CompiledHandle
 from tokenyard.engine.inputs import DispatchRequest
-from tokenyard.engine.nodes_handle import NodesHandle
+from tokenyard.engine.ledger import MarkedLedger
 from tokenyard.engine.plans import MOST_PLANS
 from tokenyard.engine.shapes import find_placement, is_valid, tell_shape
 from tokenyard.engine.statistics import COMPILED
 from tokenyard.errors import SharedMemoryError
+from tokenyard.handle import Handle
 from tokenyard.runtime import memory
 from tokenyard.runtime.completion import Completion
 from tokenyard.transports import Offer
 from tokenyard.transports.hierarchical import HierarchicalTransport
 from tokenyard.transports.hierarchical.enclosed import MOST_SUMS, Came
-from tokenyard.types import ROW_DTYPES, Config, Handle, round_up
+from tokenyard.types import ROW_DTYPES, Config, round_up
 from tokenyard.validate import NOT_PLAIN, SUMMABLE, lies_at
 from tokenyard.wire import int64s
 from tokenyard.wire import message as say
@@ -157,18 +157,9 @@ class CompiledNodeCalls:
         if verdict:
             raise self._enclosures.stray(verdict & LOW, "dispatch")
         self._agreement.number = number + 1
-        handle = NodesHandle.made(
-            self._engine.origin,
-            number,
-            plan.shape,
-            marks_TR,
-            tally_3R,
-            bits,
-            tokens_N,
-            self.rank,
-            self._engine.topology,
-            self._engine.kernels,
-        )
+        where = self.rank, self._engine.topology, self._engine.kernels
+        ledger = MarkedLedger(marks_TR, tally_3R, bits, tokens_N, *where)
+        handle = Handle(self._engine.origin, number, *plan.shape, ledger)
         statistics = self._engine.statistics
         first, num_local = at.BEFORE + say.PAYLOAD + 1, len(plan.per_expert)
         load = statistics.load(table[at.NUM_EXPERTS], num_local)
@@ -181,19 +172,17 @@ class CompiledNodeCalls:
         """Make plans anew: the placement has changed."""
         self._plans.clear()
 
-    def combine(
-        self, x: Any, handle: CompiledHandle, out: Any, config: Config, tag: Any
-    ) -> Tensor | None:
+    def combine(self, x: Any, handle: Handle, out: Any, config: Config, tag: Any) -> Tensor | None:
         """A combine of a contiguous CPU tensor, without weights and biases, that ends before it
         returns; None as in `dispatch`.
         """
+        ledger = handle.ledger
         if not (
-            type(handle) is NodesHandle
-            and handle.marks_TR is not None
+            type(ledger) is MarkedLedger
             and out is None
             and type(tag) is int
             and lies_at(x, 2) != NOT_PLAIN
-            and x.shape[0] == handle.num_rows
+            and x.shape[0] == ledger.num_rows
             and handle.origin is self._engine.origin
             and self._engine.worker.pending is None
             and self.leave_at != POSTED
@@ -208,12 +197,12 @@ class CompiledNodeCalls:
                 return None
             self._plans[key] = plan
         steps, table, width = plan.steps, plan.table, plan.record_bytes
-        most_records = int(handle.tally_3R[2, self._transport.partners].max(initial=0))
+        most_records = int(ledger.tally_3R[2, self._transport.partners].max(initial=0))
         enclosed = round_up(most_records * width, LINE)
-        staged = 8 * at.HEADER + round_up(handle.num_rows * width, LINE)
+        staged = 8 * at.HEADER + round_up(ledger.num_rows * width, LINE)
         if enclosed > MOST_SUMS or not self._enclosures.has_room(enclosed, staged):
             return None
-        number, num_tokens = self._agreement.number, handle.num_tokens
+        number, num_tokens = self._agreement.number, ledger.num_tokens
         begin = time.monotonic_ns()
         try:
             sums = self._engine.local.empty_sum(x, num_tokens)
@@ -222,8 +211,8 @@ class CompiledNodeCalls:
         table[at.OUT_X] = sums.data_ptr()
         table[at.NUMBER], table[at.NUM_TOKENS] = number, num_tokens
         table[at.X], table[at.HANDLE] = x.data_ptr(), handle.call
-        table[at.MARKS] = handle.marks_TR.ctypes.data
-        table[at.TALLY], table[at.BITS] = handle.tally_3R.ctypes.data, handle.bits.ctypes.data
+        table[at.MARKS] = ledger.marks_TR.ctypes.data
+        table[at.TALLY], table[at.BITS] = ledger.tally_3R.ctypes.data, ledger.bits.ctypes.data
         self._steps.begin(table)
         plan.head[say.STAMP] = begin
         steps.stage()
@@ -239,7 +228,7 @@ class CompiledNodeCalls:
             )[0]
         steps.add_up()
         self._agreement.number = number + 1
-        came_R, went_R = handle.tally_3R[1], handle.marks_TR.sum(0)
+        came_R, went_R = ledger.tally_3R[1], ledger.marks_TR.sum(0)
         self._engine.statistics.count("combine", begin, came_R, went_R, width, COMPILED)
         return sums
 

@@ -67,14 +67,13 @@ def hear(agreed: Agreed, route: Route, placement: Placement, rank: int) -> tuple
     """Read what `tell` wrote on the other ranks: the flow, and the pairs of this rank's experts."""
     told_RM, tokens_R, worst = agreed.payload, agreed.num_tokens, agreed.num_worst_tokens
     last = 1 + placement.most_experts
-    counts = tuple(told_RM[:, 0].tolist())
-    sent_RR = rows_R = None
-    if told_RM.shape[1] > last:
-        sent_RR = told_RM[:, last:]
-        rows_R = sent_RR.sum(0)
-        if any(worst):
-            rows_R = np.where(np.array(worst) > 0, worst, rows_R)
-    num_rows = worst[rank] or sum(counts)
-    most_rows = max(int(tokens_R.sum()), *worst)
-    flow = Flow(route, counts, num_rows, tokens_R, rows_R, sent_RR, most_rows)
+    sent_RR = told_RM[:, last:] if told_RM.shape[1] > last else None
+    flow = Flow.of(route, told_RM[:, 0], tokens_R, sent_RR)
+    if any(worst):
+        rows_R = None
+        if flow.rows_R is not None:
+            rows_R = np.where(np.array(worst) > 0, worst, flow.rows_R)
+        most_rows = max(flow.most_rows, *worst)
+        num_rows = worst[rank] or flow.num_rows
+        flow = flow._replace(num_rows=num_rows, rows_R=rows_R, most_rows=most_rows)
     return flow, told_RM[:, 1 : 1 + len(placement.experts_of_rank[rank])].sum(0)

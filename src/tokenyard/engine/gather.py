@@ -10,8 +10,9 @@ from torch import Tensor
 from tokenyard import validate
 from tokenyard.engine.inputs import DispatchRequest
 from tokenyard.engine.stages import Engine
+from tokenyard.handle import Handle
 from tokenyard.runtime.completion import Completion
-from tokenyard.types import ROW_DTYPES, Config, Handle
+from tokenyard.types import ROW_DTYPES, Config
 
 _STAGE = "all_gather"
 

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from tokenyard import validate
 from tokenyard.engine.choice import Choice
+from tokenyard.handle import Handle
 from tokenyard.kernels import Kernels
 from tokenyard.replicas import Replicas, as_replicas, num_logical, replicas_of
 from tokenyard.runtime import memory
 from tokenyard.runtime.events import EventHandle
 from tokenyard.topology import Placement, even_placement
 from tokenyard.transports import Sum
-from tokenyard.types import Config, Counted, Handle, Layout, Route
+from tokenyard.types import Config, Counted, Layout, Route
 from tokenyard.wire.message import PAYLOAD_WORDS
 
 SMALL = 1 << 16  # bytes of a sum that are not worth a segment of shared memory

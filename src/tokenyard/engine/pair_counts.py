@@ -42,16 +42,7 @@ def hear(
     sent_RR, pairs_RE = told_RM[:, :num_ranks], told_RM[:, num_ranks:-1]
     wrong_R = (told_RM < 0).any(1) | (told_RM[:, -1] < 1)
     alignment_R1 = np.maximum(told_RM[:, -1:], 1)
-    rows_R = sent_RR.sum(0)
-    flow = Flow(
-        route,
-        tuple(sent_RR[:, rank].tolist()),
-        int(rows_R[rank]),
-        tokens_R,
-        rows_R if one_node else None,
-        sent_RR if one_node else None,
-        int(tokens_R.sum()),
-    )
+    flow = Flow.of(route, sent_RR[:, rank], tokens_R, sent_RR if one_node else None)
     experts_RL = placement.padded_experts_RL
     counts_RL = np.append(pairs_RE.sum(0), 0)[experts_RL]
     padded_RL = -(-counts_RL // alignment_R1) * alignment_R1

@@ -14,8 +14,9 @@ from torch import Tensor
 from tokenyard import validate
 from tokenyard.engine.by_expert import combine_by_expert, dispatch_by_expert
 from tokenyard.engine.inputs import DispatchRequest
+from tokenyard.handle import Handle
 from tokenyard.runtime.completion import Completion
-from tokenyard.types import ROW_DTYPES, Config, Handle
+from tokenyard.types import ROW_DTYPES, Config
 
 if TYPE_CHECKING:
     from tokenyard.engine.stages import Engine

@@ -25,10 +25,10 @@ from tokenyard.comm.base import Communicator
 from tokenyard.engine import arrivals, counts
 from tokenyard.engine.agreement import Agreed, Agreement, Call, Heard, Terms
 from tokenyard.engine.failure import Failure
-from tokenyard.engine.handle import CompiledHandle
 from tokenyard.engine.inputs import DispatchRequest, Outgoing, Preparation, wait
 from tokenyard.engine.statistics import ENCLOSED, GENERAL, Statistics, links_of
 from tokenyard.errors import PeerLeft, SharedMemoryError
+from tokenyard.handle import Handle, ListedLedger
 from tokenyard.kernels import Kernels
 from tokenyard.replicas import Replicas
 from tokenyard.runtime import recorder
@@ -39,7 +39,7 @@ from tokenyard.runtime.streams import Streams
 from tokenyard.shm.shared_rows import check
 from tokenyard.topology import Placement, Topology
 from tokenyard.transports import RowsBack, RowsOut, Sum, Transport
-from tokenyard.types import Config, Flow, Handle, Layout, Origin, Received, digest
+from tokenyard.types import Config, Flow, Layout, Origin, Received, digest
 from tokenyard.wire.columns import row_widths
 from tokenyard.wire.message import NO_MEMORY
 
@@ -161,12 +161,10 @@ class Engine:
         return Handle(
             origin=self.origin,
             call=number,
-            flow=flow,
             hidden=out.x.shape[1],
             combine_dtype=out.x.dtype if out.x.dtype in validate.SUMMABLE else torch.bfloat16,
             num_channels=out.config.num_channels,
-            is_token_in_rank=out.layout.is_token_in_rank,
-            recv_src_idx=src_idx_N,
+            ledger=ListedLedger(flow, out.layout.is_token_in_rank, src_idx_N),
             arrived=arrived,
         )
 
@@ -285,10 +283,8 @@ class Engine:
             raise self.agreement.named("get_next_combine_buffer", error) from None
         if known.by_expert is not None:
             num_rows = known.by_expert.num_rows
-        elif isinstance(known, CompiledHandle) and known.ledger is not None:
-            num_rows = known.num_rows  # whose flow nobody may have asked for yet
         else:
-            num_rows = known.flow.num_rows
+            num_rows = known.ledger.num_rows
         return self.transport.empty(num_rows, known.hidden, known.combine_dtype)
 
     def replicas(self, num_experts: Any, stage: str) -> Replicas:

@@ -19,7 +19,7 @@ from torch import Tensor, is_grad_enabled
 from tokenyard import validate
 from tokenyard.engine.agreement import Call, Heard, Terms
 from tokenyard.engine.compiled import CompiledCalls
-from tokenyard.engine.handle import Ledger
+from tokenyard.engine.ledger import WrittenLedger
 from tokenyard.engine.prepared import PreparedRows, Shape, nothing_dispatched
 from tokenyard.engine.shapes import tell_shape
 from tokenyard.errors import SharedMemoryError
@@ -130,7 +130,9 @@ class StandingPair:
         placement = engine.local.placement(shape.num_experts)
         self._most_rows = size * shape.max_tokens
         most_copies = shape.max_tokens * min(shape.num_topk, size)
-        self._ledger = Ledger(shape.max_tokens, most_copies, self._most_rows, size)
+        self._ledger = WrittenLedger(
+            engine.rank, size, shape.max_tokens, most_copies, self._most_rows
+        )
         self._load = engine.statistics.load(
             placement.num_experts, len(placement.experts_of_rank[engine.rank])
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tokenyard import validate
-from tokenyard.types import Handle
+from tokenyard.handle import Handle
 
 
 def indices_to_map(

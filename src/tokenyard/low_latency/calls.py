@@ -14,7 +14,6 @@ from tokenyard.low_latency import forks
 from tokenyard.low_latency.engine import LowLatency
 from tokenyard.low_latency.handle import STAGE_OF, LowLatencyHandle
 from tokenyard.low_latency.inputs import Fp8, most_bytes
-from tokenyard.low_latency.quick import QuickHandle
 from tokenyard.runtime.completion import Completion, RecvHook
 from tokenyard.runtime.events import EventOverlap
 from tokenyard.wire.slots import COMBINE, DISPATCH
@@ -155,7 +154,7 @@ class LowLatencyCalls:
             if (
                 is_plain
                 and out is combine_wait_recv_cost_stats is None
-                and type(handle) is QuickHandle
+                and type(handle) is LowLatencyHandle
                 and engine.quick is not None
             ):
                 sums = engine.quick.combine(engine, x, topk_idx, topk_weights, handle)

@@ -129,9 +129,9 @@ class LowLatency:
                 totals = counters(
                     "cumulative_local_expert_recv_stats", totals, shape.num_local, torch.int32
                 )
-            out = self.results.take(shape, number)
-            sent = from_numpy(memory.empty_array((2, *topk_idx.shape), np.int64))
-            bad = self.slots.send_dispatch(number, x, topk_idx, shape, sent, stage)
+            handle = LowLatencyHandle(shape, topk_idx.shape[0], self.buffer_id, number)
+            out = self.results.take(handle)
+            bad = self.slots.send_dispatch(number, x, topk_idx, shape, handle.sent, stage)
             if bad != -1:
                 raise bad_pair(topk_idx, bad, shape)
             self._agree(DISPATCH, number, shape, shape.dtype)
@@ -146,15 +146,7 @@ class LowLatency:
         )
         event, hook = self._end(DISPATCH, number, receive, completion)
         self.engaged = False
-        handle = LowLatencyHandle(
-            src_info=out.src_info,
-            layout_range=out.layout_range,
-            shape=shape,
-            sent=sent,
-            buffer_id=self.buffer_id,
-            number=number,
-            hook=hook,
-        )
+        handle.hook = hook
         return out, handle, event, hook
 
     def combine(

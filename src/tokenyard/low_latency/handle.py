@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -11,25 +11,59 @@ from torch import Tensor
 
 from tokenyard.replicas import num_logical
 from tokenyard.runtime.completion import RecvHook
+from tokenyard.wire import int64s
 from tokenyard.wire.slots import SlotShape
 
 STAGE_OF = ("low-latency dispatch", "low-latency combine")  # by kind of call
 
 
-@dataclass(kw_only=True, eq=False)
 class LowLatencyHandle:
     """The memory of a low-latency dispatch. It reads as DeepEP's tuple too:
     (src_info, layout_range, num_max, hidden, num_experts).
+
+    Its numbers lie in one piece of memory, layout_range and `sent` in int64, then src_info in
+    int32; their tensors are made when they are read.
     """
 
-    src_info: Tensor  # [L, S] int32, the token's index on its source rank
-    layout_range: Tensor  # [L, R] int64, begin << 32 | count of the rows from each source rank
-    shape: SlotShape
-    sent: Tensor  # [2, T, K] int64: topk_idx, and each pair's place among those of its expert
-    buffer_id: int  # the Buffer and rank that made it; others refuse it
-    number: int  # of the dispatch; all ranks must combine the same
     hook: RecvHook | None = None  # is over when rows have arrived, if that was left for later
     lent: tuple[Tensor, ...] = ()  # buffers for zero_copy that were given since the last combine
+
+    def __init__(self, shape: SlotShape, num_tokens: int, buffer_id: int, number: int) -> None:
+        """`buffer_id` is of the Buffer and rank that made it: others refuse it. All ranks must
+        combine the same `number`, that of the dispatch.
+        """
+        self.shape, self.num_tokens = shape, num_tokens
+        self.buffer_id, self.number = buffer_id, number
+        self._sent_at = shape.num_local * shape.num_ranks
+        self._src_at = self._sent_at + 2 * num_tokens * shape.num_topk
+        self.memory = int64s.new(self._src_at + shape.num_local * shape.num_slots // 2 + 1)
+
+    @property
+    def addresses(self) -> tuple[int, int, int]:
+        """Of layout_range, `sent` and src_info."""
+        begin = int64s.address(self.memory)
+        return begin, begin + 8 * self._sent_at, begin + 8 * self._src_at
+
+    @cached_property
+    def layout_range(self) -> Tensor:
+        """[L, R] int64, begin << 32 | count of the rows from each source rank."""
+        return self._words()[: self._sent_at].view(self.shape.num_local, self.shape.num_ranks)
+
+    @cached_property
+    def sent(self) -> Tensor:
+        """[2, T, K] int64: topk_idx, and each pair's place among those of its expert."""
+        words = self._words()[self._sent_at : self._src_at]
+        return words.view(2, self.num_tokens, self.shape.num_topk)
+
+    @cached_property
+    def src_info(self) -> Tensor:
+        """[L, S] int32, the token's index on its source rank."""
+        num_local, num_slots = self.shape.num_local, self.shape.num_slots
+        words = self._words()[self._src_at :].view(torch.int32)
+        return words[: num_local * num_slots].view(num_local, num_slots)
+
+    def _words(self) -> Tensor:
+        return torch.frombuffer(self.memory, dtype=torch.int64)
 
     def _v1(self) -> tuple[Any, ...]:
         shape = self.shape
@@ -53,7 +87,7 @@ class LowLatencyHandle:
     def __repr__(self) -> str:
         shape = self.shape
         return (
-            f"<tokenyard.LowLatencyHandle of dispatch call {self.number}: {self.sent.shape[1]} "
+            f"<tokenyard.LowLatencyHandle of dispatch call {self.number}: {self.num_tokens} "
             f"tokens sent, {shape.num_local} experts of {shape.num_slots} slots, "
             f"hidden {shape.hidden}>"
         )

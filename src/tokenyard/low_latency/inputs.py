@@ -102,7 +102,7 @@ class Inputs:
         forms = None
         with suppress(AttributeError):
             forms = form(x), form(topk_idx), form(topk_weights)
-        key = forms, known.shape, known.sent.shape
+        key = forms, known.shape, known.num_tokens
         if forms is None or key not in self.checked_back:
             x, topk_idx, topk_weights = self._check_rows(x, topk_idx, topk_weights, known)
             self.checked_back.add(key)
@@ -140,8 +140,8 @@ class Inputs:
         y = validate.tensor("x", x, shape=known.shape.x_shape, dtypes=validate.SUMMABLE)
         shape = known.shape
         self._fits(shape.num_max, shape.hidden, shape.placement.num_experts, y.element_size())
-        num_tokens, num_topk = known.sent.shape[1:]
-        topk_idx = validate.topk_idx(topk_idx, num_tokens)
+        num_topk = shape.num_topk
+        topk_idx = validate.topk_idx(topk_idx, known.num_tokens)
         validate.require(
             topk_idx.shape[1] == num_topk,
             f"topk_idx has top-k {topk_idx.shape[1]}, want {num_topk}, that of the dispatch",

@@ -8,8 +8,6 @@ is left to `engine`: the whole call if nothing was sent, else what is left to re
 
 from __future__ import annotations
 
-from array import array
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,7 +22,6 @@ from tokenyard.runtime import memory as local_memory
 from tokenyard.shm.segment import Segment
 from tokenyard.validate import lies_at
 from tokenyard.wire import call_table as at
-from tokenyard.wire import int64s
 from tokenyard.wire.fp8 import NO_CAST
 from tokenyard.wire.signals import MAIL
 from tokenyard.wire.slots import (
@@ -40,40 +37,6 @@ from tokenyard.wire.slots import (
 if TYPE_CHECKING:
     from tokenyard.low_latency.engine import LowLatency
 
-_new = object.__new__
-
-
-class QuickHandle(LowLatencyHandle):
-    """A handle whose numbers lie in one piece of memory; its tensors are made when they are read.
-
-    The memory holds layout_range and `sent` in int64, then src_info in int32.
-    """
-
-    memory: array[int] | None = None
-    num_tokens = 0
-
-    @cached_property
-    def layout_range(self) -> Tensor:  # type: ignore[override]
-        shape = self.shape
-        return self._words()[: shape.num_local * shape.num_ranks].view(shape.num_local, -1)
-
-    @cached_property
-    def sent(self) -> Tensor:  # type: ignore[override]
-        begin = self.shape.num_local * self.shape.num_ranks
-        end = begin + 2 * self.num_tokens * self.shape.num_topk
-        return self._words()[begin:end].view(2, self.num_tokens, self.shape.num_topk)
-
-    @cached_property
-    def src_info(self) -> Tensor:  # type: ignore[override]
-        shape = self.shape
-        begin = shape.num_local * shape.num_ranks + 2 * self.num_tokens * shape.num_topk
-        count = shape.num_local * shape.num_slots
-        return self._words()[begin:].view(torch.int32)[:count].view(shape.num_local, -1)
-
-    def _words(self) -> Tensor:
-        assert self.memory is not None
-        return torch.frombuffer(self.memory, dtype=torch.int64)
-
 
 class _Plan(NamedTuple):
     """What follows from the form of a call's tensors."""
@@ -86,7 +49,6 @@ class _Plan(NamedTuple):
     signature: int
     most_bytes: int  # of a block that is not far too large
     num_elements: int  # of recv_x
-    num_words: int  # of a handle's memory
     picked: Tensor | None  # of a combine
 
 
@@ -126,7 +88,7 @@ class QuickCalls:
             or engine.worker.pending is not None
         ):
             return None
-        shape, num_tokens, dtype, both_halves, both_posts, *_, num_elements, num_words, _ = plan
+        shape, num_tokens, dtype, both_halves, both_posts, *_, num_elements, _ = plan
         number = engine.numbers[DISPATCH] + 1
         halves, post = both_halves[number % 2], both_posts[number % 2]
         block = self._block(plan, post)
@@ -135,18 +97,17 @@ class QuickCalls:
         send, receive = halves.send_table, halves.receive_table
         send[at.X], send[at.TOPK_IDX] = x_at, ids_at
         try:
+            handle = LowLatencyHandle(shape, num_tokens, engine.buffer_id, number)
             array, receive[at.X] = engine.results.lend(num_elements * dtype.itemsize, number)
         except (RuntimeError, ValueError, MemoryError):  # none is left
             return None
-        memory = int64s.new(num_words)
         counts = local_memory.small(shape.num_local, dtype=torch.int32, device="cpu")
         recv_x = torch.frombuffer(array, dtype=dtype, count=num_elements).view(shape.x_shape)
-        begin = int64s.address(memory)
+        ranges_at, sent_at, src_info_at = handle.addresses
         send[at.NUMBER] = receive[at.NUMBER] = number
         send[at.NUM_TOKENS], send[at.BLOCK] = num_tokens, block.address
-        send[at.SENT] = sent_at = begin + 8 * shape.num_local * shape.num_ranks
-        receive[at.COUNTS], receive[at.LAYOUT_RANGE] = counts.data_ptr(), begin
-        receive[at.SRC_INFO] = sent_at + 16 * num_tokens * shape.num_topk
+        receive[at.COUNTS], receive[at.LAYOUT_RANGE] = counts.data_ptr(), ranges_at
+        send[at.SENT], receive[at.SRC_INFO] = sent_at, src_info_at
         receive[at.SCALES] = receive[at.TOTALS] = 0
         engine.engaged = True
         posts = self._slots.posts  # as `Posts.begin` does
@@ -156,9 +117,6 @@ class QuickCalls:
             engine.engaged = False
             return None
         engine.numbers[DISPATCH] = number
-        handle = _new(QuickHandle)
-        handle.shape, handle.buffer_id, handle.number = shape, engine.buffer_id, number
-        handle.memory, handle.num_tokens = memory, num_tokens
         if halves.receive():
             out = SlotResults(recv_x, None, counts, handle.src_info, handle.layout_range)
             engine.go_on(DISPATCH, number, self._slots.receive_dispatch, shape, out, None)
@@ -166,10 +124,15 @@ class QuickCalls:
         return recv_x, counts, handle
 
     def combine(
-        self, engine: LowLatency, x: Any, topk_idx: Any, topk_weights: Any, handle: QuickHandle
+        self,
+        engine: LowLatency,
+        x: Any,
+        topk_idx: Any,
+        topk_weights: Any,
+        handle: LowLatencyHandle,
     ) -> Tensor | None:
         """The sums; None if the engine must make this call."""
-        slots, memory = self._slots, handle.memory
+        slots = self._slots
         try:
             key = form(x), form(topk_idx), form(topk_weights), handle.shape, handle.num_tokens
             plan = self._plans.get(key)
@@ -180,7 +143,7 @@ class QuickCalls:
         y_at, ids_at, weights_at = lies_at(x, 3), lies_at(topk_idx, 2), lies_at(topk_weights, 2)
         if (
             plan is None
-            or memory is None
+            or handle.hook is not None
             or y_at <= 0
             or ids_at <= 0
             or weights_at <= 0
@@ -205,8 +168,8 @@ class QuickCalls:
         send[at.NUMBER] = receive[at.NUMBER] = number
         send[at.HANDLE] = receive[at.HANDLE] = handle.number
         send[at.NUM_TOKENS] = receive[at.NUM_TOKENS] = num_tokens
-        send[at.LAYOUT_RANGE] = begin = int64s.address(memory)
-        send[at.SENT], send[at.COPIES_OWN] = begin + 8 * shape.num_local * shape.num_ranks, 0
+        send[at.LAYOUT_RANGE], send[at.SENT], _ = handle.addresses
+        send[at.COPIES_OWN] = 0
         send[at.BLOCK], send[at.ROWS] = block.address, block.address + tables
         send[at.ROOM] = (block.size - tables) // (shape.hidden * dtype.itemsize)
         receive[at.OUT] = out.data_ptr()
@@ -218,7 +181,7 @@ class QuickCalls:
             engine.engaged = False
             return None
         engine.numbers[COMBINE] = number
-        slots.lent[number % 2] = None
+        slots.lent[number % 2], handle.lent = None, ()
         if halves.receive():
             back = PendingCombine(x, dtype, topk_idx, topk_weights, handle, picked, False)
             engine.go_on(COMBINE, number, slots.receive_combine, back, out)
@@ -249,10 +212,9 @@ class QuickCalls:
             return None
         num_tokens = topk_idx[1][0]
         slots = shape.num_local * shape.num_slots
-        words = shape.num_local * shape.num_ranks + 2 * num_tokens * shape.num_topk
         made = self._plan(
             DISPATCH, shape, num_tokens, None, shape.signature, shape.block_bytes
-        )._replace(num_elements=slots * shape.hidden, num_words=words + (slots + 1) // 2)
+        )._replace(num_elements=slots * shape.hidden)
         self._plans[key] = made
         return made
 
@@ -260,8 +222,7 @@ class QuickCalls:
         x, topk_idx, topk_weights, shape, num_tokens = key
         if not shape.num_local:
             return None
-        sent = torch.Size((2, num_tokens, shape.num_topk))
-        if ((x, topk_idx, topk_weights), shape, sent) not in engine.inputs.checked_back:
+        if ((x, topk_idx, topk_weights), shape, num_tokens) not in engine.inputs.checked_back:
             return None
         dtype = x[2]
         row_bytes = shape.hidden * dtype.itemsize
@@ -291,6 +252,4 @@ class QuickCalls:
         halves = slots.make_calls(even, shape, dtype), slots.make_calls(odd, shape, dtype)
         most_bytes = max(1 << 20, 4 * most)
         used = shape.row_dtype if dtype is None else dtype
-        return _Plan(
-            shape, num_tokens, used, halves, (even, odd), signature, most_bytes, 0, 0, None
-        )
+        return _Plan(shape, num_tokens, used, halves, (even, odd), signature, most_bytes, 0, None)

@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor, from_numpy
 
+from tokenyard.low_latency.handle import LowLatencyHandle
 from tokenyard.runtime import memory
 from tokenyard.types import round_up
 from tokenyard.wire.columns import LINE
 from tokenyard.wire.fp8 import NO_CAST
-from tokenyard.wire.slots import SlotResults, SlotShape
+from tokenyard.wire.slots import SlotResults
 
 _SMALL = 1 << 20  # bytes that may lie idle in the memory of a result
 
@@ -30,8 +31,9 @@ class Results:
         self._begins = [0] * 2  # addresses of it
         self._lent: list[tuple[int, weakref.ref[np.ndarray]] | None] = [None] * 2
 
-    def take(self, shape: SlotShape, number: int) -> SlotResults:
+    def take(self, handle: LowLatencyHandle) -> SlotResults:
         """Memory for what arrives. Rows and scales are the result whose life is watched."""
+        shape, number = handle.shape, handle.number
         num_local, num_slots, _ = shape.x_shape
         x_bytes = round_up(num_local * num_slots * shape.row_bytes, LINE)
         array, _ = self.lend(x_bytes + num_local * num_slots * shape.scale_bytes, number)
@@ -43,8 +45,8 @@ class Results:
             _view(array, 0, shape.x_shape, shape.row_dtype),
             scales,
             from_numpy(memory.empty_array(num_local, np.int32)),
-            from_numpy(memory.empty_array((num_local, num_slots), np.int32)),
-            from_numpy(memory.empty_array((num_local, shape.num_ranks), np.int64)),
+            handle.src_info,
+            handle.layout_range,
         )
 
     def release(self, number: int) -> None:

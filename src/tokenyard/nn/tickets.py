@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.buffer import Buffer
-from tokenyard.types import Handle
+from tokenyard.handle import Handle
 
 _buffers: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
 _numbers: weakref.WeakKeyDictionary[Buffer, int] = weakref.WeakKeyDictionary()

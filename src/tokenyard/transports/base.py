@@ -18,12 +18,13 @@ from torch import Tensor
 
 from tokenyard.comm.base import Communicator, Leaving, Move
 from tokenyard.errors import PeerError
+from tokenyard.handle import Handle
 from tokenyard.kernels.base import RowKernels
 from tokenyard.runtime import memory
 from tokenyard.shm import shared_rows
 from tokenyard.shm.node import SharedNode
 from tokenyard.shm.shared_rows import SharedRows
-from tokenyard.types import Config, Flow, Handle, Route
+from tokenyard.types import Config, Flow, Route
 from tokenyard.wire.columns import row_widths
 from tokenyard.wire.signals import ROWS
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from tokenyard import v1_tuple
+from tokenyard.handle import Handle
 from tokenyard.replicas import PhysicalPlacement, Replicas
 from tokenyard.runtime.events import EventHandle, EventOverlap
 from tokenyard.topology import Placement
 from tokenyard.types import (
     ROW_DTYPES,
     SCALE_DTYPES,
-    Handle,
     Layout,
     Origin,
     Route,

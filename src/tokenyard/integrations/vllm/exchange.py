@@ -17,10 +17,11 @@ from torch import Tensor
 
 from tokenyard import recording, validate
 from tokenyard.buffer import Buffer
+from tokenyard.handle import Handle
 from tokenyard.integrations.vllm.settings import Settings
 from tokenyard.results import Rows
 from tokenyard.topology import Placement
-from tokenyard.types import Handle, Permuted
+from tokenyard.types import Permuted
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

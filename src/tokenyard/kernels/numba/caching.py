@@ -53,8 +53,6 @@ _ELSEWHERE = (
     "runtime/threads.py",
     "topology.py",
     "types.py",
-    "v1_fields.py",
-    "v1_tuple.py",
     "wire/call_table.py",
     "wire/columns.py",
     "wire/counters.py",

@@ -25,6 +25,7 @@ import numpy as np
 from torch import Tensor
 
 from tokenyard.errors import PeerError, PeerLeft
+from tokenyard.handle import Handle
 from tokenyard.shm.node import SharedNode
 from tokenyard.topology import Topology
 from tokenyard.transports.base import Offer, Sum
@@ -33,7 +34,7 @@ from tokenyard.transports.hierarchical.links import Links
 from tokenyard.transports.hierarchical.messages import WIDTH, Message, swap
 from tokenyard.transports.hierarchical.route import KnownMarks, Relay, TwoLevelRoute
 from tokenyard.transports.hierarchical.staging import Staging, header
-from tokenyard.types import Flow, Handle, round_up
+from tokenyard.types import Flow, round_up
 from tokenyard.wire.columns import LINE, column_offsets, row_widths
 from tokenyard.wire.nodes_table import (
     ALONE,

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tokenyard.comm.base import Communicator, Move
 from tokenyard.errors import PeerError, name_ranks
+from tokenyard.handle import Handle
 from tokenyard.runtime import memory
 from tokenyard.shm import shared_rows
 from tokenyard.shm.node import SharedNode
@@ -39,7 +40,7 @@ from tokenyard.transports.hierarchical.route import (
 )
 from tokenyard.transports.hierarchical.steps import EnclosedSteps
 from tokenyard.transports.hierarchical.stream import CombineStream, DispatchStream
-from tokenyard.types import Flow, Handle
+from tokenyard.types import Flow
 from tokenyard.wire.columns import column_offsets, row_widths
 from tokenyard.wire.message import NO_MEMORY
 from tokenyard.wire.nodes_table import SMALL

@@ -22,19 +22,18 @@ from tokenyard.kernels.numba.exchange.protocol import (
     Call,
     box_from,
     box_to,
-    column_bytes,
     count_rows,
     find_segment,
     open_ledger,
     passes,
     same_calls,
     signal,
-    verdict,
 )
 from tokenyard.kernels.numba.llvm.atomics import fence_stores
 from tokenyard.kernels.numba.llvm.clock import now
 from tokenyard.kernels.numba.llvm.pointers import FLOAT32, INT32, INT64, UINT8, copy_bytes, pointer
-from tokenyard.kernels.numba.rows import copy_row, stream_row_to, streams
+from tokenyard.kernels.numba.rows import copy_row, stream_row_to, streams, whole_lines
+from tokenyard.kernels.numba.signals import verdict
 from tokenyard.wire import exchange_table as at
 from tokenyard.wire import message as say
 from tokenyard.wire.columns import LINE
@@ -45,9 +44,9 @@ from tokenyard.wire.verdicts import DONE, GENERAL, LATE, MAP, MORE_MEMORY, MORE_
 @njit(nogil=True, cache=True)
 def parcel_bytes(num_tokens, num_topk, row_bytes, scale_bytes):
     """Of experts, weights, rows and scales of so many tokens, one column after the other."""
-    ids, weights = column_bytes(num_tokens, 8 * num_topk), column_bytes(num_tokens, 4 * num_topk)
+    ids, weights = whole_lines(num_tokens * 8 * num_topk), whole_lines(num_tokens * 4 * num_topk)
     return (
-        ids + weights + column_bytes(num_tokens, row_bytes) + column_bytes(num_tokens, scale_bytes)
+        ids + weights + whole_lines(num_tokens * row_bytes) + whole_lines(num_tokens * scale_bytes)
     )
 
 
@@ -64,12 +63,12 @@ def _fill_parcel(table):
     num_tokens, num_topk, row_bytes = words[at.NUM_TOKENS], words[at.NUM_TOPK], words[at.ROW_BYTES]
     to = words[at.BLOCK]
     copy_bytes(to, words[at.TOPK_IDX], num_tokens * 8 * num_topk)
-    to += column_bytes(num_tokens, 8 * num_topk)
+    to += whole_lines(num_tokens * 8 * num_topk)
     copy_bytes(to, words[at.TOPK_WEIGHTS], num_tokens * 4 * num_topk)
-    to += column_bytes(num_tokens, 4 * num_topk)
+    to += whole_lines(num_tokens * 4 * num_topk)
     moved = num_tokens * row_bytes
     copy_row(to, words[at.X], moved, streams(row_bytes, moved))
-    to += column_bytes(num_tokens, row_bytes)
+    to += whole_lines(num_tokens * row_bytes)
     copy_bytes(to, words[at.SCALES], num_tokens * words[at.SCALE_BYTES])
 
 
@@ -110,10 +109,10 @@ def _find_parcels(table):
         if parcel_bytes(tokens[r], num_topk, row_bytes, scale_bytes) > known[2]:
             return verdict(STRAY, r)
         ids = known[1]
-        weights = ids + column_bytes(tokens[r], 8 * num_topk)
-        rows = weights + column_bytes(tokens[r], 4 * num_topk)
+        weights = ids + whole_lines(tokens[r] * 8 * num_topk)
+        rows = weights + whole_lines(tokens[r] * 4 * num_topk)
         parcels[4 * r], parcels[4 * r + 1], parcels[4 * r + 2] = ids, weights, rows
-        parcels[4 * r + 3] = rows + column_bytes(tokens[r], row_bytes)
+        parcels[4 * r + 3] = rows + whole_lines(tokens[r] * row_bytes)
     return np.int64(DONE)
 
 

@@ -1,0 +1,131 @@
+"""The ledgers of compiled dispatches: numbers as compiled code wrote them, lists when asked for."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokenyard.kernels.base import RowKernels
+from tokenyard.topology import Topology
+from tokenyard.transports.hierarchical.route import KnownMarks
+from tokenyard.types import Flow, Route
+from tokenyard.wire import int64s
+
+
+class WrittenLedger:
+    """That of a dispatch where all ranks share memory.
+
+    Its memory holds, in int64, the rows from each rank to each, and the tokens of each rank; then,
+    in int32, copy_start, copy_rank and copy_slot of `Route`, and the token of each row that came.
+    """
+
+    num_rows = num_copies = 0  # that came, and that were sent: known once all is written
+
+    def __init__(
+        self, rank: int, num_ranks: int, num_tokens: int, room: int, src_room: int
+    ) -> None:
+        """With room for so many rows that are sent, and that come."""
+        words = num_ranks * (num_ranks + 1) + (num_tokens + 2 * room + src_room + 2) // 2
+        self.memory = int64s.new(words)
+        self.address = int64s.address(self.memory)
+        self.rank, self.num_ranks, self.num_tokens = rank, num_ranks, num_tokens
+        self.room, self.src_room = room, src_room
+
+    def with_room(self, src_room: int) -> WrittenLedger:
+        """The same with room for so many rows that come, which are yet to be written."""
+        made = WrittenLedger(self.rank, self.num_ranks, self.num_tokens, self.room, src_room)
+        same = min(len(made.memory), len(self.memory))
+        made.memory[:same] = self.memory[:same]
+        return made
+
+    def send_counts(self, num_copies: int) -> tuple[int, ...]:
+        """How many rows go to each rank, before it is known what comes from others."""
+        ranks = self._lists(num_copies)[1].numpy()
+        return tuple(np.bincount(ranks, minlength=self.num_ranks).tolist())
+
+    @property
+    def tokens_R(self) -> np.ndarray:
+        size = self.num_ranks
+        return np.frombuffer(self.memory, np.int64, size, 8 * size * size)
+
+    @cached_property
+    def flow(self) -> Flow:
+        size = self.num_ranks
+        sent_RR = np.frombuffer(self.memory, np.int64, size * size).reshape(size, size)
+        starts, ranks, slots, _ = self._lists(self.num_copies)
+        # Rows by rank: a stable sort of the copies, which are by token.
+        by_rank = self._token_of_copies(starts)[torch.argsort(ranks, stable=True)]
+        route = Route(by_rank, tuple(sent_RR[self.rank].tolist()), starts, ranks, slots)
+        return Flow.of(route, sent_RR[:, self.rank], self.tokens_R, sent_RR)
+
+    @cached_property
+    def is_token_in_rank(self) -> Tensor:
+        starts, ranks, *_ = self._lists(self.num_copies)
+        marks = torch.zeros(self.num_tokens, self.num_ranks, dtype=torch.bool, device="cpu")
+        marks[self._token_of_copies(starts).long(), ranks.long()] = True
+        return marks
+
+    @cached_property
+    def src_idx(self) -> Tensor:
+        return self._lists(self.num_copies)[3]
+
+    def _token_of_copies(self, starts: Tensor) -> Tensor:
+        tokens = torch.arange(self.num_tokens, dtype=torch.int32, device="cpu")
+        return torch.repeat_interleave(tokens, starts.diff())
+
+    def _lists(self, num_copies: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """copy_start, copy_rank, copy_slot, and the token of each row that came."""
+        begin = 8 * self.num_ranks * (self.num_ranks + 1)
+        ints = torch.frombuffer(self.memory, dtype=torch.int32, offset=begin)
+        ranks = self.num_tokens + 1
+        slots, came = ranks + self.room, ranks + 2 * self.room
+        return (
+            ints[:ranks],
+            ints[ranks : ranks + num_copies],
+            ints[slots : slots + num_copies],
+            ints[came : came + self.num_rows],
+        )
+
+
+class MarkedLedger:
+    """That of a dispatch between nodes: who gets which token, and what came from whom."""
+
+    def __init__(
+        self,
+        marks_TR: np.ndarray,
+        tally_3R: np.ndarray,
+        bits: np.ndarray,
+        src_idx: Tensor,
+        rank: int,
+        topology: Topology,
+        kernels: RowKernels,
+    ) -> None:
+        """`marks_TR` say which ranks get each token of this rank; `tally_3R`, int64 by source: its
+        tokens, its rows for this rank, records here; `bits`, which ranks of this node get each
+        token of all ranks, as parcels have them.
+        """
+        self.marks_TR, self.tally_3R, self.bits, self.src_idx = marks_TR, tally_3R, bits, src_idx
+        self.num_tokens, self.num_rows = len(marks_TR), src_idx.shape[0]
+        self._rank, self._topology, self._kernels = rank, topology, kernels
+
+    @property
+    def tokens_R(self) -> np.ndarray:
+        return self.tally_3R[0]
+
+    @cached_property
+    def flow(self) -> Flow:
+        topology, tokens_R = self._topology, self.tokens_R
+        each = -(-len(topology.ranks_of_node[topology.node_of_rank[self._rank]]) // 8)
+        ends = accumulate((each * tokens_R).tolist(), initial=0)
+        bits_R = [self.bits[begin:end] for begin, end in pairwise(ends)]
+        known = KnownMarks(self.marks_TR, bits_R, topology, self._rank)
+        route = self._kernels.route(self.is_token_in_rank)
+        return Flow.of(route, self.tally_3R[1], tokens_R, two_level=known)
+
+    @cached_property
+    def is_token_in_rank(self) -> Tensor:
+        return torch.from_numpy(self.marks_TR)
