@@ -46,17 +46,17 @@ def leave_compiled_calls_at(buffer: tokenyard.Buffer, step: int) -> None:
 
 
 def write_by_expert_in_one_step(buffer: tokenyard.Buffer, at_once: bool) -> None:
-    """Whether the next dispatch by expert writes rows straight to their places, if it can."""
-    pairs = transport_of(buffer).pairs
-    if pairs is not None:
-        pairs.large_for = int(at_once)
+    """Whether dispatches by expert write rows straight to their places, where they can, from now
+    on. All ranks must say the same.
+    """
+    write_by_expert_in_one_step_from(buffer, 0 if at_once else 1 << 62)
 
 
 def write_by_expert_in_one_step_from(buffer: tokenyard.Buffer, num_bytes: int) -> None:
-    """Do so, if it can, after calls that had so many bytes."""
-    pairs = transport_of(buffer).pairs
-    if pairs is not None:
-        pairs.least_bytes = num_bytes
+    """Do so from so many bytes of all ranks' pairs on."""
+    compiled: Any = engine_of(buffer).compiled
+    if hasattr(compiled, "plans"):
+        compiled.plans.much_from = num_bytes
 
 
 def forget_a_call(buffer: tokenyard.Buffer) -> None:

@@ -29,11 +29,10 @@ SUMS = typeof(_Sum(*[0] * 10, False, 0, 0))  # type: ignore[call-arg, arg-type]
 STREAM = {
     "between_nodes.combine._add_up_kernel": (BFLOAT16, WIDE, I64),
     "between_nodes.combine._pack_combine_kernel": (BFLOAT16, WIDE, I64),
+    "exchange.by_expert._by_expert_kernel": (I64,),
     "exchange.combine._combine_kernel": (BFLOAT16, WIDE, I64),
     "exchange.dispatch._dispatch_kernel": (I64,),
-    "permute._place_and_spread_kernel": (I64,) * 11,
     "permute._spread_kernel": (I64,) * 9 + (FLAG,),
-    "permute._sum_shares_kernel": (I64,) * 7 + (BFLOAT16, WIDE),
     "permute._unpermute_kernel": (I64,) * 9 + (FLAG, BFLOAT16, WIDE),
     "permute_backward._unpermute_backward_kernel": (I64,) * 3 + (BFLOAT16, WIDE),
     "quantize._from_fp8_kernel": (I64,) * 6,

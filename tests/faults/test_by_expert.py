@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -10,7 +10,12 @@ import torch
 
 import tokenyard
 from tests.cases.clock import scaled
-from tests.cases.inside import without_compiled_calls, write_by_expert_in_one_step
+from tests.cases.inside import (
+    engine_of,
+    transport_of,
+    without_compiled_calls,
+    write_by_expert_in_one_step,
+)
 from tests.cases.processes import Pools
 from tokenyard.engine import pair_counts
 from tokenyard.testing import Processes
@@ -129,6 +134,7 @@ def lie(group: Any, wrong: int) -> str:
     """The culprit tells a number of pairs, or an alignment, that cannot be."""
     with tokenyard.Buffer(group, transport="direct", timeout=scaled(20)) as buffer:
         given = good(buffer.rank)
+        write_by_expert_in_one_step(buffer, True)
         if buffer.rank == CULPRIT:
             honest = pair_counts.tell
 
@@ -152,3 +158,45 @@ def test_a_rank_that_tells_nonsense_is_named(wrong: int) -> None:
     with Processes(NUM_RANKS, timeout=scaled(120)) as ranks:
         for text in ranks.run(lie, wrong):
             assert "rank 1 wrote what no rank writes" in text
+
+
+class Lying(NamedTuple):
+    """A parcel that is filled here, and told to be there."""
+
+    address: int
+    told: tuple[int, int, int]
+
+
+def lie_of_parcels(group: Any, what: str) -> str:
+    """The culprit names memory that holds something else than it has told."""
+    with tokenyard.Buffer(group, transport="direct", timeout=scaled(20)) as buffer:
+        buffer.dispatch_by_expert(**good(buffer.rank))
+        parcels: Any = engine_of(buffer).compiled.by_expert.parcels
+        pool: Any = transport_of(buffer).node.pool
+        other, memory = pool.take(64 if what == "size" else 1 << 16)
+        memory[:] = {"size": 0, "experts": 77, "counts": 255}[what]
+        if buffer.rank == CULPRIT:
+            honest = parcels.take
+            parcels.take = lambda size: Lying(honest(size).address, other.told)
+        given = good(buffer.rank)
+        if what == "size":
+            more = 1 << 14
+            given = {
+                "x": torch.ones(more, 4),
+                "topk_idx": torch.zeros(more, 2, dtype=torch.int64),
+                "topk_weights": torch.ones(more, 2),
+                "num_experts": NUM_EXPERTS,
+            }
+        try:
+            buffer.dispatch_by_expert(**given)
+        except tokenyard.PeerError as error:
+            return str(error)
+        return "nothing"
+
+
+@pytest.mark.parametrize("what", ["size", "experts", "counts"])
+def test_a_rank_whose_parcel_is_not_what_it_told_is_named(what: str) -> None:
+    with Processes(NUM_RANKS, timeout=scaled(120)) as ranks:
+        for rank, text in enumerate(ranks.run(lie_of_parcels, what)):
+            if rank != CULPRIT:
+                assert "rank 1 wrote what no rank writes" in text

@@ -17,7 +17,6 @@ import tokenyard
 from tests.cases.kernel_sets import MUCH, SETS
 from tests.cases.lanes import at_night
 from tokenyard import spec
-from tokenyard.kernels import numba as numba_kernels
 from tokenyard.testing import ROUTINGS, assert_same, numbered_tokens, poisoned, routing, run_virtual
 from tokenyard.types import ROW_DTYPES, Permuted
 
@@ -414,45 +413,3 @@ def test_bad_input_of_unpermute(change: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError) as caught:
         tokenyard.unpermute(**call)
     assert str(caught.value) == text
-
-
-@pytest.mark.parametrize("alignment", [1, 8])
-@pytest.mark.parametrize("hidden", [1, 33, 512])
-def test_place_and_spread_of_few_rows(hidden: int, alignment: int) -> None:
-    x, topk_idx = numbered_tokens(200, hidden), local_ids(200, 6, 5)
-    want = spec.permute(x, topk_idx, 5, expert_alignment=alignment)
-    out = torch.full_like(want.x, torch.nan)
-    got = numba_kernels.place_and_spread(x, topk_idx, 5, alignment, out)
-    assert got is not None
-    assert got.num_rows == len(out)
-    assert_same((out, got.row_of, got.offsets), (want.x, want.row_of, want.offsets))
-
-
-@pytest.mark.parametrize("more", [-1, 1])
-def test_rows_are_not_spread_where_there_is_not_a_place_for_each(more: int) -> None:
-    """As where a rank told another number of pairs than it sent."""
-    x, topk_idx = numbered_tokens(9, 4), local_ids(9, 3, 2)
-    memory = torch.full((int((topk_idx >= 0).sum()) + 1, 4), torch.nan).bfloat16()
-    assert (
-        numba_kernels.place_and_spread(x, topk_idx, 2, 1, memory[: len(memory) - 1 + more]) is None
-    )
-    assert memory.isnan().all()
-
-
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize("dtype", SUMMABLE, ids=str)
-@pytest.mark.parametrize("num_rows, hidden", [(0, 8), (40, 33), (300, 4096)])
-def test_shares_of_few_rows(num_rows: int, hidden: int, dtype: torch.dtype, weighted: bool) -> None:
-    row_of, y = local_ids(num_rows, 6, 9), torch.randn(9, hidden, generator=rng()).to(dtype)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    weights = torch.randn(num_rows, 6, generator=rng(1)).to(wide) if weighted else None
-    out = torch.full((num_rows, hidden), torch.nan, dtype=dtype)
-    assert numba_kernels.sum_shares(y, row_of, weights, out)
-    assert_same(out, spec.unpermute(y, row_of, weights=weights))
-
-
-@pytest.mark.parametrize("row", [-2, 9])
-def test_no_share_is_summed_of_a_row_that_is_not_there(row: int) -> None:
-    row_of, out = torch.tensor([[0, row]]), torch.full((1, 4), torch.nan)
-    assert not numba_kernels.sum_shares(torch.ones(9, 4), row_of, None, out)
-    assert out.isnan().all()

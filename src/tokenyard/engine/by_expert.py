@@ -1,8 +1,8 @@
 """Rows by expert: dispatch and permute as one call, unpermute and combine as another.
 
-Where the transport can (`Transport.pairs`), and there is much to copy, each pair's row is written
-once, straight to its place. Else rows are dispatched, and then copied to their places. All ranks
-take the same way: how much there was in the last calls decides.
+Where all ranks share memory, few rows travel in parcels (`engine.parcels`), and of many rows each
+pair's is written once, straight to its place. Elsewhere rows are dispatched, and then copied to
+their places. What all ranks have told of this call decides.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,107 +21,56 @@ from tokenyard.engine import pair_counts
 from tokenyard.engine.agreement import Call, Terms
 from tokenyard.engine.compiled import CompiledCalls
 from tokenyard.engine.inputs import DispatchRequest, Outgoing
-from tokenyard.engine.ledger import WrittenLedger
 from tokenyard.engine.pair_counts import PairCounts
+from tokenyard.engine.parcels import COMBINE, RowsByExpert
+from tokenyard.engine.plans import BY_EXPERT
 from tokenyard.engine.stages import Engine
-from tokenyard.errors import SharedMemoryError
 from tokenyard.handle import Handle
 from tokenyard.kernels.base import wide_dtype
 from tokenyard.runtime.completion import Completion
 from tokenyard.runtime.memory import as_bytes
-from tokenyard.runtime.threads import MUCH
 from tokenyard.transports import DirectPairs, Offer, PairsBack, PairsOut
-from tokenyard.types import ByExpert, Config, Places, SentPairs
+from tokenyard.types import ByExpert, Config, SentPairs
 from tokenyard.wire.columns import row_widths
 from tokenyard.wire.pairs import SHARES, UNWEIGHED, WEIGHED
 
-_DISPATCH, _COMBINE = "dispatch by expert", "combine by expert"
-
-
-class RowsByExpert(NamedTuple):
-    """What dispatch_by_expert brings to one rank: M rows by (local expert, source rank, token)."""
-
-    x: Tensor  # [M, D]
-    scales: Tensor | None  # [M, S]; FP8 only
-    offsets: Tensor  # [L] int32, the end of each expert's rows with their padding
-    num_tokens_per_expert: list[int]  # L, padding included
-
 
 def dispatch_by_expert(engine: Engine, request: DispatchRequest) -> tuple[RowsByExpert, Handle]:
+    pairs = engine.transport.pairs
+    if isinstance(engine.compiled, CompiledCalls):
+        found = engine.compiled.by_expert.dispatch(request)
+        if found is not None:
+            return found
     try:
         validate.require(request.topk_idx is not None, "topk_idx is None, want a torch.Tensor")
         alignment = validate.alignment(request.expert_alignment)
     except ValueError as error:
-        raise _refused(engine, _DISPATCH, error) from None
-    pairs = engine.transport.pairs
+        raise _refused(engine, BY_EXPERT, error) from None
     if pairs is None:
         return _dispatch_and_spread(engine, request, alignment)
-    if pairs.large_for:
-        rows, handle = _dispatch_in_one_step(engine, pairs, request)
-    else:
-        rows, handle = _dispatch_and_spread(engine, request, alignment)
-    assert handle.by_expert is not None
-    num_pairs = sum(handle.ledger.tokens_R.tolist()) * handle.by_expert.row_of.shape[1]
-    pairs.learn(num_pairs * rows.x.shape[1] * rows.x.element_size())
-    return rows, handle
+    return _dispatch_in_one_step(engine, pairs, request)
 
 
 def _dispatch_and_spread(
     engine: Engine, request: DispatchRequest, alignment: int
 ) -> tuple[RowsByExpert, Handle]:
-    compiled, quick = engine.compiled, None
-    if isinstance(compiled, CompiledCalls):
-        quick = compiled.dispatch(
-            request.x,
-            request.topk_idx,
-            request.topk_weights,
-            request.num_experts,
-            alignment,
-            request.config,
-            request.tag,
-            _DISPATCH,
-        )
-    if quick is not None:
-        x, topk_idx, topk_weights, per_expert, handle = quick
-        columns = [x]
-    else:
-        received, handle, _ = engine.dispatch(request, Completion(), _DISPATCH)
-        assert received.topk_idx is not None
-        assert received.topk_weights is not None
-        topk_idx, topk_weights = received.topk_idx, received.topk_weights
-        per_expert = received.num_tokens_per_expert
-        columns = [received.x] if received.scales is None else [received.x, received.scales]
-    (x, *scales), places = _spread(engine, columns, topk_idx, per_expert, alignment)
-    # A copy: the handle must not keep the memory in which the rows lie.
-    kept = topk_weights.clone()
-    handle.by_expert = ByExpert(num_rows=places.num_rows, row_of=places.row_of, topk_weights=kept)
-    return RowsByExpert(x, scales[0] if scales else None, places.offsets, per_expert), handle
-
-
-def _spread(
-    engine: Engine,
-    columns: Sequence[Tensor],
-    topk_idx: Tensor,
-    per_expert: Sequence[int],
-    alignment: int,
-) -> tuple[list[Tensor], Places]:
-    """Each row of the columns to the places of its pairs, and where those are."""
-    kernels, compiled, num_rows = engine.kernels, engine.compiled, sum(per_expert)
-    x = columns[0]
-    few = 0 <= num_rows * x.shape[1] * x.itemsize < MUCH  # below 0 if a rank told nonsense
-    if few and len(columns) == 1 and isinstance(compiled, CompiledCalls):
-        out = engine.transport.empty(num_rows, x.shape[1], x.dtype)
-        found = compiled.kernels.place_and_spread(x, topk_idx, len(per_expert), alignment, out)
-        if found is not None:
-            return [out], found
-    places, _ = kernels.place(topk_idx, len(per_expert), alignment)
+    received, handle, _ = engine.dispatch(request, Completion(), BY_EXPERT)
+    assert received.topk_idx is not None
+    assert received.topk_weights is not None
+    kernels, per_expert = engine.kernels, received.num_tokens_per_expert
+    places, _ = kernels.place(received.topk_idx, len(per_expert), alignment)
 
     def spread(rows: Tensor) -> Tensor:
         out = engine.transport.empty(places.num_rows, rows.shape[1], rows.dtype)
         kernels.spread(as_bytes(rows), places.row_of, as_bytes(out))
         return out
 
-    return [spread(column) for column in columns], places
+    x, scales = spread(received.x), received.scales
+    # A copy: the handle must not keep the memory in which the rows lie.
+    kept = received.topk_weights.clone()
+    handle.by_expert = ByExpert(num_rows=places.num_rows, row_of=places.row_of, topk_weights=kept)
+    came = None if scales is None else spread(scales)
+    return RowsByExpert(x, came, places.offsets, per_expert), handle
 
 
 def _dispatch_in_one_step(
@@ -132,12 +81,12 @@ def _dispatch_in_one_step(
         out = engine.local.dispatch(request)
         terms = _dispatch_terms(out, pairs.offer())
     except Exception as error:
-        engine.agreement.reject(_DISPATCH, error)
-    agreed = engine.agreement.meet(_DISPATCH, terms)
+        engine.agreement.reject(BY_EXPERT, error)
+    agreed = engine.agreement.meet(BY_EXPERT, terms)
     one_node = engine.topology.num_nodes == 1
     flow, counts = pair_counts.hear(agreed, out.route, out.placement, rank, one_node)
     if counts.liar >= 0:
-        raise pairs.stray(counts.liar, _DISPATCH)
+        raise pairs.stray(counts.liar, BY_EXPERT)
     assert out.topk_idx is not None
     assert out.topk_weights is not None
     place_TK, rank_TK = pairs.place(out.topk_idx, out.placement.rank_of_expert, counts.first_E)
@@ -150,7 +99,7 @@ def _dispatch_in_one_step(
     )
     columns = [out.x] if out.scales is None else [out.x, out.scales]
     known = [out.topk_idx, out.topk_weights, engine.local.token_numbers(out.x.shape[0])]
-    told = agreed.offer, agreed.offers, _DISPATCH
+    told = agreed.offer, agreed.offers, BY_EXPERT
     (x, *scales), (topk_idx, topk_weights, src_idx), move = pairs.send(
         PairsOut(columns, known, flow, counts.sent_RR, sent, *told)
     )
@@ -177,14 +126,14 @@ def _dispatch_in_one_step(
     load = engine.statistics.load(out.placement.num_experts, len(counts.counts_L))
     load += np.array(counts.counts_L, np.int64)  # a rank may have no experts
     went, came = counts.moved_2R
-    engine.statistics.count(_DISPATCH, begin, went, came, sum(row_widths(columns)))
+    engine.statistics.count(BY_EXPERT, begin, went, came, sum(row_widths(columns)))
     return rows, handle
 
 
 def _dispatch_terms(out: Outgoing, offer: Offer) -> Terms:
     assert out.topk_idx is not None
     call = Call.of_rows(
-        _DISPATCH,
+        BY_EXPERT,
         out.x,
         out.scales,
         out.config,
@@ -209,13 +158,10 @@ def _zero_padding(counts: PairCounts, columns: Sequence[Tensor]) -> None:
 def combine_by_expert(
     engine: Engine, y: Any, handle: Any, weigh: Any, out: Any, config: Config, tag: Any
 ) -> Tensor:
-    compiled = engine.compiled
-    if isinstance(compiled, CompiledCalls) and type(handle) is Handle:
-        share = _share_of_few(engine, compiled, y, handle, weigh, out)
-        if share is not None:
-            quick = compiled.combine(share, handle, out, config, tag, _COMBINE)
-            if quick is not None:
-                return quick
+    if isinstance(engine.compiled, CompiledCalls) and type(handle) is Handle:
+        sums = engine.compiled.by_expert.combine(y, handle, weigh, out, config, tag)
+        if sums is not None:
+            return sums
     try:
         known, by_expert = _handle(engine, handle)
         rows = validate.rows(
@@ -234,45 +180,14 @@ def combine_by_expert(
         else:
             rows, kind = _sum_own(engine, rows, by_expert, weigh), SHARES
     except Exception as error:
-        raise _refused(engine, _COMBINE, error) from None
+        raise _refused(engine, COMBINE, error) from None
     if pairs is not None:
         return _sum_in_one_step(engine, pairs, rows, kind, known, out, config, tag)
     at_once = Completion()
     sums, *_ = engine.combine(
-        rows, known, None, None, out, config, None, tag, at_once, stage=_COMBINE
+        rows, known, None, None, out, config, None, tag, at_once, stage=COMBINE
     )
     return sums
-
-
-def _share_of_few(
-    engine: Engine, compiled: CompiledCalls, y: Any, handle: Handle, weigh: Any, out: Any
-) -> Tensor | None:
-    """This rank's share of each token that it got, of few contiguous rows of y; None if this is
-    another call, or one with bad input.
-    """
-    by_expert = handle.by_expert
-    if not (
-        by_expert is not None
-        and by_expert.sent is None
-        and type(handle.ledger) is WrittenLedger
-        and type(weigh) is bool
-        and validate.lies_at(y, 2) != validate.NOT_PLAIN
-        and y.dtype in validate.SUMMABLE
-    ):
-        return None
-    num_rows, hidden = y.shape
-    if num_rows != by_expert.num_rows or y.nbytes >= MUCH or hidden == 0:
-        return None
-    if out is not None and not compiled.fits(out, y, handle.num_tokens, hidden):
-        return None
-    row_of, weights = by_expert.row_of, by_expert.topk_weights if weigh else None
-    if weights is not None and y.dtype is torch.float64:
-        weights = weights.double()
-    try:
-        share = engine.transport.empty(row_of.shape[0], hidden, y.dtype)
-    except SharedMemoryError:
-        return None
-    return share if compiled.kernels.sum_shares(y, row_of, weights, share) else None
 
 
 def _sum_in_one_step(
@@ -294,20 +209,20 @@ def _sum_in_one_step(
         if out is None:
             out = engine.local.empty_sum(rows, known.num_tokens)
         more = {"handle": engine.number_of(known), "tag": validate.tag(tag)}
-        call = Call.of_rows(_COMBINE, rows, None, config, **more)
+        call = Call.of_rows(COMBINE, rows, None, config, **more)
         terms = Terms(call, pairs.offer_back(rows, kind, known.flow))
     except Exception as error:
-        engine.agreement.reject(_COMBINE, error)
-    agreed = engine.agreement.meet(_COMBINE, terms)
-    move = pairs.sum_back(PairsBack(rows, known.flow, by_expert.sent, agreed.offers, out, _COMBINE))
+        engine.agreement.reject(COMBINE, error)
+    agreed = engine.agreement.meet(COMBINE, terms)
+    move = pairs.sum_back(PairsBack(rows, known.flow, by_expert.sent, agreed.offers, out, COMBINE))
     engine.worker.drain()
     move()
     width = rows.shape[1] * rows.element_size()
     if kind == SHARES:
-        engine.statistics.count_flow(_COMBINE, begin, known.flow, width, back=True)
+        engine.statistics.count_flow(COMBINE, begin, known.flow, width, back=True)
     else:
         went, came = by_expert.sent.moved_2R
-        engine.statistics.count(_COMBINE, begin, came, went, width)
+        engine.statistics.count(COMBINE, begin, came, went, width)
     return out
 
 

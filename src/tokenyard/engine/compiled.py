@@ -21,6 +21,7 @@ from tokenyard import validate
 from tokenyard.engine.agreement import Call, Heard
 from tokenyard.engine.inputs import SMALL, DispatchRequest
 from tokenyard.engine.ledger import WrittenLedger
+from tokenyard.engine.parcels import CallsByExpert
 from tokenyard.engine.plans import ExchangeKernels, Plan, Plans
 from tokenyard.errors import SharedMemoryError
 from tokenyard.handle import Handle
@@ -37,7 +38,17 @@ from tokenyard.wire import exchange_table as at
 from tokenyard.wire import message as say
 from tokenyard.wire.columns import LINE
 from tokenyard.wire.signals import MAIL
-from tokenyard.wire.verdicts import DONE, GENERAL, LATE, LOW, MAP, MORE_ROOM, STRAY
+from tokenyard.wire.verdicts import (
+    DONE,
+    GENERAL,
+    LATE,
+    LOW,
+    MAP,
+    MORE_MEMORY,
+    MORE_ROOM,
+    MUCH,
+    STRAY,
+)
 
 if TYPE_CHECKING:
     from tokenyard.engine.stages import Engine
@@ -59,6 +70,7 @@ class CompiledCalls:
         self._take, self._room = node.pool.take_small, transport.room
         self.rank, self.size = transport.rank, transport.size
         self.plans = Plans(engine, transport, kernels)
+        self.by_expert = CallsByExpert(engine, self)
         self.leave_at = 0  # a phase of `wire.exchange_table` at which the engine takes over
 
     def dispatch(
@@ -274,14 +286,15 @@ class CompiledCalls:
         return sums
 
     def enter(self, plan: Plan, stage: str, offer: int) -> int:
-        """Make a call until it is over, or until it says MORE_ROOM or GENERAL. If others rely on
-        this rank then, it is `engaged`. `offer` is where a message names a segment.
+        """Make a call until it is over, or until it says what it needs, or that the engine must go
+        on. If others rely on this rank then, it is `engaged`. `offer` is where a message names a
+        segment.
         """
         agreement = self._agreement
         agreement.engaged = True
         while verdict := plan.call():
             what, which = verdict >> 32, verdict & LOW
-            if what in (GENERAL, MORE_ROOM):
+            if what in (GENERAL, MORE_ROOM, MORE_MEMORY, MUCH):
                 agreement.engaged = plan.table[at.PHASE] != at.START
                 return verdict
             self.answer(what, which, stage, offer)

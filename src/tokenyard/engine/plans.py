@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokenyard import validate
 from tokenyard.engine.agreement import Call
 from tokenyard.engine.shapes import find_placement, is_valid, tell_shape
 from tokenyard.transports.direct import DirectTransport
-from tokenyard.types import ROW_DTYPES, Config, Places
+from tokenyard.types import ROW_DTYPES, SCALE_DTYPES, Config
 from tokenyard.validate import SUMMABLE
 from tokenyard.wire import exchange_table as at
 from tokenyard.wire import int64s
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from tokenyard.engine.stages import Engine
 
 MOST_PLANS = 64  # that are kept
+MUCH_FROM = 16 << 20  # bytes of all ranks' pairs that are too many for parcels
+BY_EXPERT = "dispatch by expert"
 
 
 class ExchangeKernels(Protocol):
@@ -32,24 +35,24 @@ class ExchangeKernels(Protocol):
 
     def exchange_combine(self, dtype: torch.dtype, table: int) -> Callable[[], int]: ...
 
-    def place_and_spread(
-        self,
-        x_ND: Tensor,
-        topk_idx_NK: Tensor,
-        num_experts: int,
-        expert_alignment: int,
-        out_MD: Tensor,
-    ) -> Places | None: ...
 
-    def sum_shares(
-        self, y_MD: Tensor, row_of_NK: Tensor, weights_NK: Tensor | None, out_ND: Tensor
-    ) -> bool: ...
+class ByParcels(NamedTuple):
+    """The shape of a dispatch by expert whose rows travel in parcels."""
+
+    dtype: torch.dtype
+    hidden: int
+    num_topk: int
+    num_experts: int
+    expert_alignment: int
+    tag: int
+    scales: tuple[int, torch.dtype] | None  # of a row; FP8 only
 
 
 class Plan(NamedTuple):
     """A shape's compiled call, the table that it reads, and what the table has addresses of."""
 
     call: Callable[[], int]
+    told: Call  # what it tells the others, but for what differs from call to call
     table: array[int]
     head: array[int]  # the message up to its payload
     config: Config
@@ -77,6 +80,8 @@ class Plans:
         self._words[at.RANK], self._words[at.SIZE] = self._rank, self._size
         node.mailbox.tell_calls(self._words)
         node.attached.tell_calls(self._words)
+        self._terms = int64s.new(0)
+        self.much_from = MUCH_FROM
         self._known: dict[Any, Plan] = {}
         self.get = self._known.get
 
@@ -105,6 +110,7 @@ class Plans:
         return self._add(
             key,
             call=self._kernels.exchange_dispatch(int64s.address(table)),
+            told=call,
             table=table,
             head=head,
             config=config,
@@ -113,6 +119,53 @@ class Plans:
             like=[],
             kept=(scratch, *kept, load),
         )
+
+    def by_expert(self, shape: ByParcels, config: Config) -> Plan:
+        """For a dispatch by expert whose rows travel in parcels. Raises ValueError if something of
+        its shape is wrong.
+        """
+        found = self._known.get(shape)
+        if found is not None and found.config is config:
+            return found
+        dtype, hidden, num_topk, num_experts, alignment, tag, scales = shape
+        placement = self._engine.local.placement(num_experts)
+        validate.alignment(alignment)
+        self._engine.local.config(config)
+        # `num_max` tells these calls from those that go the engine's way.
+        more = {"num_topk": num_topk, "num_experts": placement.num_experts, "num_max": 0}
+        more |= {"tag": validate.tag(tag), "buffer": self._buffer_id}
+        if scales is not None:
+            more |= {"num_scales": scales[0], "scales_dtype": SCALE_DTYPES.index(scales[1])}
+        call = Call.of_shape(BY_EXPERT, dtype, hidden, config, **more)
+        table, head, scratch = self.table(call, hidden * dtype.itemsize, placement.num_experts)
+        per_expert, kept = tell_shape(table, placement, self._rank, num_topk, alignment)
+        load = self._engine.statistics.load(placement.num_experts, len(per_expert))
+        table[at.COUNTERS] = self._engine.statistics.address(BY_EXPERT)
+        table[at.LOAD] = load.ctypes.data
+        table[at.SCALE_BYTES] = 0 if scales is None else scales[0] * scales[1].itemsize
+        return self._add(
+            shape,
+            call=self._kernels.exchange_by_expert(int64s.address(table)),
+            told=call,
+            table=table,
+            head=head,
+            config=config,
+            combine_dtype=dtype if dtype in SUMMABLE else torch.bfloat16,
+            per_expert=per_expert,
+            like=[],
+            kept=(scratch, *kept, load),
+        )
+
+    def terms(self, num_topk: int) -> int:
+        """The address of memory for the terms of one sum, in which no call keeps anything."""
+        if len(self._terms) < 2 * num_topk:
+            self._terms = int64s.new(2 * num_topk)
+        return int64s.address(self._terms)
+
+    def find_combine(self, key: tuple[Any, ...], config: Config) -> Plan | None:
+        """As `add_combine`; the plan that is known, if there is one."""
+        plan = self._known.get(key)
+        return plan if plan is not None and plan.config is config else self.add_combine(key, config)
 
     def add_combine(self, key: tuple[Any, ...], config: Config) -> Plan | None:
         """For a dtype, hidden size, tag and stage; None as in `add_dispatch`."""
@@ -125,6 +178,7 @@ class Plans:
         return self._add(
             key,
             call=self._kernels.exchange_combine(dtype, int64s.address(table)),
+            told=call,
             table=table,
             head=head,
             config=config,

@@ -31,10 +31,6 @@ from tokenyard.wire.columns import column_offsets, row_widths
 from tokenyard.wire.pairs import SHARES, UNWEIGHED
 from tokenyard.wire.signals import READ, ROWS
 
-# A small call loses less by the way of large ones than a large call by the way of small ones. So
-# this many calls go that way after a large one.
-_LATELY = 4
-
 
 class PairKernels(RowKernels, SignalKernels, Protocol):
     def place_pairs(
@@ -90,17 +86,10 @@ class PairsBack(NamedTuple):
 
 
 class DirectPairs:
-    least_bytes = 16 << 20  # of all ranks' pairs, from which it pays to spare a copy
-
     def __init__(self, node: SharedNode, kernels: PairKernels, node_of_rank: Sequence[int]) -> None:
         self._node, self._kernels, self._node_of_rank = node, kernels, node_of_rank
         self.rank, self.size = node.rank, node.size
         self._room = Room(node.pool)  # for what dispatches by expert bring
-        self.large_for = 1  # calls to come that count as large: the same on all ranks
-
-    def learn(self, num_bytes: int) -> None:
-        """So many bytes the pairs of all ranks had in the call that has just ended."""
-        self.large_for = _LATELY if num_bytes >= self.least_bytes else max(0, self.large_for - 1)
 
     def offer(self) -> Offer:
         block = self._room.offer()

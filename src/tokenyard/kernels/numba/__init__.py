@@ -41,9 +41,7 @@ from tokenyard.kernels.numba.low_latency.steps import (
 from tokenyard.kernels.numba.parcels import fill_parcel, take_parcels
 from tokenyard.kernels.numba.permute import (
     place,
-    place_and_spread,
     spread,
-    sum_shares,
     unpermute,
 )
 from tokenyard.kernels.numba.permute_backward import unpermute_backward
@@ -90,7 +88,6 @@ __all__ = [
     "pack",
     "pick_slots",
     "place",
-    "place_and_spread",
     "place_pairs",
     "plan_from_fp8",
     "plan_ring_combine",
@@ -114,7 +111,6 @@ __all__ = [
     "spread",
     "stage_back",
     "stage_slots",
-    "sum_shares",
     "sum_slots",
     "take_parcels",
     "unpermute",

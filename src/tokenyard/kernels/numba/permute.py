@@ -1,7 +1,7 @@
 """Rows to their local experts and back.
 
 `place` finds each row's places, `spread` copies it there, `unpermute` sums what the experts made of
-its copies. For few rows `place_and_spread` and `sum_shares` do the same in one compiled call each.
+its copies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.llvm.atomics import fence_stores
 from tokenyard.kernels.numba.llvm.pointers import INT32, INT64, LIKE, UINT8, pointer
 from tokenyard.kernels.numba.llvm.sums import sum_scaled
-from tokenyard.kernels.numba.rows import copy_row, may_stream, streams
+from tokenyard.kernels.numba.rows import copy_row, may_stream
 from tokenyard.runtime import memory
 from tokenyard.runtime.threads import in_threads
 from tokenyard.types import Places
@@ -134,59 +134,6 @@ def spread(x_NB: Tensor, row_of_NK: Tensor, out_MB: Tensor) -> Tensor:
 
 
 @njit(nogil=True, cache=True)
-def _place_and_spread_kernel(
-    x,
-    topk_idx,
-    num_rows,
-    num_topk,
-    num_experts,
-    alignment,
-    num_bytes,
-    out,
-    num_places,
-    row_of,
-    ends,
-):
-    """Whether there are as many places as `out` has rows. If not, no row is copied."""
-    numel = num_rows * num_topk
-    if _place_kernel(topk_idx, True, numel, num_experts, alignment, row_of, ends) != num_places:
-        return False
-    marks = np.zeros(num_places, np.uint8)
-    num_copies = _mark_kernel(row_of, numel, marks)
-    rows = x, num_bytes, row_of, num_topk, out, num_bytes, num_bytes
-    _spread_kernel(*rows, 0, num_rows, False)  # into the cache, where the experts find few rows
-    if num_copies < num_places:
-        _zero_kernel(out, num_bytes, num_bytes, marks, 0, num_places)
-    return True
-
-
-def place_and_spread(
-    x_ND: Tensor, topk_idx_NK: Tensor, num_experts: int, expert_alignment: int, out_MD: Tensor
-) -> Places | None:
-    """`place` and `spread` of contiguous rows and int64 ids, on this thread. None if out has more
-    or fewer rows than there are places.
-    """
-    num_rows, num_topk = topk_idx_NK.shape
-    num_places, hidden = out_MD.shape
-    row_of = from_numpy(memory.empty_array((num_rows, num_topk), np.int64))
-    offsets = from_numpy(memory.empty_array(num_experts, np.int32))
-    done = _place_and_spread_kernel(
-        x_ND.data_ptr(),
-        topk_idx_NK.data_ptr(),
-        num_rows,
-        num_topk,
-        num_experts,
-        expert_alignment,
-        hidden * x_ND.itemsize,
-        out_MD.data_ptr(),
-        num_places,
-        row_of.data_ptr(),
-        offsets.data_ptr(),
-    )
-    return Places(row_of, offsets, num_places) if done else None
-
-
-@njit(nogil=True, cache=True)
 def _find_outside(row_of, numel, num_rows):
     places = pointer(row_of, INT64)
     for i in range(numel):
@@ -238,33 +185,3 @@ def unpermute(y_MD: Tensor, row_of_NK: Tensor, weights_NK: Tensor | None, out_ND
     if num_rows:
         in_threads(part, num_rows, (num_rows + y_MD.shape[0]) * hidden * size)
     return -1
-
-
-@njit(nogil=True, cache=True)
-def _sum_shares_kernel(y, num_places, row_of, weights, out, num_rows, hidden, like, factors):
-    """Whether every pair's row is one of y's. If not, nothing is summed."""
-    num_bytes = hidden * np.int64(like.itemsize)
-    if _find_outside(row_of, num_rows * factors.shape[0], num_places) >= 0:
-        return False
-    streaming = streams(num_bytes, num_rows * num_bytes) and out % LINE == 0 == num_bytes % LINE
-    rows = y, num_bytes, row_of, weights, out, num_bytes, hidden
-    _unpermute_kernel(*rows, 0, num_rows, streaming, like, factors)
-    return True
-
-
-def sum_shares(y_MD: Tensor, row_of_NK: Tensor, weights_NK: Tensor | None, out_ND: Tensor) -> bool:
-    """`unpermute` of contiguous rows on this thread. False if a pair's row is none of y's."""
-    (num_rows, num_topk), (num_places, hidden) = row_of_NK.shape, y_MD.shape
-    like = LIKE[y_MD.dtype]
-    done: bool = _sum_shares_kernel(
-        y_MD.data_ptr(),
-        num_places,
-        row_of_NK.data_ptr(),
-        0 if weights_NK is None else weights_NK.data_ptr(),
-        out_ND.data_ptr(),
-        num_rows,
-        hidden,
-        like,
-        np.empty(num_topk, np.float64 if like.dtype == np.float64 else np.float32),
-    )
-    return done
