@@ -14,6 +14,7 @@ from torch import Tensor
 import tokenyard
 from tests.cases.clock import scaled
 from tests.cases.conformance import BASE, CASES, FEW, case_of
+from tests.cases.inside import write_by_expert_in_one_step_from
 from tests.cases.lanes import at_night
 from tests.cases.prepared import can, check, job
 from tests.cases.processes import Pools
@@ -190,11 +191,47 @@ def different(group: Any, of_rank: list[dict[str, Any]]) -> str:
 
 
 @pytest.mark.parametrize(
-    "second", [{"max_tokens": 5}, {"by_expert": False}, {"ordinary": True}], ids=str
+    "first, second",
+    [
+        ({}, {"by_expert": False}),
+        ({"by_expert": False}, {"by_expert": False, "max_tokens": 5}),
+        ({"by_expert": False}, {"ordinary": True}),
+    ],
+    ids=str,
 )
-def test_ranks_that_prepared_something_else_raise(second: dict[str, Any]) -> None:
-    for said in run_virtual(different, 2, [{}, second]).results:
+def test_ranks_that_prepared_something_else_raise(
+    first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    for said in run_virtual(different, 2, [first, second]).results:
         assert said.startswith("CallMismatch")
+
+
+def mixed(group: Any, much_from: int) -> None:
+    """By expert a rank may make the ordinary calls where others have prepared theirs, with any
+    max_tokens, also where there is much to move.
+    """
+    rank = group.rank()
+    with tokenyard.Buffer(group, transport="direct") as buffer:
+        write_by_expert_in_one_step_from(buffer, much_from)
+        step = buffer.prepare(**{**SHAPE, "max_tokens": 3 + rank})
+        for turn in range(6):
+            given = inputs(turn + rank)
+            want: Any = buffer.dispatch_by_expert(*given, num_experts=4)
+            sums = buffer.combine_by_expert(want.x, want.handle)
+            if (turn + rank) % 3:
+                rows = step.dispatch(*given)
+                assert_same(rows.x, want.x)
+                assert rows.num_tokens_per_expert == want.num_tokens_per_expert
+                assert_same(step.combine(rows.x), sums)
+            else:
+                got: Any = buffer.dispatch_by_expert(*given, num_experts=4)
+                assert_same(got.x, want.x)
+                assert_same(buffer.combine_by_expert(got.x, got.handle), sums)
+
+
+@pytest.mark.parametrize("much_from", [0, 100, 1 << 40])
+def test_some_ranks_may_make_ordinary_calls(much_from: int) -> None:
+    run_virtual(mixed, 3, much_from)
 
 
 @torch.no_grad()

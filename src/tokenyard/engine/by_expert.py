@@ -48,7 +48,7 @@ def dispatch_by_expert(engine: Engine, request: DispatchRequest) -> tuple[RowsBy
         raise _refused(engine, BY_EXPERT, error) from None
     if pairs is None:
         return _dispatch_and_spread(engine, request, alignment)
-    return _dispatch_in_one_step(engine, pairs, request)
+    return dispatch_in_one_step(engine, request)
 
 
 def _dispatch_and_spread(
@@ -73,9 +73,10 @@ def _dispatch_and_spread(
     return RowsByExpert(x, came, places.offsets, per_expert), handle
 
 
-def _dispatch_in_one_step(
-    engine: Engine, pairs: DirectPairs, request: DispatchRequest
-) -> tuple[RowsByExpert, Handle]:
+def dispatch_in_one_step(engine: Engine, request: DispatchRequest) -> tuple[RowsByExpert, Handle]:
+    """Each pair's row is written once, straight to its place: what pays for many rows."""
+    pairs = engine.transport.pairs
+    assert pairs is not None
     number, rank, begin = engine.agreement.number, engine.rank, time.monotonic_ns()
     try:
         out = engine.local.dispatch(request)

@@ -12,7 +12,11 @@ import torch
 from torch import Tensor
 
 from tokenyard import validate
-from tokenyard.engine.by_expert import combine_by_expert, dispatch_by_expert
+from tokenyard.engine.by_expert import (
+    combine_by_expert,
+    dispatch_by_expert,
+    dispatch_in_one_step,
+)
 from tokenyard.engine.inputs import DispatchRequest
 from tokenyard.handle import Handle
 from tokenyard.runtime.completion import Completion
@@ -179,6 +183,12 @@ class OrdinaryPair:
         got, self._handle, _ = engine.dispatch(request, Completion(), stage)
         lists = Given(got.num_tokens_per_expert, None, got.topk_idx, got.topk_weights)
         return PreparedRows(got.x, lists)
+
+    def dispatch_much(self, x: Any, topk_idx: Any, topk_weights: Any) -> PreparedRows:
+        """A dispatch by expert of which ranks have found out that there is much to move."""
+        request = self._shape.request(x, topk_idx, topk_weights)
+        rows, self._handle = dispatch_in_one_step(self._engine, request)
+        return PreparedRows(rows.x, Given(rows.num_tokens_per_expert, rows.offsets))
 
     def combine(self, y: Any, weigh: Any, out: Any) -> Tensor:
         engine, config, stage = self._engine, self._shape.config, self._shape.stages[1]

@@ -20,7 +20,8 @@ from tokenyard import validate
 from tokenyard.engine.agreement import Call, Heard, Terms
 from tokenyard.engine.compiled import CompiledCalls
 from tokenyard.engine.ledger import WrittenLedger
-from tokenyard.engine.prepared import PreparedRows, Shape, nothing_dispatched
+from tokenyard.engine.parcels import Lists
+from tokenyard.engine.prepared import OrdinaryPair, PreparedRows, Shape, nothing_dispatched
 from tokenyard.engine.shapes import tell_shape
 from tokenyard.errors import SharedMemoryError
 from tokenyard.runtime import memory as local_memory
@@ -31,7 +32,7 @@ from tokenyard.wire import exchange_table as at
 from tokenyard.wire import int64s
 from tokenyard.wire import message as say
 from tokenyard.wire.columns import column_offsets
-from tokenyard.wire.verdicts import GENERAL, LOW, MORE_MEMORY
+from tokenyard.wire.verdicts import GENERAL, LOW, MORE_MEMORY, MUCH
 
 if TYPE_CHECKING:
     from tokenyard.engine.stages import Engine
@@ -73,11 +74,9 @@ class _Turn:
 
 
 class _TurnByExpert:
-    """What every other dispatch by expert brings, and the parcel that others read for theirs."""
+    """What every other dispatch by expert brings."""
 
-    def __init__(self, pool: SegmentPool, shape: Shape, num_local: int) -> None:
-        widths = 8 * shape.num_topk, 4 * shape.num_topk, shape.row_bytes
-        self.segment, self._array = pool.take(column_offsets(shape.max_tokens, widths)[-1])
+    def __init__(self, shape: Shape, num_local: int) -> None:
         self._seen = self.x = local_memory.empty(0, shape.hidden, dtype=shape.dtype)
         self.counts = np.asarray(int64s.new(num_local))
         self.counts_at = self.counts.ctypes.data
@@ -136,7 +135,9 @@ class StandingPair:
         self._load = engine.statistics.load(
             placement.num_experts, len(placement.experts_of_rank[engine.rank])
         )
-        more = {"num_topk": shape.num_topk, "num_experts": placement.num_experts}
+        # Blocks of rows by source must have room for what any rank may send; parcels need none.
+        more = {"num_max": 0 if shape.by_expert else shape.max_tokens}
+        more |= {"num_topk": shape.num_topk, "num_experts": placement.num_experts}
         self._calls = self._call(self._dispatch_stage, **more), self._call(self._combine_stage)
         self._table, self._head, scratch = compiled.table(
             self._calls[0], shape.row_bytes, placement.num_experts
@@ -154,7 +155,7 @@ class StandingPair:
             table[at.SRC_ROOM], table[at.NUM_TOPK] = self._most_rows, shape.num_topk
             table[at.COUNTERS] = engine.statistics.address(stage)
             table[at.TERMS] = int64s.address(terms)
-        self._table[at.LOAD], self._table[at.MUCH_FROM] = self._load.ctypes.data, 1 << 62
+        self._table[at.LOAD] = self._load.ctypes.data
         self._kept = scratch, back_scratch, kept, terms
         self._sum = compiled.kernels.exchange_combine(shape.dtype, int64s.address(self._back))
         self._like = local_memory.empty(0, shape.hidden, dtype=shape.dtype)
@@ -162,8 +163,7 @@ class StandingPair:
 
     def _call(self, stage: str, **more: int) -> Call:
         shape, buffer = self._shape, self._agreement.buffer_id
-        more = {"buffer": buffer, "num_max": shape.max_tokens, **more}
-        return Call.of_shape(stage, shape.dtype, shape.hidden, shape.config, **more)
+        return Call.of_shape(stage, shape.dtype, shape.hidden, shape.config, buffer=buffer, **more)
 
     def _tell_input(self, x: Any, topk_idx: Any, topk_weights: Any) -> None:
         """Write where the tensors of a dispatch lie, and keep them until it ends. Whatever is not
@@ -219,8 +219,10 @@ class StandingPair:
         except RuntimeError:  # of tensors without memory
             return False
 
-    def _make(self, kernel: Callable[[], int], table: array[int], which: int, offer: int) -> None:
-        """Enter a call until it has ended. `offer` is where a message names a segment."""
+    def _make(self, kernel: Callable[[], int], table: array[int], which: int, offer: int) -> bool:
+        """Enter a call until it has ended; False if there is too much for it. `offer` is where a
+        message names a segment.
+        """
         agreement = self._agreement
         table[at.PHASE], table[at.NUMBER] = at.START, agreement.number
         agreement.engaged = True
@@ -228,6 +230,9 @@ class StandingPair:
             what, rank = verdict >> 32, verdict & LOW
             if what == MORE_MEMORY:
                 self._grow()
+            elif what == MUCH:
+                agreement.engaged = False
+                return False
             elif what != GENERAL:
                 self._compiled.answer(what, rank, self._shape.stages[which], offer)
             elif table[at.PHASE] == at.START:
@@ -236,6 +241,7 @@ class StandingPair:
             else:
                 self._differs(which)
         agreement.number += 1
+        return True
 
     def _grow(self) -> None:
         raise AssertionError("only rows by expert grow")
@@ -348,31 +354,47 @@ class PairBySource(StandingPair):
 
 
 class PairByExpert(StandingPair):
+    """Its calls are those of `engine.parcels`, which other ranks may make in their stead."""
+
     def __init__(self, engine: Engine, compiled: CompiledCalls, shape: Shape) -> None:
         super().__init__(engine, compiled, shape)
-        self._turns = [_TurnByExpert(self._node.pool, shape, self._num_local) for _ in range(2)]
+        self._turns = [_TurnByExpert(shape, self._num_local) for _ in range(2)]
+        self._parcels, self._plans = compiled.by_expert.parcels, compiled.plans
+        self._widths = 8 * shape.num_topk, 4 * shape.num_topk, shape.row_bytes
         self._kernel = compiled.kernels.exchange_by_expert(int64s.address(self._table))
-        pairs = self._most_rows * shape.num_topk
-        places, factors = int64s.new(pairs), int64s.new(pairs // 2 + 1)
-        self._places = places, factors
+        lists = Lists.of(self._most_rows, shape.num_topk)
+        self._lists = lists
         for table in (self._table, self._back):
-            table[at.ROW_OF], table[at.FACTORS] = int64s.address(places), int64s.address(factors)
-        self._head[say.OFFER + 3] = 0  # a parcel begins where its segment does
+            table[at.ROW_OF] = lists.row_of.ctypes.data
+            table[at.FACTORS] = lists.weights.ctypes.data
         self._back_head[say.OFFER] = 1  # shares can be read when they are offered
+        self._much: OrdinaryPair | None = None  # by which a large dispatch has gone
 
     def dispatch(self, x: Any, topk_idx: Any, topk_weights: Any) -> PreparedRows:
         self._tell_input(x, topk_idx, topk_weights)
         self._turn = 1 - self._turn
         turn, table, head = self._turns[self._turn], self._table, self._head
-        table[at.BLOCK], table[at.PER_EXPERT] = turn.segment.address, turn.counts_at
+        table[at.MUCH_FROM] = self._plans.much_from
+        try:
+            segment = self._parcels.take(column_offsets(table[at.NUM_TOKENS], self._widths)[-1])
+        except SharedMemoryError as error:
+            self._agreement.reject(self._dispatch_stage, error)
+        table[at.BLOCK], table[at.PER_EXPERT] = segment.address, turn.counts_at
         table[at.ENDS], table[at.RESULT] = turn.ends_at, turn.x.data_ptr()
         table[at.RESULT_BYTES] = turn.x.nbytes
-        head[say.OFFER], head[say.OFFER + 1], head[say.OFFER + 2] = turn.segment.told
-        number = self._agreement.number
-        self._make(self._kernel, table, 0, say.OFFER)
+        head[say.OFFER], head[say.OFFER + 1], head[say.OFFER + 2] = segment.told
+        number, self._much = self._agreement.number, None
+        if not self._make(self._kernel, table, 0, say.OFFER):
+            self._much = OrdinaryPair(self._engine, self._shape)
+            return self._much.dispatch_much(x, topk_idx, topk_weights)
         self._given, self._number = (), number
         self._num_rows = num_rows = table[at.END]
         return PreparedRows(turn.rows(num_rows), turn)
+
+    def combine(self, y: Any, weigh: Any, out: Any) -> Tensor:
+        if self._much is not None:
+            return self._much.combine(y, weigh, out)
+        return super().combine(y, weigh, out)
 
     def _grow(self) -> None:
         turn, table = self._turns[self._turn], self._table
