@@ -23,48 +23,34 @@ class Ledger(Protocol):
     """
 
     @property
-    def num_tokens(self) -> int:
-        """T, of this rank."""
+    def num_tokens(self) -> int: ...  # T, of this rank
 
     @property
-    def num_rows(self) -> int:
-        """N, of the result."""
+    def num_rows(self) -> int: ...  # N, of the result
 
     @property
-    def tokens_R(self) -> np.ndarray:
-        """int64, the tokens of each rank."""
+    def num_copies(self) -> int: ...  # rows that this rank sends
+
+    @property
+    def tokens_R(self) -> np.ndarray: ...  # int64, the tokens of each rank
 
     @property
     def flow(self) -> Flow: ...
 
     @property
-    def is_token_in_rank(self) -> Tensor:
-        """[T, R] bool."""
+    def is_token_in_rank(self) -> Tensor: ...  # [T, R] bool
 
     @property
-    def src_idx(self) -> Tensor:
-        """[N] int32, the token of each row; -1 in the rows that num_worst_tokens adds."""
+    def src_idx(self) -> Tensor: ...  # [N] int32, the token of each row
 
 
-@dataclass(frozen=True, eq=False)
 class ListedLedger:
     """That of a dispatch which the engine has made, and of any that was copied or pickled."""
 
-    flow: Flow
-    is_token_in_rank: Tensor
-    src_idx: Tensor
-
-    @property
-    def num_tokens(self) -> int:
-        return self.is_token_in_rank.shape[0]
-
-    @property
-    def num_rows(self) -> int:
-        return self.flow.num_rows
-
-    @property
-    def tokens_R(self) -> np.ndarray:
-        return self.flow.tokens_R
+    def __init__(self, flow: Flow, is_token_in_rank: Tensor, src_idx: Tensor) -> None:
+        self.flow, self.is_token_in_rank, self.src_idx = flow, is_token_in_rank, src_idx
+        self.num_tokens, self.num_rows = is_token_in_rank.shape[0], flow.num_rows
+        self.num_copies, self.tokens_R = sum(flow.route.send_counts), flow.tokens_R
 
 
 @dataclass(eq=False)

@@ -247,7 +247,6 @@ class CompiledCalls:
         address, ledger = lies_at(x, 2), handle.ledger
         if (
             address == NOT_PLAIN
-            or type(ledger) is not WrittenLedger
             or type(tag) is not int
             or handle.origin is not self._engine.origin
             or self._engine.worker.pending is not None
@@ -268,6 +267,11 @@ class CompiledCalls:
             return None
         if out is not None and not self.fits(out, x, num_tokens, hidden):
             return None
+        if not isinstance(ledger, WrittenLedger):
+            written = WrittenLedger.of(ledger, self.rank)
+            if written is None:
+                return None
+            ledger = handle.ledger = written
         table[at.X], table[at.NUM_TOKENS], table[at.HANDLE] = address, num_tokens, handle.call
         table[at.LEDGER], table[at.ROOM] = ledger.address, ledger.room
         table[at.PHASE], table[at.LEAVE_AT] = at.START, self.leave_at

@@ -1,4 +1,4 @@
-"""The ledgers of compiled dispatches: numbers as compiled code wrote them, lists when asked for."""
+"""The ledgers that compiled calls write and read: numbers in memory, and lists when asked for."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokenyard.handle import Ledger
 from tokenyard.kernels.base import RowKernels
 from tokenyard.topology import Topology
 from tokenyard.transports.hierarchical.route import KnownMarks
@@ -42,20 +43,44 @@ class WrittenLedger:
         made.memory[:same] = self.memory[:same]
         return made
 
+    @classmethod
+    def of(cls, known: Ledger, rank: int) -> WrittenLedger | None:
+        """What a compiled dispatch would have written of a route that the engine has listed, all
+        that a combine reads of it; None if a rank told nonsense.
+        """
+        flow = known.flow
+        if min(flow.recv_counts) < 0 or flow.num_received > known.num_rows:
+            return None
+        made = cls(rank, len(flow.recv_counts), known.num_tokens, known.num_copies, 0)
+        made.num_rows, made.num_copies = known.num_rows, known.num_copies
+        made.sent_RR[:], made.tokens_R[:] = flow.sent_RR, flow.tokens_R
+        made.sent_RR[:, rank] = flow.recv_counts
+        route = flow.route
+        lists = route.copy_start, route.copy_rank, route.copy_slot
+        for one, listed in zip(made._lists(made.num_copies), lists):
+            one.copy_(listed)
+        made.flow, made.src_idx = flow, known.src_idx
+        made.is_token_in_rank = known.is_token_in_rank
+        return made
+
     def send_counts(self, num_copies: int) -> tuple[int, ...]:
         """How many rows go to each rank, before it is known what comes from others."""
         ranks = self._lists(num_copies)[1].numpy()
         return tuple(np.bincount(ranks, minlength=self.num_ranks).tolist())
 
-    @property
+    @cached_property
+    def sent_RR(self) -> np.ndarray:
+        size = self.num_ranks
+        return np.frombuffer(self.memory, np.int64, size * size).reshape(size, size)
+
+    @cached_property
     def tokens_R(self) -> np.ndarray:
         size = self.num_ranks
         return np.frombuffer(self.memory, np.int64, size, 8 * size * size)
 
     @cached_property
     def flow(self) -> Flow:
-        size = self.num_ranks
-        sent_RR = np.frombuffer(self.memory, np.int64, size * size).reshape(size, size)
+        sent_RR = self.sent_RR
         starts, ranks, slots, _ = self._lists(self.num_copies)
         # Rows by rank: a stable sort of the copies, which are by token.
         by_rank = self._token_of_copies(starts)[torch.argsort(ranks, stable=True)]
@@ -110,11 +135,12 @@ class MarkedLedger:
         """
         self.marks_TR, self.tally_3R, self.bits, self.src_idx = marks_TR, tally_3R, bits, src_idx
         self.num_tokens, self.num_rows = len(marks_TR), src_idx.shape[0]
+        self.tokens_R = tally_3R[0]
         self._rank, self._topology, self._kernels = rank, topology, kernels
 
-    @property
-    def tokens_R(self) -> np.ndarray:
-        return self.tally_3R[0]
+    @cached_property
+    def num_copies(self) -> int:
+        return int(self.marks_TR.sum())
 
     @cached_property
     def flow(self) -> Flow:
