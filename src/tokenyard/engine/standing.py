@@ -362,11 +362,9 @@ class PairByExpert(StandingPair):
         self._parcels, self._plans = compiled.by_expert.parcels, compiled.plans
         self._widths = 8 * shape.num_topk, 4 * shape.num_topk, shape.row_bytes
         self._kernel = compiled.kernels.exchange_by_expert(int64s.address(self._table))
-        lists = Lists.of(self._most_rows, shape.num_topk)
-        self._lists = lists
+        self._lists = lists = Lists(self._most_rows, shape.num_topk)
         for table in (self._table, self._back):
-            table[at.ROW_OF] = lists.row_of.ctypes.data
-            table[at.FACTORS] = lists.weights.ctypes.data
+            table[at.ROW_OF], table[at.FACTORS] = lists.row_of_at, lists.weights_at
         self._back_head[say.OFFER] = 1  # shares can be read when they are offered
         self._much: OrdinaryPair | None = None  # by which a large dispatch has gone
 
