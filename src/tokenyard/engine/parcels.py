@@ -8,6 +8,7 @@ come back as each rank's shares, which the combine sums first.
 
 from __future__ import annotations
 
+from array import array
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,6 +35,7 @@ from tokenyard.wire import exchange_table as at
 from tokenyard.wire import int64s
 from tokenyard.wire import message as say
 from tokenyard.wire.columns import column_offsets
+from tokenyard.wire.signals import READ
 from tokenyard.wire.verdicts import LOW, MORE_MEMORY, MORE_ROOM, MUCH
 
 if TYPE_CHECKING:
@@ -41,25 +43,42 @@ if TYPE_CHECKING:
     from tokenyard.engine.stages import Engine
 
 COMBINE = "combine by expert"
+_LEAVING = 5.0  # seconds that a rank waits for others to read its last parcel
 
 
 class Parcels:
     """The memory of a Buffer's parcels: two blocks, used in turn. A rank has read the parcels of a
     dispatch when it posts its next message, so a block is free again two dispatches later.
+
+    A dispatch that tells of a block for the first time ends when all ranks have read it. So they
+    have mapped it even if this rank ends right afterwards.
     """
 
     def __init__(self, pool: SegmentPool) -> None:
         self._pool, self._turn = pool, 0
         self._blocks: list[tuple[Segment, np.ndarray] | None] = [None, None]
+        self._known = [False, False]  # to all ranks
 
-    def take(self, num_bytes: int) -> Segment:
-        """Raises SharedMemoryError."""
+    @property
+    def are_used(self) -> bool:
+        return self._blocks != [None, None]
+
+    def offer(self, num_bytes: int, table: array[int], head: array[int]) -> None:
+        """Write where the next parcel of a call is, for this rank and for the others. Raises
+        SharedMemoryError.
+        """
         self._turn = turn = 1 - self._turn
         block = self._blocks[turn]
         if block is None or block[0].size < num_bytes:
-            self._blocks[turn] = None  # so that its memory can be taken again
+            self._blocks[turn] = block = None  # so that its memory can be taken again
             self._blocks[turn] = block = self._pool.take(num_bytes)
-        return block[0]
+            self._known[turn] = False
+        table[at.FIRST], table[at.BLOCK] = not self._known[turn], block[0].address
+        head[say.OFFER], head[say.OFFER + 1], head[say.OFFER + 2] = block[0].told
+
+    def were_read(self) -> None:
+        """The call has ended."""
+        self._known[self._turn] = True
 
 
 class Lists:
@@ -120,6 +139,13 @@ class CallsByExpert:
         self._engine, self._compiled, self._node = engine, compiled, node
         self._agreement, self._pool = engine.agreement, node.pool
         self.parcels = Parcels(node.pool)
+        engine.wait_to_leave = self.wait_to_leave
+
+    def wait_to_leave(self) -> None:
+        """Before this rank unmakes its parcels: wait until all ranks have read the last ones."""
+        if self.parcels.are_used:
+            mailbox = self._node.mailbox
+            mailbox.meet_soon(READ, mailbox.epochs[READ], _LEAVING)
 
     def dispatch(self, request: DispatchRequest) -> tuple[RowsByExpert, Handle] | None:
         """None if there is much to move: on all ranks."""
@@ -128,21 +154,19 @@ class CallsByExpert:
             plan = self._plan(given, request)
             num_tokens, num_topk = given.topk_idx.shape
             plan.table[at.MUCH_FROM] = self._compiled.plans.much_from
-            segment = self.parcels.take(self._parcel_bytes(given, plan))
+            self.parcels.offer(self._parcel_bytes(given, plan), plan.table, plan.head)
             most = num_tokens * min(num_topk, self._compiled.size)
             ledger = self._ledger(num_tokens, most, plan.src_room[0])
             lists = Lists(ledger.src_room, num_topk)
         except Exception as error:
             self._agreement.reject(BY_EXPERT, error)
-        table, head = plan.table, plan.head
+        table = plan.table
         table[at.X], table[at.TOPK_IDX] = given.x.data_ptr(), given.topk_idx.data_ptr()
         table[at.TOPK_WEIGHTS], table[at.NUM_TOKENS] = given.topk_weights.data_ptr(), num_tokens
         table[at.TERMS] = self._compiled.plans.terms(num_topk)
         table[at.SCALES] = 0 if given.scales is None else given.scales.data_ptr()
         table[at.PHASE], table[at.NUMBER] = at.START, self._agreement.number
         table[at.ROOM], table[at.RESULT_BYTES] = most, 0
-        table[at.BLOCK] = segment.address
-        head[say.OFFER], head[say.OFFER + 1], head[say.OFFER + 2] = segment.told
         ends = torch.empty(len(plan.per_expert), dtype=torch.int32, device="cpu")
         table[at.ENDS] = ends.data_ptr()
         results: tuple[Tensor, Tensor | None] | None = None
@@ -161,6 +185,7 @@ class CallsByExpert:
                 return None
             else:
                 self._differs(plan, given, request)
+        self.parcels.were_read()
         return self._dispatched(plan, given, ledger, lists, ends, results)
 
     def _plain(self, request: DispatchRequest) -> _Given | None:
