@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 
 from tokenyard import validate
+from tokenyard.engine.inputs import SMALL
 from tokenyard.low_latency.posts import control_bytes as post_bytes
 from tokenyard.runtime.pool import size_class
 from tokenyard.shm.control import ControlLayout
@@ -201,6 +202,7 @@ def _exchange(work: Workload, rows: int) -> Iterator[Part]:
             "a copy that other ranks can read of what experts gave as an ordinary tensor; none if "
             "they write over the rows that arrived",
         )
+    shares = shares and sums >= SMALL
     yield Part(
         "sums of a combine",
         size_class(sums) if shares else sums,

@@ -66,6 +66,7 @@ _ELSEWHERE = (
     "wire/rings.py",
     "wire/signals.py",
     "wire/slots.py",
+    "wire/verdicts.py",
 )
 _ADVICE = "set NUMBA_CACHE_DIR to a folder that can be written"
 
