@@ -29,6 +29,8 @@ _HOMES = {
     "PeerInputError": "errors",
     "PeerLeft": "errors",
     "PeerTimeout": "errors",
+    "Prepared": "prepared",
+    "PreparedRows": "engine.prepared",
     "Replicas": "replicas",
     "SharedMemoryError": "errors",
     "TokenyardError": "errors",
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
     from tokenyard.buffer import Buffer as Buffer
     from tokenyard.elastic import ElasticBuffer as ElasticBuffer
     from tokenyard.elastic import EPHandle as EPHandle
+    from tokenyard.engine.prepared import PreparedRows as PreparedRows
     from tokenyard.errors import BufferClosed as BufferClosed
     from tokenyard.errors import BufferInUse as BufferInUse
     from tokenyard.errors import CallMismatch as CallMismatch
@@ -77,6 +80,7 @@ if TYPE_CHECKING:
     from tokenyard.ops.quantize import per_token_cast_back as per_token_cast_back
     from tokenyard.ops.quantize import per_token_cast_to_fp8 as per_token_cast_to_fp8
     from tokenyard.ops.rearrange import rearrange as rearrange
+    from tokenyard.prepared import Prepared as Prepared
     from tokenyard.recording import record as record
     from tokenyard.replicas import Replicas as Replicas
     from tokenyard.runtime.events import EventHandle as EventHandle

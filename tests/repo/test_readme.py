@@ -109,6 +109,14 @@ def test_deepep_style(installed: dict[str, str]) -> None:
     assert len(re.findall(r"rank \d: \d+ rows, largest error of combine", out)) == 4
 
 
+def test_decoding(installed: dict[str, str]) -> None:
+    out = torchrun(2, ROOT / "examples" / "decoding.py", installed)
+    said = r"rank (\d): (\d+) tokens in 200 steps, \d+ us .* prepared, .*; the same bits: True"
+    made = {rank: int(tokens) for rank, tokens in re.findall(said, out)}
+    assert made.keys() == {"0", "1"}
+    assert made["0"] > made["1"] > 0  # whose sequences end sooner
+
+
 def test_the_page_of_the_first_run_shows_the_quickstart() -> None:
     page = (ROOT / "docs" / "start" / "first_run.md").read_text()
     assert SNIPPETS[0] in page

@@ -74,6 +74,21 @@ class Pair:
         given = got.x if y is None else y
         return self.buffer.combine_by_expert(given, got.handle, weigh=weigh)
 
+    def prepare(self, by_expert: bool) -> tokenyard.Prepared:
+        shape = self.shape
+        return self.buffer.prepare(
+            max_tokens=self.routed.tokens,
+            hidden=shape.hidden,
+            num_topk=shape.topk,
+            num_experts=shape.experts,
+            by_expert=by_expert,
+        )
+
+    def prepared(self, step: tokenyard.Prepared, in_place: bool = False) -> Tensor:
+        routed = self.routed
+        rows = step.dispatch(routed.x, routed.idx, routed.weights).x
+        return step.combine(rows if in_place else self.output(rows))
+
     def low_latency(self, shared: bool = False) -> Tensor:
         buffer, routed = self.buffer, self.routed
         got = buffer.low_latency_dispatch(
@@ -113,13 +128,24 @@ def few_tokens(group: Any, shape: Shape, tokens: int) -> Generator[Case]:
     with tokenyard.Buffer(group, transport=shape.transport, low_latency_mode=slots) as buffer:
         pair = Pair(buffer, shape, tokens)
         routed = pair.routed
-        ours = {_PLAIN: Way(pair.plain), "by expert": Way(pair.by_expert)}
+        by_source, by_expert = pair.prepare(False), pair.prepare(True)
+        ours = {
+            _PLAIN: Way(pair.plain),
+            "prepared": Way(partial(pair.prepared, by_source)),
+            "by expert": Way(pair.by_expert),
+            "prepared, by expert": Way(partial(pair.prepared, by_expert, in_place=True)),
+        }
         if slots:
             ours[_LOW_LATENCY] = Way(pair.low_latency)
 
         def checks() -> list[Check]:
             wanted = Wanted(few(routed))
             checks = wanted.exchange(buffer) + wanted.by_expert(buffer)
+            checks += [
+                ("prepared rows", by_source.dispatch(*given).x, pair.dispatch().recv_x),
+                ("prepared sums", pair.prepared(by_source), pair.plain()),
+                ("prepared sums by expert", pair.prepared(by_expert, True), pair.by_expert()),
+            ]
             return checks + (wanted.low_latency(buffer) if slots else [])
 
         given = routed.x, routed.idx, routed.weights
