@@ -290,6 +290,48 @@ def test_sums_are_the_callers() -> None:
     run_virtual(results_are_kept, 2)
 
 
+def in_inference_mode(group: Any, by_expert: bool) -> None:
+    """What was first used in inference mode can be used outside of it, and the other way round."""
+    with tokenyard.Buffer(group, transport="direct") as buffer:
+        with torch.inference_mode(group.rank() == 1):
+            step = buffer.prepare(**SHAPE, by_expert=by_expert)
+        for turn in range(6):
+            with torch.inference_mode(turn in (1, 2)):
+                rows = step.dispatch(*inputs(turn))
+                rows.x.mul_(2)
+                sums = step.combine(rows.x)
+                sums.mul_(2)
+        weight = torch.ones(8, requires_grad=True, dtype=torch.bfloat16)
+        (rows.x * weight).sum().backward()
+
+
+@LAYOUTS
+def test_inference_mode(by_expert: bool) -> None:
+    run_virtual(in_inference_mode, 2, by_expert)
+
+
+def to_one_rank(group: Any, prepared: bool) -> None:
+    """All tokens go to one rank, which has prepared for fewer than the others."""
+    rank, size = group.rank(), group.size()
+    with tokenyard.Buffer(group, transport="direct") as buffer:
+        step = buffer.prepare(**{**SHAPE, "max_tokens": 2 if rank == 0 else 40})
+        for turn in range(4):
+            given = inputs(rank, 1 if rank == 0 else 10 * (turn + 1))
+            given[1].copy_(torch.tensor([0, 1]))
+            want: Any = buffer.dispatch_by_expert(*given, num_experts=4)
+            sums = buffer.combine_by_expert(want.x, want.handle)
+            assert len(want.x) == (0 if rank else 2 * (1 + (size - 1) * 10 * (turn + 1)))
+            if prepared:
+                rows = step.dispatch(*given)
+                assert_same(rows.x, want.x)
+                assert_same(step.combine(rows.x), sums)
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_more_rows_than_a_rank_sends(prepared: bool) -> None:
+    run_virtual(to_one_rank, 2, prepared)
+
+
 def rebalanced(group: Any) -> None:
     rank = group.rank()
     with tokenyard.Buffer(group, transport="direct") as buffer:

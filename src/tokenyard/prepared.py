@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from tokenyard import recording
@@ -59,6 +60,10 @@ class Prepared:
             return self._pair.combine(y, weigh, out)
 
     def _find_pair(self, engine: Engine) -> Pair:
+        with torch.inference_mode(False):  # its memory may be used outside of it
+            return self._pair_of(engine)
+
+    def _pair_of(self, engine: Engine) -> Pair:
         shape, compiled = self._shape, engine.compiled
         self._placement = engine.local.given_placement
         if not isinstance(compiled, CompiledCalls):

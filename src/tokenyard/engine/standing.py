@@ -32,7 +32,7 @@ from tokenyard.wire import exchange_table as at
 from tokenyard.wire import int64s
 from tokenyard.wire import message as say
 from tokenyard.wire.columns import column_offsets
-from tokenyard.wire.verdicts import GENERAL, LOW, MORE_MEMORY, MUCH
+from tokenyard.wire.verdicts import GENERAL, LOW, MORE_MEMORY, MORE_ROOM, MUCH
 
 if TYPE_CHECKING:
     from tokenyard.engine.stages import Engine
@@ -86,7 +86,8 @@ class _TurnByExpert:
     def grow(self, num_rows: int) -> None:
         """Make room for so many rows, and some more, so that room is soon large enough."""
         _, hidden = self.x.shape
-        self.x = local_memory.empty(num_rows + num_rows // 4, hidden, dtype=self.x.dtype)
+        with torch.inference_mode(False):  # the next rows may be used outside of it
+            self.x = local_memory.empty(num_rows + num_rows // 4, hidden, dtype=self.x.dtype)
         self._seen = self.x
 
     def rows(self, num_rows: int) -> Tensor:
@@ -230,6 +231,8 @@ class StandingPair:
             what, rank = verdict >> 32, verdict & LOW
             if what == MORE_MEMORY:
                 self._grow()
+            elif what == MORE_ROOM:
+                self._list(rank + rank // 4)
             elif what == MUCH:
                 agreement.engaged = False
                 return False
@@ -239,12 +242,15 @@ class StandingPair:
                 agreement.engaged = False
                 self._refuse_experts()
             else:
-                self._differs(which)
+                self._differs(which, rank)
         agreement.number += 1
         return True
 
     def _grow(self) -> None:
         raise AssertionError("only rows by expert grow")
+
+    def _list(self, num_rows: int) -> None:
+        raise AssertionError("no more rows by source can come than there is room for")
 
     def _refuse_experts(self) -> NoReturn:
         """An id is no expert's: this rank raises that, the others PeerInputError."""
@@ -254,14 +260,16 @@ class StandingPair:
         error = validate.bad_expert(ids, int(bad.flatten().nonzero()[0]), placement.num_experts)
         self._agreement.reject(self._dispatch_stage, error)
 
-    def _differs(self, which: int) -> NoReturn:
-        """Ranks make different calls, or one was given bad input: raise what it is."""
+    def _differs(self, which: int, rank: int) -> NoReturn:
+        """Ranks make different calls, or one was given bad input: raise what it is. Else this rank
+        has told what cannot be.
+        """
         call = self._calls[which]
         if which:
             call = call._replace(handle=self._number)
         heard = Heard(Offer(), self._node.mailbox.last_messages())
         self._agreement.meet(self._shape.stages[which], Terms(call), heard)
-        raise AssertionError("calls that differ raise")
+        raise self._node.liveness.stray(rank, self._shape.stages[which])
 
     def combine(self, y: Any, weigh: Any, out: Any) -> Tensor:
         engine, shape, table = self._engine, self._shape, self._back
@@ -362,9 +370,7 @@ class PairByExpert(StandingPair):
         self._parcels, self._plans = compiled.by_expert.parcels, compiled.plans
         self._widths = 8 * shape.num_topk, 4 * shape.num_topk, shape.row_bytes
         self._kernel = compiled.kernels.exchange_by_expert(int64s.address(self._table))
-        self._lists = lists = Lists(self._most_rows, shape.num_topk)
-        for table in (self._table, self._back):
-            table[at.ROW_OF], table[at.FACTORS] = lists.row_of_at, lists.weights_at
+        self._list(self._most_rows)
         self._back_head[say.OFFER] = 1  # shares can be read when they are offered
         self._much: OrdinaryPair | None = None  # by which a large dispatch has gone
 
@@ -393,6 +399,15 @@ class PairByExpert(StandingPair):
         if self._much is not None:
             return self._much.combine(y, weigh, out)
         return super().combine(y, weigh, out)
+
+    def _list(self, num_rows: int) -> None:
+        """Make room to list so many rows. Ranks may have prepared for other numbers of tokens."""
+        self._ledger = self._ledger.with_room(num_rows)
+        self._lists = Lists(num_rows, self._num_topk)
+        for table in (self._table, self._back):
+            table[at.LEDGER], table[at.SRC_ROOM] = self._ledger.address, num_rows
+            table[at.ROW_OF] = self._lists.row_of_at
+            table[at.FACTORS] = self._lists.weights_at
 
     def _grow(self) -> None:
         turn, table = self._turns[self._turn], self._table
