@@ -349,10 +349,10 @@ def dies(group: Any) -> str:
     """Rank 1 is gone after the first call; the others name it."""
     buffer = tokenyard.Buffer(group, transport="direct", timeout=scaled(20))
     step = buffer.prepare(**SHAPE)
-    rows = step.dispatch(*inputs(0))
-    if group.rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
     try:
+        rows = step.dispatch(*inputs(0))
+        if group.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
         step.combine(rows.x)
     except tokenyard.PeerError as error:
         return f"{type(error).__name__}: {error}"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tokenyard import v1_fields
-from tokenyard.types import ByExpert, Flow, Origin
+from tokenyard.types import Flow, KnownPairs, Origin
 
 if TYPE_CHECKING:
     from tokenyard.runtime.events import EventHandle
@@ -69,7 +69,7 @@ class Handle:
     num_channels: int
     ledger: Ledger
     arrived: EventHandle | None = None  # over when rows have arrived; None if dispatch waited
-    by_expert: ByExpert | None = None  # of dispatch_by_expert
+    by_expert: KnownPairs | None = None  # of dispatch_by_expert
 
     @property
     def flow(self) -> Flow:

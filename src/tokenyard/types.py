@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -155,17 +155,37 @@ class SentPairs:
     moved_2R: np.ndarray  # int64, the pairs that went to each rank, and that came from it
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ByExpert:
+class KnownPairs(Protocol):
     """What a handle of dispatch_by_expert knows besides: the rows of this rank's pairs.
 
     A pair is one (token, k) with an expert. Here every pair has a row, M with their padding.
     """
 
-    num_rows: int  # M
-    row_of: Tensor  # [N, K] int64, the pair's row of x, -1 where its expert lives elsewhere
-    topk_weights: Tensor  # [N, K] float32, 0.0 where row_of is -1
-    sent: SentPairs | None = None  # where ranks write each other's rows by expert in one step
+    @property
+    def num_rows(self) -> int:
+        """M."""
+
+    @property
+    def row_of(self) -> Tensor:
+        """[N, K] int64, the pair's row of x, -1 where its expert lives elsewhere."""
+
+    @property
+    def topk_weights(self) -> Tensor:
+        """[N, K] float32, 0.0 where row_of is -1."""
+
+    @property
+    def sent(self) -> SentPairs | None:
+        """Where ranks write each other's rows by expert in one step."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ByExpert:
+    """The same, as the engine has listed it."""
+
+    num_rows: int
+    row_of: Tensor
+    topk_weights: Tensor
+    sent: SentPairs | None = None
 
 
 class Route(NamedTuple):

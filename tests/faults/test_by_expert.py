@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from tests.cases.inside import (
 from tests.cases.processes import Pools
 from tokenyard.engine import pair_counts
 from tokenyard.testing import Processes
+from tokenyard.wire import message as say
 
 pytestmark = pytest.mark.processes
 
@@ -160,13 +161,6 @@ def test_a_rank_that_tells_nonsense_is_named(wrong: int) -> None:
             assert "rank 1 wrote what no rank writes" in text
 
 
-class Lying(NamedTuple):
-    """A parcel that is filled here, and told to be there."""
-
-    address: int
-    told: tuple[int, int, int]
-
-
 def lie_of_parcels(group: Any, what: str) -> str:
     """The culprit names memory that holds something else than it has told."""
     with tokenyard.Buffer(group, transport="direct", timeout=scaled(20)) as buffer:
@@ -176,8 +170,13 @@ def lie_of_parcels(group: Any, what: str) -> str:
         other, memory = pool.take(64 if what == "size" else 1 << 16)
         memory[:] = {"size": 0, "experts": 77, "counts": 255}[what]
         if buffer.rank == CULPRIT:
-            honest = parcels.take
-            parcels.take = lambda size: Lying(honest(size).address, other.told)
+            honest = parcels.offer
+
+            def offer(size: int, table: Any, head: Any) -> None:
+                honest(size, table, head)
+                head[say.OFFER], head[say.OFFER + 1], head[say.OFFER + 2] = other.told
+
+            parcels.offer = offer
         given = good(buffer.rank)
         if what == "size":
             more = 1 << 14

@@ -30,7 +30,7 @@ from tokenyard.kernels.base import wide_dtype
 from tokenyard.runtime.completion import Completion
 from tokenyard.runtime.memory import as_bytes
 from tokenyard.transports import DirectPairs, Offer, PairsBack, PairsOut
-from tokenyard.types import ByExpert, Config, SentPairs
+from tokenyard.types import ByExpert, Config, KnownPairs, SentPairs
 from tokenyard.wire.columns import row_widths
 from tokenyard.wire.pairs import SHARES, UNWEIGHED, WEIGHED
 
@@ -227,7 +227,7 @@ def _sum_in_one_step(
     return out
 
 
-def _handle(engine: Engine, handle: Any) -> tuple[Handle, ByExpert]:
+def _handle(engine: Engine, handle: Any) -> tuple[Handle, KnownPairs]:
     known = engine.known(handle)
     if known.by_expert is None:
         raise ValueError(
@@ -236,7 +236,7 @@ def _handle(engine: Engine, handle: Any) -> tuple[Handle, ByExpert]:
     return known, known.by_expert
 
 
-def _sum_own(engine: Engine, y_MD: Tensor, by_expert: ByExpert, weigh: bool) -> Tensor:
+def _sum_own(engine: Engine, y_MD: Tensor, by_expert: KnownPairs, weigh: bool) -> Tensor:
     """[N, D]: this rank's share of each token that it got, where combine need not copy it."""
     row_of = by_expert.row_of
     share = engine.transport.empty(row_of.shape[0], y_MD.shape[1], y_MD.dtype)

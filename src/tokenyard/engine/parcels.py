@@ -8,6 +8,8 @@ come back as each rank's shares, which the combine sums first.
 
 from __future__ import annotations
 
+from array import array
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -27,12 +29,13 @@ from tokenyard.shm.pool import SegmentPool, rows
 from tokenyard.shm.segment import Segment
 from tokenyard.shm.shared_rows import SharedRows
 from tokenyard.transports import Offer
-from tokenyard.types import ByExpert, Config
+from tokenyard.types import Config
 from tokenyard.validate import NOT_PLAIN, lies_at
 from tokenyard.wire import exchange_table as at
 from tokenyard.wire import int64s
 from tokenyard.wire import message as say
 from tokenyard.wire.columns import column_offsets
+from tokenyard.wire.signals import READ
 from tokenyard.wire.verdicts import LOW, MORE_MEMORY, MORE_ROOM, MUCH
 
 if TYPE_CHECKING:
@@ -40,39 +43,75 @@ if TYPE_CHECKING:
     from tokenyard.engine.stages import Engine
 
 COMBINE = "combine by expert"
+_LEAVING = 5.0  # seconds that a rank waits for others to read its last parcel
 
 
 class Parcels:
     """The memory of a Buffer's parcels: two blocks, used in turn. A rank has read the parcels of a
     dispatch when it posts its next message, so a block is free again two dispatches later.
+
+    A dispatch that tells of a block for the first time ends when all ranks have read it. So they
+    have mapped it even if this rank ends right afterwards.
     """
 
     def __init__(self, pool: SegmentPool) -> None:
         self._pool, self._turn = pool, 0
         self._blocks: list[tuple[Segment, np.ndarray] | None] = [None, None]
+        self._known = [False, False]  # to all ranks
 
-    def take(self, num_bytes: int) -> Segment:
-        """Raises SharedMemoryError."""
+    @property
+    def are_used(self) -> bool:
+        return self._blocks != [None, None]
+
+    def offer(self, num_bytes: int, table: array[int], head: array[int]) -> None:
+        """Write where the next parcel of a call is, for this rank and for the others. Raises
+        SharedMemoryError.
+        """
         self._turn = turn = 1 - self._turn
         block = self._blocks[turn]
         if block is None or block[0].size < num_bytes:
-            self._blocks[turn] = None  # so that its memory can be taken again
+            self._blocks[turn] = block = None  # so that its memory can be taken again
             self._blocks[turn] = block = self._pool.take(num_bytes)
-        return block[0]
+            self._known[turn] = False
+        table[at.FIRST], table[at.BLOCK] = not self._known[turn], block[0].address
+        head[say.OFFER], head[say.OFFER + 1], head[say.OFFER + 2] = block[0].told
+
+    def were_read(self) -> None:
+        """The call has ended."""
+        self._known[self._turn] = True
 
 
-class Lists(NamedTuple):
-    """Of each row that comes, the row of each of its pairs, and the pair's weight."""
+class Lists:
+    """What a dispatch by parcels knows of its pairs: `types.KnownPairs`, written by compiled code.
 
-    row_of: np.ndarray  # [room, K] int64
-    weights: np.ndarray  # [room, K] float32
+    Its memory holds the row of each pair that came, int64, and then the weights, float32.
+    """
 
-    @staticmethod
-    def of(room: int, num_topk: int) -> Lists:
+    sent = None  # no rank has written another's rows
+    num_rows = num_came = 0  # M, and N: known once all is written
+
+    def __init__(self, room: int, num_topk: int) -> None:
+        """With room for the pairs of so many rows."""
         pairs = room * num_topk
-        memory = np.asarray(int64s.new(pairs + pairs // 2 + 1))
-        weights = memory[pairs:].view(np.float32)[:pairs]
-        return Lists(memory[:pairs].reshape(room, num_topk), weights.reshape(room, num_topk))
+        self._memory, self.num_topk, self._pairs = (
+            int64s.new(pairs + (pairs + 1) // 2),
+            num_topk,
+            pairs,
+        )
+        self.row_of_at = int64s.address(self._memory)
+        self.weights_at = self.row_of_at + 8 * pairs
+
+    @cached_property
+    def row_of(self) -> Tensor:
+        return self._part(torch.int64, 0)
+
+    @cached_property
+    def topk_weights(self) -> Tensor:
+        return self._part(torch.float32, 8 * self._pairs)
+
+    def _part(self, dtype: torch.dtype, begin: int) -> Tensor:
+        came = torch.frombuffer(self._memory, dtype=torch.uint8)[begin:].view(dtype)
+        return came[: self.num_came * self.num_topk].view(self.num_came, self.num_topk)
 
 
 class RowsByExpert(NamedTuple):
@@ -100,6 +139,13 @@ class CallsByExpert:
         self._engine, self._compiled, self._node = engine, compiled, node
         self._agreement, self._pool = engine.agreement, node.pool
         self.parcels = Parcels(node.pool)
+        engine.wait_to_leave = self.wait_to_leave
+
+    def wait_to_leave(self) -> None:
+        """Before this rank unmakes its parcels: wait until all ranks have read the last ones."""
+        if self.parcels.are_used:
+            mailbox = self._node.mailbox
+            mailbox.meet_soon(READ, mailbox.epochs[READ], _LEAVING)
 
     def dispatch(self, request: DispatchRequest) -> tuple[RowsByExpert, Handle] | None:
         """None if there is much to move: on all ranks."""
@@ -108,21 +154,19 @@ class CallsByExpert:
             plan = self._plan(given, request)
             num_tokens, num_topk = given.topk_idx.shape
             plan.table[at.MUCH_FROM] = self._compiled.plans.much_from
-            segment = self.parcels.take(self._parcel_bytes(given, plan))
+            self.parcels.offer(self._parcel_bytes(given, plan), plan.table, plan.head)
             most = num_tokens * min(num_topk, self._compiled.size)
             ledger = self._ledger(num_tokens, most, plan.src_room[0])
-            lists = Lists.of(ledger.src_room, num_topk)
+            lists = Lists(ledger.src_room, num_topk)
         except Exception as error:
             self._agreement.reject(BY_EXPERT, error)
-        table, head = plan.table, plan.head
+        table = plan.table
         table[at.X], table[at.TOPK_IDX] = given.x.data_ptr(), given.topk_idx.data_ptr()
         table[at.TOPK_WEIGHTS], table[at.NUM_TOKENS] = given.topk_weights.data_ptr(), num_tokens
         table[at.TERMS] = self._compiled.plans.terms(num_topk)
         table[at.SCALES] = 0 if given.scales is None else given.scales.data_ptr()
         table[at.PHASE], table[at.NUMBER] = at.START, self._agreement.number
         table[at.ROOM], table[at.RESULT_BYTES] = most, 0
-        table[at.BLOCK] = segment.address
-        head[say.OFFER], head[say.OFFER + 1], head[say.OFFER + 2] = segment.told
         ends = torch.empty(len(plan.per_expert), dtype=torch.int32, device="cpu")
         table[at.ENDS] = ends.data_ptr()
         results: tuple[Tensor, Tensor | None] | None = None
@@ -132,7 +176,7 @@ class CallsByExpert:
             if what == MORE_ROOM:
                 plan.src_room[0] = (verdict & LOW) + (verdict & LOW) // 4
                 ledger = ledger.with_room(plan.src_room[0])
-                lists = Lists.of(ledger.src_room, num_topk)
+                lists = Lists(ledger.src_room, num_topk)
                 self._tell(plan, ledger, lists)
             elif what == MORE_MEMORY:
                 results = self._results(plan, given)
@@ -141,6 +185,7 @@ class CallsByExpert:
                 return None
             else:
                 self._differs(plan, given, request)
+        self.parcels.were_read()
         return self._dispatched(plan, given, ledger, lists, ends, results)
 
     def _plain(self, request: DispatchRequest) -> _Given | None:
@@ -202,8 +247,7 @@ class CallsByExpert:
     def _tell(plan: Plan, ledger: WrittenLedger, lists: Lists) -> None:
         table = plan.table
         table[at.LEDGER], table[at.SRC_ROOM] = ledger.address, ledger.src_room
-        table[at.ROW_OF] = lists.row_of.ctypes.data
-        table[at.FACTORS] = lists.weights.ctypes.data
+        table[at.ROW_OF], table[at.FACTORS] = lists.row_of_at, lists.weights_at
 
     def _results(self, plan: Plan, given: _Given) -> tuple[Tensor, Tensor | None]:
         """Memory for the rows that come, now that their number is known."""
@@ -242,11 +286,7 @@ class CallsByExpert:
         ledger.num_rows, ledger.num_copies = table[at.NUM_ROWS], table[at.NUM_COPIES]
         if results is None:
             results = self._results(plan, given)
-        by_expert = ByExpert(
-            num_rows=table[at.END],
-            row_of=torch.from_numpy(lists.row_of[: ledger.num_rows]),
-            topk_weights=torch.from_numpy(lists.weights[: ledger.num_rows]),
-        )
+        lists.num_rows, lists.num_came = table[at.END], ledger.num_rows
         handle = Handle(
             self._engine.origin,
             table[at.NUMBER],
@@ -255,7 +295,7 @@ class CallsByExpert:
             plan.num_channels,
             ledger,
             None,
-            by_expert,
+            lists,
         )
         return RowsByExpert(*results, ends, per_expert), handle
 
@@ -266,8 +306,7 @@ class CallsByExpert:
         by_expert, ledger, compiled = handle.by_expert, handle.ledger, self._compiled
         y_at = lies_at(y, 2)
         if not (
-            by_expert is not None
-            and by_expert.sent is None
+            type(by_expert) is Lists
             and type(ledger) is WrittenLedger
             and handle.origin is self._engine.origin
             and y_at != NOT_PLAIN
@@ -293,11 +332,10 @@ class CallsByExpert:
             sums = compiled.sums_of(plan, y) if out is None else out
         except SharedMemoryError:
             return None
-        row_of, weights = by_expert.row_of, by_expert.topk_weights
         table[at.Y], table[at.WEIGH] = y_at, weigh
-        table[at.ROW_OF], table[at.FACTORS] = row_of.data_ptr(), weights.data_ptr()
-        table[at.NUM_ROWS], table[at.NUM_TOPK] = row_of.shape
-        table[at.TERMS] = compiled.plans.terms(row_of.shape[1])
+        table[at.ROW_OF], table[at.FACTORS] = by_expert.row_of_at, by_expert.weights_at
+        table[at.NUM_ROWS], table[at.NUM_TOPK] = by_expert.num_came, by_expert.num_topk
+        table[at.TERMS] = compiled.plans.terms(by_expert.num_topk)
         table[at.LEDGER], table[at.ROOM] = ledger.address, ledger.room
         table[at.HANDLE], table[at.NUMBER] = handle.call, self._agreement.number
         table[at.PHASE], table[at.COPIES] = at.START, 0

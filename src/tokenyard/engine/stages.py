@@ -84,6 +84,7 @@ class Engine:
         self.statistics = Statistics(self.rank, links_of(transport, topology), agreement.waits)
         # For calls of few tokens, where there is such.
         self.compiled: CompiledCalls | CompiledNodeCalls | None = None
+        self.wait_to_leave: Callable[[], None] | None = None  # before memory is unmade
         on_device = streams is not None and kernels.counts_on_device and transport.tells_from_device
         self.local = Preparation(
             kernels,
@@ -310,6 +311,7 @@ class Engine:
     def close(self) -> None:
         """Wait for calls that still go on: they end, or fail, as any call does."""
         self.worker.close()
+        self._wait_to_leave()
         self.failure.error = None  # whose traceback holds this engine
         self._leave()
 
@@ -321,9 +323,16 @@ class Engine:
         def last() -> None:
             if first is not None and self.failure.error is None:
                 first()
+            self._wait_to_leave()
             self._leave()
 
         self.worker.close_then(last)
+
+    def _wait_to_leave(self) -> None:
+        """Others may still read what the last call has named."""
+        wait, self.wait_to_leave = self.wait_to_leave, None
+        if wait is not None and self.failure.error is None:
+            wait()
 
     def _leave(self) -> None:
         self.compiled = None  # which holds this engine

@@ -362,31 +362,29 @@ class PairByExpert(StandingPair):
         self._parcels, self._plans = compiled.by_expert.parcels, compiled.plans
         self._widths = 8 * shape.num_topk, 4 * shape.num_topk, shape.row_bytes
         self._kernel = compiled.kernels.exchange_by_expert(int64s.address(self._table))
-        lists = Lists.of(self._most_rows, shape.num_topk)
-        self._lists = lists
+        self._lists = lists = Lists(self._most_rows, shape.num_topk)
         for table in (self._table, self._back):
-            table[at.ROW_OF] = lists.row_of.ctypes.data
-            table[at.FACTORS] = lists.weights.ctypes.data
+            table[at.ROW_OF], table[at.FACTORS] = lists.row_of_at, lists.weights_at
         self._back_head[say.OFFER] = 1  # shares can be read when they are offered
         self._much: OrdinaryPair | None = None  # by which a large dispatch has gone
 
     def dispatch(self, x: Any, topk_idx: Any, topk_weights: Any) -> PreparedRows:
         self._tell_input(x, topk_idx, topk_weights)
         self._turn = 1 - self._turn
-        turn, table, head = self._turns[self._turn], self._table, self._head
+        turn, table = self._turns[self._turn], self._table
         table[at.MUCH_FROM] = self._plans.much_from
         try:
-            segment = self._parcels.take(column_offsets(table[at.NUM_TOKENS], self._widths)[-1])
+            num_bytes = column_offsets(table[at.NUM_TOKENS], self._widths)[-1]
+            self._parcels.offer(num_bytes, table, self._head)
         except SharedMemoryError as error:
             self._agreement.reject(self._dispatch_stage, error)
-        table[at.BLOCK], table[at.PER_EXPERT] = segment.address, turn.counts_at
-        table[at.ENDS], table[at.RESULT] = turn.ends_at, turn.x.data_ptr()
-        table[at.RESULT_BYTES] = turn.x.nbytes
-        head[say.OFFER], head[say.OFFER + 1], head[say.OFFER + 2] = segment.told
+        table[at.PER_EXPERT], table[at.ENDS] = turn.counts_at, turn.ends_at
+        table[at.RESULT], table[at.RESULT_BYTES] = turn.x.data_ptr(), turn.x.nbytes
         number, self._much = self._agreement.number, None
         if not self._make(self._kernel, table, 0, say.OFFER):
             self._much = OrdinaryPair(self._engine, self._shape)
             return self._much.dispatch_much(x, topk_idx, topk_weights)
+        self._parcels.were_read()
         self._given, self._number = (), number
         self._num_rows = num_rows = table[at.END]
         return PreparedRows(turn.rows(num_rows), turn)

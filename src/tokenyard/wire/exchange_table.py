@@ -82,7 +82,8 @@ SCALES = 58  # address of [T, S], which go with the rows of FP8
 SCALE_BYTES = 59  # of a row of them; 0: there are none
 RESULT_SCALES = 60  # address of the scales of the rows of a dispatch
 MUCH_FROM = 61  # bytes of all ranks' pairs from which they do not travel in parcels
-TABLE_WORDS = 62
+FIRST = 62  # 1 if BLOCK is told for the first time: then a dispatch waits until it was read
+TABLE_WORDS = 63
 
 # Phases. A call of a phase has done all that comes before it.
 START = 0

@@ -4,7 +4,8 @@ from the parcels of all ranks.
 A parcel holds what a rank has for the others: experts, weights, rows and scales of all its tokens
 (`parcel_bytes`). Each rank reads the parcels of all ranks, and copies the rows of its experts
 straight to their places, by (expert, source rank, token). So ranks meet once. They have read a
-parcel when they post their next message: its memory is written again two dispatches later.
+parcel when they post their next message: its memory is written again two dispatches later. Who
+wants to close his Buffer before that looks whether they have told that they have read it.
 
 What is read of a parcel twice is copied first, since another rank could change it in between.
 """
@@ -37,7 +38,7 @@ from tokenyard.kernels.numba.signals import verdict
 from tokenyard.wire import exchange_table as at
 from tokenyard.wire import message as say
 from tokenyard.wire.columns import LINE
-from tokenyard.wire.signals import MAIL
+from tokenyard.wire.signals import MAIL, READ
 from tokenyard.wire.verdicts import DONE, GENERAL, LATE, MAP, MORE_MEMORY, MORE_ROOM, MUCH, STRAY
 
 
@@ -293,7 +294,10 @@ def _by_expert_kernel(table):
         fence_stores()
         width = words[at.ROW_BYTES] + words[at.SCALE_BYTES] + 12 * words[at.NUM_TOPK]
         count_rows(table, width, False)
-        words[at.PHASE] = at.OVER
+        signal(table, READ)  # for those who wait before they leave
+        words[at.PHASE] = at.SUMMED
+    if words[at.FIRST] != 0 and not passes(table, at.SUMMED, READ):
+        return verdict(LATE, READ)
     return np.int64(DONE)
 
 
