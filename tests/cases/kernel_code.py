@@ -27,8 +27,8 @@ SUMS = typeof(_Sum(*[0] * 10, False, 0, 0))  # type: ignore[call-arg, arg-type]
 
 # Kernels in which something may be streamed, as Python calls them.
 STREAM = {
-    "between_nodes.combine._add_up_kernel": (BFLOAT16, WIDE, I64),
-    "between_nodes.combine._pack_combine_kernel": (BFLOAT16, WIDE, I64),
+    "between_nodes.combine._add_up_kernel": (BFLOAT16, WIDE, I64, I64),
+    "between_nodes.combine._sum_for_kernel": (BFLOAT16, WIDE, I64, I64),
     "exchange.by_expert._by_expert_kernel": (I64,),
     "exchange.combine._combine_kernel": (BFLOAT16, WIDE, I64),
     "exchange.dispatch._dispatch_kernel": (I64,),

@@ -69,12 +69,14 @@ def lie(group: Any, more: int) -> str:
             key = next(key for key, one in compiled._plans.items() if one is plan)
 
             def pack() -> int:
-                verdict = plan.steps.pack()
-                sent = compiled._enclosures.staging.sent[0].numpy().view("int64")
+                verdict = rows.pack()
+                sent = compiled._enclosures.steps.staging.sent[0].numpy().view("int64")
                 sent[BEFORE + PAYLOAD] += more
                 return int(verdict)
 
-            compiled._plans[key] = plan._replace(steps=plan.steps._replace(pack=pack))
+            rows = plan.steps.rows
+            steps = plan.steps._replace(rows=rows._replace(pack=pack))
+            compiled._plans[key] = plan._replace(steps=steps)
         try:
             buffer.dispatch(**given)
         except tokenyard.PeerError as error:

@@ -239,7 +239,6 @@ OWN_KERNELS = {
         "exchange",
         "llvm",
         "logfmt",
-        "parcels",
         "progress",
         "ring",
     }

@@ -33,6 +33,9 @@ from tokenyard.testing import Processes, assert_same, numbered_tokens, routing, 
 from tokenyard.transports.hierarchical import enclosed
 from tokenyard.transports.hierarchical.route import pack_marks
 from tokenyard.transports.hierarchical.staging import Staging
+from tokenyard.wire import int64s
+from tokenyard.wire import nodes_table as at
+from tokenyard.wire.verdicts import DONE, STRAY
 
 SHAPES = [(1, 1), (2, 2), (3, 2, 1)]
 
@@ -214,11 +217,34 @@ def test_processes_fit_and_do_not_fit_in_turn(sizes: tuple[int, ...], processes:
             assert_same(got, want, f"seed {seed}, rank {rank}")
 
 
+def table_of(
+    marks_TR: Tensor, ranks: Tensor, columns: list[Tensor], parcel: Tensor, kept: list[Any]
+) -> Any:
+    """A table of steps whose only other node has these ranks, and whose staging is the parcel."""
+    table = int64s.new(at.TABLE_WORDS)
+    firsts, parcels = np.array([0, len(ranks)]), np.array([parcel.data_ptr()] * 2)
+    tally = np.zeros((at.FACTS + len(ranks), 2), np.int64)
+    tally[at.CAME_TOKENS] = len(marks_TR)
+    bits = np.zeros(2 * len(marks_TR) * -(-len(ranks) // 8), np.uint8)
+    table[at.SIZE], table[at.NUM_RANKS] = marks_TR.shape[1], len(ranks)
+    table[at.RANKS], table[at.FIRSTS] = ranks.data_ptr(), firsts.ctypes.data
+    table[at.STAGED] = table[at.PARCELS] = parcels.ctypes.data
+    table[at.NUM_TOKENS], table[at.MARKS] = len(marks_TR), marks_TR.data_ptr()
+    table[at.TALLY], table[at.BITS] = tally.ctypes.data, bits.ctypes.data
+    table[at.NUM_COLUMNS] = len(columns)
+    for place, column in enumerate(columns):
+        table[at.SOURCES + place] = column.data_ptr()
+        table[at.STRIDES + place], table[at.WIDTHS + place] = column.stride(0), column.shape[1]
+    kept += [firsts, parcels, tally, bits]
+    return table, tally, bits
+
+
 @pytest.mark.parametrize("num_ranks", [1, 3, 8, 11])
 def test_parcels(num_ranks: int) -> None:
     """A parcel holds marks and records; whoever takes rows from it gets those of one rank."""
     generator = torch.Generator().manual_seed(num_ranks)
     others, tokens = 4, 9
+    kept: list[Any] = []
     marks = torch.rand(tokens, num_ranks + others, generator=generator) < 0.3
     ranks = torch.randperm(num_ranks + others, generator=generator)[:num_ranks].sort().values
     columns = [
@@ -226,25 +252,34 @@ def test_parcels(num_ranks: int) -> None:
         for width in (5, 1, 17)
     ]
     parcel = torch.full((4096,), 255, dtype=torch.uint8)
-    num_records = kernels.fill_parcel(columns, marks, ranks.numpy(), parcel.data_ptr())
+    table, tally, bits_kept = table_of(marks, ranks, columns, parcel, kept)
+    steps = kernels.nodes_rows(int64s.address(table))
+    assert steps.fill_own() == DONE
     mine = marks[:, ranks]
     bits = pack_marks(marks.numpy(), ranks.tolist())
     assert_same(parcel[: len(bits)], torch.from_numpy(bits))
     records = torch.cat([as_bytes(column) for column in columns], 1)[mine.any(1)]
-    assert num_records == len(records)
     begin = -(-len(bits) // 64) * 64
     assert_same(parcel[begin : begin + records.numel()].view(records.shape), records)
     assert bool((parcel[begin + records.numel() :] == 255).all())
+    table[at.SIZE] = 2  # both of which have left this parcel
     for place in range(num_ranks):
         want = [column[mine[:, place]] for column in columns]
         got = [torch.zeros_like(column).repeat(2, 1) for column in want]
-        arguments = np.array([parcel.data_ptr()] * 2), np.array([tokens] * 2)
-        counts = np.array([len(want[0])] * 2)
-        assert kernels.take_parcels(*arguments, counts, num_ranks, place, got) == -1
+        table[at.PLACE] = place
+        for column, one in enumerate(got):
+            table[at.TARGETS + column] = one.data_ptr()
+        counts = tally[at.CAME_ROWS]
+        counts[:] = len(want[0])
+        assert steps.take() == DONE
         assert_same(got, [column.repeat(2, 1) for column in want])
+        assert_same(torch.from_numpy(bits_kept), torch.from_numpy(bits).repeat(2))
+        assert tally[at.CAME_RECORDS].tolist() == [len(records)] * 2
+        assert tally[at.CAME_BITS].tolist() == [0, len(bits)]
+        assert_same(torch.from_numpy(tally[at.FACTS :, 1]), mine.sum(0))
         for wrong in (-1, 1):
             counts[1] += wrong
-            assert kernels.take_parcels(*arguments, counts, num_ranks, place, got) == 1
+            assert steps.take() == (STRAY << 32 | 1)
             counts[1] -= wrong
 
 
@@ -258,8 +293,8 @@ def late_message(group: Any) -> bool:
         with suppress(tokenyard.PeerError):
             exchange(buffer)
         return True
-    received = transport_of(buffer).enclosures.staging.received[0][0]
-    owner = weakref.ref(transport_of(buffer).enclosures.staging._own)
+    received = transport_of(buffer).enclosures.steps.staging.received[0][0]
+    owner = weakref.ref(transport_of(buffer).enclosures.steps.staging._own)
     with pytest.raises(tokenyard.PeerTimeout):
         exchange(buffer)
     del buffer

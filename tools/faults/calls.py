@@ -124,8 +124,8 @@ FAULTS = (
     Fault(
         "nodes-take-writes-past-the-result",
         "compiled calls",
-        _NODES + "dispatch.py",
-        "                if row == end:\n                    return verdict(STRAY, s)\n",
+        _NODES + "parcels.py",
+        "        if takes and row == end:\n            return np.int64(-1)\n",
         "",
         first="tests/faults/test_enclosed_rows.py",
         reason="the call is refused all the same, after a row past the end: wants guard pages",

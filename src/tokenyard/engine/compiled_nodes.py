@@ -1,10 +1,9 @@
 """Calls of few tokens between nodes: one message each way, and a few compiled steps around it.
 
 A dispatch or combine of a plain kind (see `CompiledNodeCalls.dispatch`) looks up the plan of its
-shape, and makes the steps of `kernels.numba.between_nodes`. Between them it exchanges messages with
-other nodes, and passes on what came to the ranks of its own. The messages are those of
-`transports.hierarchical.enclosed`, so each rank is free to take either way in every call. Whatever
-is unusual is handed over to the engine: before the exchange, or with what was heard.
+shape, and makes the steps that the engine's calls make too (`transports.hierarchical.enclosed`),
+with compiled ones of its own before and after. So each rank is free to take either way in every
+call. Whatever is unusual is handed over to the engine: before the exchange, or with what was heard.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from tokenyard.engine.shapes import find_placement, is_valid, tell_shape
 from tokenyard.engine.statistics import COMPILED
 from tokenyard.errors import SharedMemoryError
 from tokenyard.handle import Handle
+from tokenyard.kernels.base import RowSteps, Step, SumSteps
 from tokenyard.runtime import memory
 from tokenyard.runtime.completion import Completion
 from tokenyard.transports import Offer
 from tokenyard.transports.hierarchical import HierarchicalTransport
 from tokenyard.transports.hierarchical.enclosed import MOST_SUMS, Came
-from tokenyard.types import ROW_DTYPES, Config, round_up
+from tokenyard.types import ROW_DTYPES, Config
 from tokenyard.validate import NOT_PLAIN, SUMMABLE, lies_at
 from tokenyard.wire import int64s
 from tokenyard.wire import message as say
 from tokenyard.wire import nodes_table as at
-from tokenyard.wire.columns import LINE
 from tokenyard.wire.exchange_table import HEARD, POSTED
 from tokenyard.wire.verdicts import GENERAL, LOW
 
@@ -44,6 +43,8 @@ if TYPE_CHECKING:
     from tokenyard.engine.stages import Engine
 
 _AT_ONCE = Completion()
+_X, _IDX, _WEIGHTS, _TOKENS = range(at.SOURCES, at.SOURCES + 4)
+_OUT = at.TARGETS
 
 _Dispatched = tuple[Tensor, Tensor, Tensor, list[int], Handle]
 
@@ -73,7 +74,8 @@ class CompiledNodeCalls:
         self, engine: Engine, transport: HierarchicalTransport, kernels: NodeKernels
     ) -> None:
         self._engine, self._transport, self._kernels = engine, transport, kernels
-        self._steps, self._enclosures = transport.steps, transport.enclosures
+        self._enclosures = transport.enclosures
+        self._steps = transport.enclosures.steps
         self._agreement = engine.agreement
         self.rank, self.size = transport.rank, transport.size
         self._plans: dict[Any, _Plan] = {}
@@ -116,28 +118,33 @@ class CompiledNodeCalls:
         if choice is not None and (topk_idx := choice.or_none(topk_idx)) is None:
             return None
         steps, table = plan.steps, plan.table
+        rows: RowSteps = steps.rows
         num_bytes = self._enclosures.num_bytes(num_tokens, plan.record_bytes)
         if self.leave_at == POSTED or not self._enclosures.has_room(num_bytes, num_bytes):
             return None
         number, begin = self._agreement.number, time.monotonic_ns()
         marks_TR = memory.empty_array((num_tokens, self.size), np.bool_)
-        tally_3R = memory.empty_array((3, self.size), np.int64)
-        table[at.NUMBER], table[at.NUM_TOKENS] = number, num_tokens
-        table[at.X], table[at.TOPK_IDX] = x.data_ptr(), topk_idx.data_ptr()
-        table[at.TOPK_WEIGHTS] = topk_weights.data_ptr()
-        table[at.MARKS], table[at.TALLY] = marks_TR.ctypes.data, tally_3R.ctypes.data
+        tally_FR = memory.empty_array((at.FACTS + table[at.NUM_RANKS], self.size), np.int64)
+        table[at.NUM_TOKENS] = num_tokens
+        table[_X], table[_IDX] = x.data_ptr(), topk_idx.data_ptr()
+        table[_WEIGHTS] = topk_weights.data_ptr()
+        table[_TOKENS] = self._engine.local.token_numbers(num_tokens).data_ptr()
+        table[at.MARKS], table[at.TALLY] = marks_TR.ctypes.data, tally_FR.ctypes.data
         self._steps.begin(table)
-        plan.head[say.STAMP] = begin
-        if steps.pack():
+        head = plan.head
+        head[say.NUMBER], head[say.TOKENS], head[say.STAMP] = number, num_tokens, begin
+        if steps.tell():
             return None
         self._agreement.engaged = True
-        heard = self._exchange(plan, steps.fill_own, begin, "dispatch")
+        rows.pack()
+        heard = self._exchange(table, rows.relay, rows.fill_own, begin, "dispatch")
         verdict = GENERAL << 32 if self.leave_at == HEARD else steps.hear()
         if verdict >> 32 == GENERAL:
             request = DispatchRequest.plain(
                 x, given_idx, topk_weights, num_experts, expert_alignment, config, tag
             )
-            told = self._hand_over(heard, [], "dispatch", tuple(marks_TR.sum(0).tolist()))
+            came = Came(table, rows)
+            told = self._hand_over(heard, came, "dispatch", tuple(marks_TR.sum(0).tolist()))
             got, made, _ = self._engine.dispatch(request, _AT_ONCE, heard=told)
             assert got.topk_idx is not None
             assert got.topk_weights is not None
@@ -149,23 +156,24 @@ class CompiledNodeCalls:
         recv_idx = memory.empty(num_rows, num_topk, dtype=torch.int64)
         recv_weights = memory.empty(num_rows, num_topk, dtype=torch.float32)
         tokens_N = memory.empty(num_rows, dtype=torch.int32)
-        bits = memory.empty_array(int(tally_3R[0].sum()) * self._transport.mark_bytes, np.uint8)
-        table[at.OUT_X], table[at.OUT_IDX] = recv_x.data_ptr(), recv_idx.data_ptr()
-        table[at.OUT_WEIGHTS] = recv_weights.data_ptr()
-        table[at.OUT_TOKENS], table[at.BITS] = tokens_N.data_ptr(), bits.ctypes.data
-        verdict = steps.take()
+        bits = memory.empty_array(int(tally_FR[0].sum()) * self._transport.mark_bytes, np.uint8)
+        table[_OUT], table[_OUT + 1] = recv_x.data_ptr(), recv_idx.data_ptr()
+        table[_OUT + 2], table[_OUT + 3] = recv_weights.data_ptr(), tokens_N.data_ptr()
+        table[at.BITS] = bits.ctypes.data
+        verdict = rows.take()
         if verdict:
             raise self._enclosures.stray(verdict & LOW, "dispatch")
+        steps.localise()
         self._agreement.number = number + 1
         where = self.rank, self._engine.topology, self._engine.kernels
-        ledger = MarkedLedger(marks_TR, tally_3R, bits, tokens_N, *where)
+        ledger = MarkedLedger(marks_TR, tally_FR, bits, tokens_N, *where)
         handle = Handle(self._engine.origin, number, *plan.shape, ledger)
         statistics = self._engine.statistics
         first, num_local = at.BEFORE + say.PAYLOAD + 1, len(plan.per_expert)
         load = statistics.load(table[at.NUM_EXPERTS], num_local)
         load += heard[self._steps.slots_R, first : first + num_local].sum(0)
         sent_R, width = marks_TR.sum(0), plan.record_bytes
-        statistics.count("dispatch", begin, sent_R, tally_3R[1], width, COMPILED)
+        statistics.count("dispatch", begin, sent_R, tally_FR[at.CAME_ROWS], width, COMPILED)
         return recv_x, recv_idx, recv_weights, plan.per_expert.tolist(), handle
 
     def forget(self) -> None:
@@ -197,9 +205,8 @@ class CompiledNodeCalls:
                 return None
             self._plans[key] = plan
         steps, table, width = plan.steps, plan.table, plan.record_bytes
-        most_records = int(ledger.tally_3R[2, self._transport.partners].max(initial=0))
-        enclosed = round_up(most_records * width, LINE)
-        staged = 8 * at.HEADER + round_up(ledger.num_rows * width, LINE)
+        made: SumSteps = steps.sums
+        enclosed, staged = self._enclosures.sizes(ledger.tally_FR, ledger.num_rows, (width,))
         if enclosed > MOST_SUMS or not self._enclosures.has_room(enclosed, staged):
             return None
         number, num_tokens = self._agreement.number, ledger.num_tokens
@@ -208,43 +215,43 @@ class CompiledNodeCalls:
             sums = self._engine.local.empty_sum(x, num_tokens)
         except SharedMemoryError:
             return None
-        table[at.OUT_X] = sums.data_ptr()
-        table[at.NUMBER], table[at.NUM_TOKENS] = number, num_tokens
-        table[at.X], table[at.HANDLE] = x.data_ptr(), handle.call
+        table[_OUT] = sums.data_ptr()
+        table[_X], table[at.NUM_TOKENS], table[at.HANDLE] = x.data_ptr(), num_tokens, handle.call
         table[at.MARKS] = ledger.marks_TR.ctypes.data
-        table[at.TALLY], table[at.BITS] = ledger.tally_3R.ctypes.data, ledger.bits.ctypes.data
+        table[at.TALLY], table[at.BITS] = ledger.tally_FR.ctypes.data, ledger.bits.ctypes.data
         self._steps.begin(table)
-        plan.head[say.STAMP] = begin
-        steps.stage()
-        if not self._steps.neighbours_staged() or steps.pack():
+        if not self._steps.stage(made):
             return None
+        head = plan.head
+        head[say.NUMBER], head[say.HANDLE], head[say.STAMP] = number, handle.call, begin
+        self._steps.told_RW[:, at.BEFORE : at.BEFORE + say.PAYLOAD] = head
         self._agreement.engaged = True
-        heard = self._exchange(plan, _nothing, begin, "combine")
+        made.pack()
+        made.sum_for[0]()
+        heard = self._exchange(table, made.relay, None, begin, "combine")
         if self.leave_at == HEARD or steps.hear():
-            bases_L = np.array(plan.scratch[: table[at.NUM_RANKS]], np.int64)
-            told = self._hand_over(heard, [bases_L], "combine", ())
+            told = self._hand_over(heard, Came(table, made), "combine", ())
             return self._engine.combine(
                 x, handle, None, None, None, config, None, tag, _AT_ONCE, told
             )[0]
-        steps.add_up()
+        made.add_up[0]()
         self._agreement.number = number + 1
-        came_R, went_R = ledger.tally_3R[1], ledger.marks_TR.sum(0)
+        came_R, went_R = ledger.tally_FR[at.CAME_ROWS], ledger.marks_TR.sum(0)
         self._engine.statistics.count("combine", begin, came_R, went_R, width, COMPILED)
         return sums
 
-    def _exchange(self, plan: _Plan, meanwhile: Any, begin: int, stage: str) -> np.ndarray:
+    def _exchange(
+        self, table: array[int], relay: Step, meanwhile: Step | None, begin: int, stage: str
+    ) -> np.ndarray:
         with self._transport.telling():
-            heard = self._steps.exchange(
-                plan.table, plan.steps.relay, meanwhile, f"{stage} (notify)"
-            )
+            heard = self._steps.exchange(table, relay, meanwhile, f"{stage} (notify)")
         self._agreement.note_stamps(begin, heard[self._steps.slots_R, at.BEFORE + say.STAMP])
         return heard
 
     def _hand_over(
-        self, heard: np.ndarray, bases: list[np.ndarray], stage: str, counts: tuple[int, ...]
+        self, heard: np.ndarray, came: Came, stage: str, counts: tuple[int, ...]
     ) -> Heard:
-        """What the engine goes on with. All ranks have met in the turn of the last call."""
-        came = Came((self._enclosures.calls - 1) % 2, bases)
+        """What the engine goes on with. All ranks have met."""
         told_RW = heard[self._steps.slots_R]
         with self._transport.telling():
             told, offer = self._enclosures.settle(told_RW, Offer(), came, f"{stage} (notify)")
@@ -275,7 +282,8 @@ class CompiledNodeCalls:
         call = Call.of_shape("dispatch", dtype, hidden, config, buffer=buffer, **more)
         head[say.CALL : say.TOKENS] = call
         per_expert, kept = tell_shape(table, placement, self.rank, num_topk, expert_alignment)
-        table[at.ROW_BYTES] = row_bytes = hidden * dtype.itemsize
+        row_bytes = hidden * dtype.itemsize
+        _write_widths(table, row_bytes, 8 * num_topk, 4 * num_topk, 4)
         return _Plan(
             self._kernels.nodes_dispatch(int64s.address(table)),
             table,
@@ -297,7 +305,8 @@ class CompiledNodeCalls:
         buffer = self._agreement.buffer_id
         call = Call.of_shape("combine", dtype, hidden, config, buffer=buffer, tag=tag)
         head[say.CALL : say.TOKENS] = call
-        table[at.ROW_BYTES] = row_bytes = hidden * dtype.itemsize
+        row_bytes, table[at.IS_BACK] = hidden * dtype.itemsize, True
+        _write_widths(table, row_bytes)
         return _Plan(
             self._kernels.nodes_combine(dtype, int64s.address(table)),
             table,
@@ -314,16 +323,17 @@ class CompiledNodeCalls:
         """A table, the message up to its payload, and scratch memory."""
         if len(self._plans) >= MOST_PLANS:
             self._plans.clear()
-        table = int64s.new(len(self._steps.words))
-        table[:] = self._steps.words
+        table, scratch = self._steps.table(num_experts)
         head = np.zeros(say.PAYLOAD, np.int64)
-        scratch = int64s.new(at.scratch_words(self.size, num_experts))
-        table[at.HEAD], table[at.SCRATCH] = head.ctypes.data, int64s.address(scratch)
+        table[at.HEAD], table[at.COMES] = head.ctypes.data, at.ENCLOSES
         return table, head, scratch
 
 
-def _nothing() -> None:
-    """What a combine does while messages travel."""
+def _write_widths(table: array[int], *widths: int) -> None:
+    """The bytes of a row of each column, whose rows lie one after the other."""
+    table[at.NUM_COLUMNS] = len(widths)
+    for column, width in enumerate(widths):
+        table[at.WIDTHS + column] = table[at.STRIDES + column] = width
 
 
 def compiled_node_calls(engine: Engine, kernels: Any) -> CompiledNodeCalls | None:

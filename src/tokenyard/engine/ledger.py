@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cached_property
-from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from tokenyard.topology import Topology
 from tokenyard.transports.hierarchical.route import KnownMarks
 from tokenyard.types import Flow, Route
 from tokenyard.wire import int64s
+from tokenyard.wire.nodes_table import CAME_ROWS, CAME_TOKENS
 
 
 class WrittenLedger:
@@ -122,20 +122,17 @@ class MarkedLedger:
     def __init__(
         self,
         marks_TR: np.ndarray,
-        tally_3R: np.ndarray,
+        tally_FR: np.ndarray,
         bits: np.ndarray,
         src_idx: Tensor,
         rank: int,
         topology: Topology,
         kernels: RowKernels,
     ) -> None:
-        """`marks_TR` say which ranks get each token of this rank; `tally_3R`, int64 by source: its
-        tokens, its rows for this rank, records here; `bits`, which ranks of this node get each
-        token of all ranks, as parcels have them.
-        """
-        self.marks_TR, self.tally_3R, self.bits, self.src_idx = marks_TR, tally_3R, bits, src_idx
+        """`marks_TR`, `tally_FR` and `bits` are as `KnownMarks` has them."""
+        self.marks_TR, self.tally_FR, self.bits, self.src_idx = marks_TR, tally_FR, bits, src_idx
         self.num_tokens, self.num_rows = len(marks_TR), src_idx.shape[0]
-        self.tokens_R = tally_3R[0]
+        self.tokens_R = tally_FR[CAME_TOKENS]
         self._rank, self._topology, self._kernels = rank, topology, kernels
 
     @cached_property
@@ -145,12 +142,9 @@ class MarkedLedger:
     @cached_property
     def flow(self) -> Flow:
         topology, tokens_R = self._topology, self.tokens_R
-        each = -(-len(topology.ranks_of_node[topology.node_of_rank[self._rank]]) // 8)
-        ends = accumulate((each * tokens_R).tolist(), initial=0)
-        bits_R = [self.bits[begin:end] for begin, end in pairwise(ends)]
-        known = KnownMarks(self.marks_TR, bits_R, topology, self._rank)
+        known = KnownMarks(self.marks_TR, self.tally_FR, self.bits, topology, self._rank)
         route = self._kernels.route(self.is_token_in_rank)
-        return Flow.of(route, self.tally_3R[1], tokens_R, two_level=known)
+        return Flow.of(route, self.tally_FR[CAME_ROWS], tokens_R, two_level=known)
 
     @cached_property
     def is_token_in_rank(self) -> Tensor:

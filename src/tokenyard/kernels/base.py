@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Protocol, TypeVar, cast
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -28,6 +28,27 @@ SETS = ("numba", "reference", "triton")
 Array = TypeVar("Array", Tensor, np.ndarray)
 Tensors = Sequence[Tensor]
 NodeOfRank = Sequence[int]
+Step = Callable[[], int]  # of a compiled call: it returns a verdict
+
+
+class RowSteps(NamedTuple):
+    """The steps of a dispatch of few rows between nodes (`wire.nodes_table`)."""
+
+    pack: Step  # write messages to other nodes, with parcels
+    fill_own: Step  # leave this rank's rows for its own node in its staging
+    relay: Step  # lay out what partners sent for the ranks of the node
+    take: Step  # take this rank's rows
+
+
+class SumSteps(NamedTuple):
+    """The steps of a combine of few rows between nodes."""
+
+    stage: Step  # leave the rows that other ranks of the node sum
+    find: Step  # the rows of the neighbours; GENERAL if they staged other rows
+    pack: Step  # write messages to other nodes, with room for sums
+    sum_for: Sequence[Step]  # by column: sum for other nodes, into the messages
+    relay: Step
+    add_up: Sequence[Step]  # by column: the sums of this rank's tokens
 
 
 class RowKernels(Protocol):

@@ -1,10 +1,11 @@
 """What the compiled steps of a call between nodes are told: a table of int64, with a name for every
 word.
 
-`engine.compiled_nodes` fills the words of a Buffer and of a shape once, those of the staging when
-it has grown, and before each call the few that differ from call to call. Addresses are of memory
-that the caller keeps until the call is over. Letters are as in `types`; L ranks share this rank's
-node, and P is 1 plus the most partners that a rank of it has.
+Both ways of a call fill it: `engine.compiled_nodes`, and the engine's through
+`transports.hierarchical.enclosed`. The words of a Buffer and of a shape are written once, those of
+the staging when it has grown, and before each call the few that differ from call to call. Addresses
+are of memory that the caller keeps until the call is over. Letters are as in `types`; L ranks share
+this rank's node, and P is 1 plus the most partners that a rank of it has.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from tokenyard.wire.exchange_table import (
     PADDED_EXPERTS,
     PER_EXPERT,
     RANK_OF_EXPERT,
-    ROW_BYTES,
 )
+from tokenyard.wire.message import MESSAGE_WORDS
 
 # The Buffer.
 RANK = 0  # this rank
@@ -42,8 +43,8 @@ NUM_RAILS = 13  # of this rank: the first is its own
 # The shape of a call has the places that it has in the table of calls on one node: HEAD to
 # PER_EXPERT.
 
-RELAYED = 25  # address of [L, P, MESSAGE]: messages for the ranks of the node
-SCRATCH = 26  # address of scratch_words(R, E) words that no call keeps anything in
+RELAYED = 25  # address of [L, P, WIDTH]: messages for the ranks of the node
+TOLD = 26  # address of [R, WIDTH]: what this rank tells each rank
 
 # The staging, in the turn of a call.
 STAGED = 27  # address of [L] addresses: where each local rank has staged its rows
@@ -54,32 +55,44 @@ OUTGOING = 31  # address of [rails] addresses: the messages of this rank
 COUNTS = 32  # out, address of [rails, nodes]: bytes of each message
 ROWS = 33  # out, the same: how many of them are rows
 ENCLOSED = 34  # the most bytes that a message may enclose
+MOST_STAGED = 35  # and that a rank may stage
 
 # What differs from call to call.
-NUMBER = 35  # of the call
-NUM_TOKENS = 36  # T
-WANTS = 37  # bytes that this rank would like to enclose
-WANTS_STAGED = 38  # and to stage
-X = 39  # address of the rows: [T, D] of a dispatch, [N, D] of a combine
-TOPK_IDX = 40  # address of [T, K] int64
-TOPK_WEIGHTS = 41  # address of [T, K] float32
+SCRATCH = 36  # address of scratch_words(R, L, E) words that no call keeps anything in
+COMES = 37  # how this rank comes: the STATE below
+WANTS = 38  # bytes that this rank would like to enclose
+WANTS_STAGED = 39  # and to stage
+IS_BACK = 40  # whether this is a combine
+NUM_TOKENS = 41  # T
 MARKS = 42  # address of [T, R] bytes: which ranks get each token
-TALLY = 43  # address of [3, R]: tokens, rows for this rank, and records for its node, by source
-BITS = 44  # address of the marks of all ranks' tokens for this node, as parcels have them
-HEARD = 45  # address of what the node has heard: [L, P, MESSAGE], as RELAYED
-NUM_ROWS = 46  # N; out of a dispatch
-OUT_X = 47  # address of [N, D] of a dispatch, of [T, D] of a combine
-OUT_IDX = 48  # address of [N, K] int64
-OUT_WEIGHTS = 49  # address of [N, K] float32
-OUT_TOKENS = 50  # address of [N] int32: the token of each row
-HANDLE = 51  # the number of the dispatch that a combine answers
-TABLE_WORDS = 52
+TALLY = 43  # address of [FACTS + L, R]: what is known of each source, in the rows below
+BITS = 44  # address of the marks of sources' tokens for this node, as parcels have them
+HEARD = 45  # address of what the node has heard: [L, P, WIDTH], as RELAYED
+NUM_ROWS = 46  # N; out of a compiled dispatch
+HANDLE = 47  # the number of the dispatch that a combine answers
+BIASES = 48  # address of [NUM_BIASES] addresses of [T, D]
+NUM_BIASES = 49
+NUM_COLUMNS = 50
+SOURCES = 51  # the address of each column: [T, D] of a dispatch, [N, D] of a combine
+STRIDES = 56  # from row to row there
+WIDTHS = 61  # bytes of a row
+TARGETS = 66  # the address of its results: [N, D] of a dispatch, [T, D] of a combine
+TABLE_WORDS = 71
+MOST_COLUMNS = STRIDES - SOURCES
+
+# What a rank knows of each source once a dispatch is over: its tokens, its rows for this rank, its
+# records for this node, and where its marks are in BITS; then, for each local rank, where its rows
+# begin in that rank's result. What only relays need is known of this rank and its partners alone,
+# where rows did not come with the words of the agreement.
+CAME_TOKENS, CAME_ROWS, CAME_RECORDS, CAME_BITS, FACTS = range(5)
 
 # The words before each message (see `transports.hierarchical.enclosed`), and how a rank came.
 STATE, WANTS_ENCLOSED_AT, WANTS_STAGED_AT, BEFORE = range(4)
+WIDTH = BEFORE + MESSAGE_WORDS  # int64s for each rank
 OFFERS, ENCLOSES, ALONE, WITHDRAWN = range(4)
 
-HEADER = 8  # int64s before staged rows: the handle's call, columns, their widths, their begins
+# Int64s before staged rows: the handle's call, columns, their widths, their begins.
+HEADER, HEADER_WIDTHS, HEADER_BEGINS = 8, 2, 4
 
 SMALL = 32 << 20  # bytes of a result for which a rank surely has memory
 
@@ -96,10 +109,11 @@ __all__ = [
     "PADDED_EXPERTS",
     "PER_EXPERT",
     "RANK_OF_EXPERT",
-    "ROW_BYTES",
 ]
 
 
-def scratch_words(num_ranks: int, num_experts: int) -> int:
-    """Words for the pairs of each expert, and for ranks by local ranks."""
-    return num_experts + 1 + num_ranks * (num_ranks + 6)
+def scratch_words(num_ranks: int, num_local: int, num_experts: int) -> int:
+    """Words for the pairs of each expert and the tokens of each rank, or for where the columns of
+    local ranks' rows begin.
+    """
+    return num_experts + 1 + num_ranks + 2 * num_local

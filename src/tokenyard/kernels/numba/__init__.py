@@ -14,7 +14,6 @@ apply to them, since they read raw addresses: to step through a kernel, take the
     low_latency/ the steps of the low-latency mode, and whole calls for ranks that share memory
     exchange/    a whole dispatch or combine of ranks that share memory
     between_nodes/  the steps of a call of few rows between nodes
-    parcels      few rows on their way to the ranks of another node
     signals      signals between ranks that share memory
     ring/        rows through a fixed amount of shared memory: the protocol and its two uses
     llvm/        what Numba has no word for
@@ -22,8 +21,8 @@ apply to them, since they read raw addresses: to step through a kernel, take the
 """
 
 from tokenyard.kernels.numba.align import align
-from tokenyard.kernels.numba.between_nodes.combine import nodes_combine
-from tokenyard.kernels.numba.between_nodes.dispatch import nodes_dispatch
+from tokenyard.kernels.numba.between_nodes.combine import nodes_combine, nodes_sums
+from tokenyard.kernels.numba.between_nodes.dispatch import nodes_dispatch, nodes_rows
 from tokenyard.kernels.numba.exchange.by_expert import exchange_by_expert
 from tokenyard.kernels.numba.exchange.combine import exchange_combine
 from tokenyard.kernels.numba.exchange.dispatch import exchange_dispatch
@@ -38,7 +37,6 @@ from tokenyard.kernels.numba.low_latency.steps import (
     stage_slots,
     sum_slots,
 )
-from tokenyard.kernels.numba.parcels import fill_parcel, take_parcels
 from tokenyard.kernels.numba.permute import (
     place,
     spread,
@@ -73,7 +71,6 @@ __all__ = [
     "exchange_by_expert",
     "exchange_combine",
     "exchange_dispatch",
-    "fill_parcel",
     "fill_slots",
     "find_ahead",
     "find_failure",
@@ -85,6 +82,8 @@ __all__ = [
     "meet",
     "nodes_combine",
     "nodes_dispatch",
+    "nodes_rows",
+    "nodes_sums",
     "pack",
     "pick_slots",
     "place",
@@ -112,7 +111,6 @@ __all__ = [
     "stage_back",
     "stage_slots",
     "sum_slots",
-    "take_parcels",
     "unpermute",
     "unpermute_backward",
 ]

@@ -262,7 +262,7 @@ def _column_table(columns: Sequence[Tensor]) -> tuple[np.ndarray, int]:
 
 
 @njit(nogil=True, cache=True)
-def _localise_kernel(topk_idx, topk_weights, table, num_pairs, num_experts):
+def localise_kernel(topk_idx, topk_weights, table, num_pairs, num_experts):
     ids = pointer(topk_idx, INT64)
     weights = pointer(topk_weights, FLOAT32)
     local = pointer(table, INT64)
@@ -277,7 +277,7 @@ def _localise_kernel(topk_idx, topk_weights, table, num_pairs, num_experts):
 def localise(
     topk_idx_NK: Tensor, topk_weights_NK: Tensor | None, local_of_expert_E: Tensor
 ) -> None:
-    _localise_kernel(
+    localise_kernel(
         topk_idx_NK.data_ptr(),
         0 if topk_weights_NK is None else topk_weights_NK.data_ptr(),
         local_of_expert_E.data_ptr(),

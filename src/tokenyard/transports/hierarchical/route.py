@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from torch import Tensor
 from tokenyard.kernels.base import RowKernels
 from tokenyard.topology import Topology
 from tokenyard.types import Route
+from tokenyard.wire.nodes_table import CAME_BITS, CAME_TOKENS, FACTS
 
 _CHUNK = 1 << 20  # bytes of a source's tokens that travel together
 
@@ -109,7 +110,7 @@ class TwoLevelRoute:
 def build_route(
     marks_TR: np.ndarray,
     tokens_R: Sequence[int],
-    starts_RL: Mapping[int, np.ndarray],
+    starts_RL: np.ndarray,
     marks_RTL: Mapping[int, np.ndarray],
     topology: Topology,
     rank: int,
@@ -138,30 +139,27 @@ def build_route(
 
 @dataclass(eq=False)
 class KnownMarks:
-    """What the ranks of a node know after a dispatch whose rows came with the agreement's words:
-    which ranks of the node get each token of every rank. The route follows from that, and most
-    dispatches never need it.
+    """What a rank knows after a dispatch: which ranks get its tokens, and which ranks of its node
+    get those of others. The route follows from that, and dispatches whose rows came with the
+    agreement's words, and combines that answer so, never need it.
     """
 
     marks_TR: np.ndarray  # of this rank's tokens
-    bits_R: list[np.ndarray]  # what the `pack_marks` of every rank made for this node
+    tally_FR: np.ndarray  # by source, as `wire.nodes_table` says
+    bits: np.ndarray  # what the `pack_marks` of sources made for this node
     topology: Topology
     rank: int
     _path: TwoLevelRoute | None = None
 
     def path(self, kernels: RowKernels) -> TwoLevelRoute:
         if self._path is None:
-            node = self.topology.ranks_of_node[self.topology.node_of_rank[self.rank]]
-            each = -(-len(node) // 8)  # bytes of a token's marks
-            tokens_R = [len(bits) // each for bits in self.bits_R]
-            firsts = list(accumulate(tokens_R, initial=0))
-            marks_TL = unpack_marks(np.concatenate(self.bits_R), len(node))  # of all ranks' tokens
-            before_TL = np.zeros((len(marks_TL) + 1, len(node)), np.int64)
-            np.cumsum(marks_TL, axis=0, out=before_TL[1:])
-            starts_RL = dict(enumerate(before_TL[firsts]))
-            marks_RTL = {
-                source: marks_TL[begin:end] for source, (begin, end) in enumerate(pairwise(firsts))
-            }
+            num_ranks, tokens_R = len(self.tally_FR) - FACTS, self.tally_FR[CAME_TOKENS].tolist()
+            marks_RTL = {}
+            for _, source in self.topology.upstream(self.rank):
+                begin = int(self.tally_FR[CAME_BITS, source])
+                end = begin + tokens_R[source] * -(-num_ranks // 8)
+                marks_RTL[source] = unpack_marks(self.bits[begin:end], num_ranks)
+            starts_RL = np.ascontiguousarray(self.tally_FR[FACTS:].T)
             self._path = build_route(
                 self.marks_TR, tokens_R, starts_RL, marks_RTL, self.topology, self.rank, kernels
             )

@@ -3,7 +3,7 @@
 Each rank of the node has a segment, which all of them map. For each of two turns it holds:
 
     staged    rows of this rank for its node: the parcel of a dispatch, or the rows of a combine
-              after a header of HEADER int64s
+              after a header of `nodes_table.HEADER` int64s
     received  for each rail that this rank is on and each other node: a message, then what it
               encloses
 """
@@ -24,7 +24,6 @@ from tokenyard.runtime import memory
 from tokenyard.shm.node import SharedNode
 from tokenyard.topology import Topology
 from tokenyard.wire.columns import LINE
-from tokenyard.wire.nodes_table import HEADER
 
 
 class Staging:
@@ -45,7 +44,6 @@ class Staging:
         share, or needs none, takes messages in memory of its own.
         """
         self.enclosed, self.staged = enclosed, staged
-        self.sizes = list(map(len, topology.ranks_of_node))
         home = topology.node_of_rank[rank]
         members, words = topology.ranks_of_node[home], words_of_node[home]
         # By node: how many bytes may come from it on a rail.
@@ -61,7 +59,7 @@ class Staging:
                 arrays = node.share_arrays(2 * turn_bytes, stage, "staging")
                 begins_L[:] = [array.ctypes.data for array in arrays]
         self.is_shared = bool(arrays)
-        place = topology.place(rank)
+        self._place = place = topology.place(rank)
         own = arrays[place] if arrays else memory.empty_array(2 * turn_bytes, np.uint8)
         begins_L[place] = own.ctypes.data
         self._own = own
@@ -96,7 +94,6 @@ class Staging:
         most_sent = sum(words_of_node) + topology.num_nodes * (enclosed + LINE)
         self.sent = [memory.empty(most_sent) for _ in topology.rails_of(rank)]
 
-
-def header(address: int) -> np.ndarray:
-    """What a rank says of the rows that it has staged for a combine, in memory of the node."""
-    return np.ctypeslib.as_array((ctypes.c_int64 * HEADER).from_address(address))
+    def refuse(self, turn: int) -> None:
+        """Say that this rank stages no rows for a combine."""
+        ctypes.c_int64.from_address(int(self.staged_at[turn][self._place])).value = -1

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -22,7 +23,6 @@ from torch import Tensor
 from tokenyard.comm.base import Communicator, Move
 from tokenyard.errors import PeerError, name_ranks
 from tokenyard.handle import Handle
-from tokenyard.runtime import memory
 from tokenyard.shm import shared_rows
 from tokenyard.shm.node import SharedNode
 from tokenyard.shm.shared_rows import SharedRows
@@ -30,20 +30,24 @@ from tokenyard.topology import Topology
 from tokenyard.transports.base import Offer, RowsBack, RowsOut, SharedMemoryTransport, Sum
 from tokenyard.transports.hierarchical.enclosed import Enclosures, ParcelKernels
 from tokenyard.transports.hierarchical.links import Links
-from tokenyard.transports.hierarchical.messages import WIDTH
 from tokenyard.transports.hierarchical.route import (
     KnownMarks,
     TwoLevelRoute,
-    build_route,
     pack_marks,
-    unpack_marks,
 )
-from tokenyard.transports.hierarchical.steps import EnclosedSteps
 from tokenyard.transports.hierarchical.stream import CombineStream, DispatchStream
 from tokenyard.types import Flow
 from tokenyard.wire.columns import column_offsets, row_widths
 from tokenyard.wire.message import NO_MEMORY
-from tokenyard.wire.nodes_table import SMALL
+from tokenyard.wire.nodes_table import (
+    CAME_BITS,
+    CAME_RECORDS,
+    CAME_ROWS,
+    CAME_TOKENS,
+    FACTS,
+    SMALL,
+    WIDTH,
+)
 from tokenyard.wire.signals import READ, ROWS
 
 # int64s that ranks of a node pass on at once: the agreement's message of each partner, if they fit.
@@ -101,10 +105,6 @@ class HierarchicalTransport(SharedMemoryTransport):
             self.enclosures = Enclosures(self._node, self._links, topology, self.rank, kernels)
             self.partners = [source for _, source in self._mine]
             self.mark_bytes = -(-len(self._locals) // 8)  # of a token, in a parcel for this node
-            if topology.num_nodes > 1:
-                self.steps = EnclosedSteps(
-                    self._node, self._links, self.enclosures, topology, self.rank
-                )
             self._opened = opened.pop_all()
 
     def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
@@ -124,7 +124,7 @@ class HierarchicalTransport(SharedMemoryTransport):
         if self._topology.num_nodes == 1:
             return self.exchange(message_RM, stage), offer
         with self.telling():
-            return self.enclosures.meet(message_RM, offer, stage, self._pass_on)
+            return self.enclosures.meet(message_RM, offer, stage)
 
     def _pass_on(
         self, message_RM: np.ndarray, came: Sequence[np.ndarray], stage: str
@@ -165,8 +165,11 @@ class HierarchicalTransport(SharedMemoryTransport):
     def learn_route(self, rows: RowsOut, is_token_in_rank_TR: Tensor) -> RowsOut:
         flow, stage, came = rows.flow, rows.stage, rows.offer.came
         if came is not None and _is_small(flow, rows.columns):
-            marks = self.enclosures.marks(came, is_token_in_rank_TR.numpy(), flow)
-            return rows._replace(flow=flow._replace(two_level=marks))
+            arrived, tally_FR, bits = self.enclosures.take_rows(rows)
+            marks_TR = is_token_in_rank_TR.numpy()
+            known = KnownMarks(marks_TR, tally_FR, bits, self._topology, self.rank)
+            offer = replace(rows.offer, came=came._replace(arrived=arrived))
+            return rows._replace(flow=flow._replace(two_level=known), offer=offer)
         block = self._take(flow, row_widths(rows.columns))
         told = self._tell_neighbours(block, flow, stage)
         told_RW = np.zeros((self.size, 4), np.int64)  # of other nodes nothing is needed
@@ -175,25 +178,24 @@ class HierarchicalTransport(SharedMemoryTransport):
         tokens, marks_TR = flow.tokens_R.tolist(), is_token_in_rank_TR.numpy()
         said = self._tell_partners(marks_TR, tokens, 1 + without[0] if without else 0, stage)
         self._check_all([1 + rank for rank in without] + [one for one, _ in said], block, stage)
-        starts_RL = {
-            source: told[:, 4 + place].copy()
-            for place, source in enumerate([self.rank, *self.partners])
-        }
-        marks_RTL = {
-            source: unpack_marks(bits, len(self._locals))
-            for source, (_, bits) in zip(self.partners, said)
-        }
-        path = build_route(
-            marks_TR, tokens, starts_RL, marks_RTL, self._topology, self.rank, self._kernels
-        )
-        flow = flow._replace(two_level=path)
+        tally_FR = np.zeros((FACTS + len(self._locals), self.size), np.int64)
+        tally_FR[CAME_TOKENS], tally_FR[CAME_ROWS] = tokens, flow.recv_counts
+        tally_FR[FACTS:, [self.rank, *self.partners]] = told[:, 4 : 5 + len(self.partners)]
+        parts = [bits for _, bits in said]
+        for source, bits, end in zip(self.partners, parts, accumulate(map(len, parts))):
+            tally_FR[CAME_BITS, source] = end - len(bits)
+            tally_FR[CAME_RECORDS, source] = bits.reshape(-1, self.mark_bytes).any(1).sum()
+        bits = np.concatenate([*parts, np.zeros(0, np.uint8)])
+        known = KnownMarks(marks_TR, tally_FR, bits, self._topology, self.rank)
+        flow = flow._replace(two_level=known)
         offer = Offer(told_RW[self.rank], (block,))
         return rows._replace(flow=flow, offer=offer, told_RW=told_RW)
 
     def send(self, rows: RowsOut) -> tuple[list[Tensor], Move]:
         columns, flow, offer, told_RW, _, stage = rows
         if offer.came is not None and _is_small(flow, columns):
-            return self._take_enclosed(rows), _nothing
+            arrived = offer.came.arrived
+            return self.enclosures.take_rows(rows)[0] if arrived is None else arrived, _nothing
         if offer.came is not None or offer.is_mixed:
             offer = offer if offer.blocks else self.offer_rows(flow, row_widths(columns))
             told_RW = self._offer_again(offer, stage)
@@ -226,18 +228,18 @@ class HierarchicalTransport(SharedMemoryTransport):
     def enclose_back(self, sums: Sequence[Sum], handle: Handle, ready: bool) -> Offer | None:
         if self._topology.num_nodes == 1 or not ready:
             return None
-        return self.enclosures.of_sums(sums, handle, self._path(handle.flow))
+        return self.enclosures.of_sums(sums, handle)
 
     def sum_back(self, back: RowsBack) -> Move:
-        sums, path, stage = back.sums, self._path(back.handle.flow), back.stage
+        sums, stage = back.sums, back.stage
         if back.offer.came is not None:
-            self.enclosures.add_up(back.offer.came, sums, path)
+            self.enclosures.add_up(back.offer.came, sums)
             return _nothing
         if back.offer.is_mixed:
             columns, flow = [one.rows_ND for one in sums], back.handle.flow
             offer = back.offer if back.offer.blocks else self.offer_back(columns, flow, True)
             back = back._replace(offer=offer, told_RW=self._offer_again(offer, stage))
-        node = self._node
+        node, path = self._node, self._path(back.handle.flow)
         shared_rows.check_offers(back.told_RW, back.offer.blocks, stage, self.rank)
         told_LW = back.told_RW[list(self._locals)]
         bases, held = [], []
@@ -266,15 +268,6 @@ class HierarchicalTransport(SharedMemoryTransport):
     def close(self) -> None:
         self._opened.close()
 
-    def _take_enclosed(self, rows: RowsOut) -> list[Tensor]:
-        """Results of a dispatch whose rows came with the words of the agreement."""
-        columns, flow = rows.columns, rows.flow
-        arrive = [
-            memory.empty(flow.num_rows, column.shape[1], dtype=column.dtype) for column in columns
-        ]
-        self.enclosures.take_rows(rows.offer.came, arrive, flow, rows.stage)
-        return arrive
-
     def _offer_again(self, offer: Offer, stage: str) -> np.ndarray:
         """Offers of all ranks, after some have enclosed their rows in vain instead."""
         words_RW = np.empty((self.size, len(offer.words)), np.int64)
@@ -282,8 +275,8 @@ class HierarchicalTransport(SharedMemoryTransport):
         return self.exchange(words_RW, stage)
 
     def _path(self, flow: Flow) -> TwoLevelRoute:
-        known = flow.two_level
-        return known.path(self._kernels) if isinstance(known, KnownMarks) else known
+        known: KnownMarks = flow.two_level
+        return known.path(self._kernels)
 
     def _take(self, flow: Flow, widths: tuple[int, ...]) -> SharedRows:
         """A block for the rows that a dispatch along this flow brings."""

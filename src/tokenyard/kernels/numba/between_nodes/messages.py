@@ -1,61 +1,94 @@
-"""What both calls of few rows between nodes write to other ranks, relay, and read."""
+"""What calls of few rows between nodes write to other ranks, relay, and read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
+from numba import int64
 
+from tokenyard.kernels.base import Step
+from tokenyard.kernels.numba.between_nodes.parcels import fill_parcel
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.exchange.protocol import same_call
 from tokenyard.kernels.numba.llvm.pointers import INT64, copy_bytes, pointer
-from tokenyard.wire import message as say
+from tokenyard.kernels.numba.rows import whole_lines
 from tokenyard.wire import nodes_table as at
 from tokenyard.wire.verdicts import DONE
 
-MESSAGE_BYTES = 8 * (at.BEFORE + say.MESSAGE_WORDS)
-
-Step = Callable[[], int]
+MESSAGE_BYTES = 8 * at.WIDTH
 
 
-@njit(nogil=True, cache=True)
-def mark_bytes(num_ranks):
-    """Bytes of a token's marks in a parcel."""
-    return (num_ranks + 7) // 8
-
-
-@njit(nogil=True, cache=True)
-def record_bytes(table):
-    """A token in a parcel: x, topk_idx, topk_weights and its number."""
-    words = pointer(table, INT64)
-    return words[at.ROW_BYTES] + 12 * words[at.NUM_TOPK] + 4
+def bound(table: int, *kernels: Any) -> list[Step]:
+    """Kernels that read the table at this address. The compiled functions themselves: a dispatcher
+    would ask each argument's type at every call.
+    """
+    return [partial(kernel.compile((int64,)), table) for kernel in kernels]
 
 
 @njit(nogil=True, cache=True)
-def _write_message(table, target, rank):
-    """The message of this rank to another, which encloses its rows."""
-    words, told = pointer(table, INT64), pointer(target, INT64)
-    told[at.STATE] = at.ENCLOSES
-    told[at.WANTS_ENCLOSED_AT], told[at.WANTS_STAGED_AT] = words[at.WANTS], words[at.WANTS_STAGED]
-    copy_bytes(target + 8 * at.BEFORE, words[at.HEAD], 8 * say.PAYLOAD)
-    num_experts, most = words[at.NUM_EXPERTS], words[at.MOST_EXPERTS]
-    if num_experts > 0:
-        pairs = pointer(words[at.SCRATCH], INT64)
-        taken = pointer(words[at.SCRATCH] + 8 * (num_experts + 1), INT64)
-        experts = pointer(words[at.PADDED_EXPERTS], INT64)
-        payload = at.BEFORE + say.PAYLOAD
-        told[payload] = taken[rank]
-        for i in range(most):
-            told[payload + 1 + i] = pairs[experts[rank * most + i]]
-
-
-@njit(nogil=True, cache=True)
-def write_messages(table, target, node, stride):
+def _write_messages(table, target, node, stride):
     """Messages to the ranks of a node, one every so many bytes."""
     words = pointer(table, INT64)
     ranks, firsts = pointer(words[at.RANKS], INT64), pointer(words[at.FIRSTS], INT64)
     for i in range(firsts[node], firsts[node + 1]):
-        _write_message(table, target + (i - firsts[node]) * stride, ranks[i])
+        told = words[at.TOLD] + ranks[i] * MESSAGE_BYTES
+        before = pointer(told, INT64)
+        before[at.STATE] = words[at.COMES]
+        before[at.WANTS_ENCLOSED_AT] = words[at.WANTS]
+        before[at.WANTS_STAGED_AT] = words[at.WANTS_STAGED]
+        copy_bytes(target, told, MESSAGE_BYTES)
+        target += stride
+
+
+@njit(nogil=True, cache=True)
+def sum_bytes(table, num_rows, num_columns):
+    """Bytes of the first columns of so many sums, each to the end of its line."""
+    words, num_bytes = pointer(table, INT64), np.int64(0)
+    for c in range(num_columns):
+        num_bytes += whole_lines(num_rows * words[at.WIDTHS + c])
+    return num_bytes
+
+
+@njit(nogil=True, cache=True)
+def pack_kernel(table):
+    """Write the messages to other nodes: words on this rank's own rail, which comes first, and
+    behind them a parcel, or on each rail room for sums, if this rank encloses any.
+    """
+    words = pointer(table, INT64)
+    bytes_of_words, outgoing = pointer(words[at.WORDS], INT64), pointer(words[at.OUTGOING], INT64)
+    counts, rows = pointer(words[at.COUNTS], INT64), pointer(words[at.ROWS], INT64)
+    relays, num_nodes = pointer(words[at.RELAYS], INT64), words[at.NUM_NODES]
+    encloses, is_back = words[at.COMES] == at.ENCLOSES, words[at.IS_BACK] != 0
+    width = np.int64(0)
+    for c in range(words[at.NUM_COLUMNS]):
+        width += words[at.WIDTHS + c]
+    for rail in range(words[at.NUM_RAILS]):
+        target = outgoing[rail]
+        for node in range(num_nodes):
+            link = rail * num_nodes + node
+            counts[link] = rows[link] = 0
+            if node == words[at.HOME]:
+                continue
+            begin = target + bytes_of_words[node]
+            if rail == 0:
+                _write_messages(table, target, node, MESSAGE_BYTES)
+                counts[link] = bytes_of_words[node]
+                if encloses and not is_back:
+                    end, num_records = fill_parcel(table, node, begin)
+                    rows[link] = num_records * width
+                    counts[link] += whole_lines(end - begin)
+            if encloses and is_back and relays[link] >= 0:
+                tally = pointer(words[at.TALLY] + 8 * at.CAME_RECORDS * words[at.SIZE], INT64)
+                num_rows = tally[relays[link]]
+                rows[link] = num_rows * width
+                counts[link] = bytes_of_words[node] + sum_bytes(
+                    table, num_rows, words[at.NUM_COLUMNS]
+                )
+            target += counts[link]
+    _write_messages(table, words[at.RELAYED], words[at.HOME], words[at.NUM_PLACES] * MESSAGE_BYTES)
+    return np.int64(DONE)
 
 
 @njit(nogil=True, cache=True)
