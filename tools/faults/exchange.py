@@ -147,8 +147,8 @@ FAULTS = (
         "hierarchical-marks-begin-a-rank-late",
         "hierarchical",
         "transports/hierarchical/route.py",
-        "starts_RL = dict(enumerate(before_TL[firsts]))",
-        "starts_RL = dict(enumerate(before_TL[firsts[1:]]))",
+        "np.ascontiguousarray(self.tally_FR[FACTS:].T)",
+        "np.ascontiguousarray(np.roll(self.tally_FR[FACTS:].T, -1, 0))",
         first="tests/transports/test_hierarchical.py::test_virtual_ranks",
     ),
     Fault(
