@@ -163,7 +163,6 @@ class CallsByExpert:
         table = plan.table
         table[at.X], table[at.TOPK_IDX] = given.x.data_ptr(), given.topk_idx.data_ptr()
         table[at.TOPK_WEIGHTS], table[at.NUM_TOKENS] = given.topk_weights.data_ptr(), num_tokens
-        table[at.TERMS] = self._compiled.plans.terms(num_topk)
         table[at.SCALES] = 0 if given.scales is None else given.scales.data_ptr()
         table[at.PHASE], table[at.NUMBER] = at.START, self._agreement.number
         table[at.ROOM], table[at.RESULT_BYTES] = most, 0

@@ -33,11 +33,10 @@ from tokenyard.kernels.numba.exchange.protocol import (
 from tokenyard.kernels.numba.llvm.atomics import fence_stores
 from tokenyard.kernels.numba.llvm.clock import now
 from tokenyard.kernels.numba.llvm.pointers import FLOAT32, INT32, INT64, UINT8, copy_bytes, pointer
-from tokenyard.kernels.numba.rows import copy_row, stream_row_to, streams, whole_lines
+from tokenyard.kernels.numba.rows import copy_row, streams, whole_lines
 from tokenyard.kernels.numba.signals import verdict
 from tokenyard.wire import exchange_table as at
 from tokenyard.wire import message as say
-from tokenyard.wire.columns import LINE
 from tokenyard.wire.signals import MAIL, READ
 from tokenyard.wire.verdicts import DONE, GENERAL, LATE, MAP, MORE_MEMORY, MORE_ROOM, MUCH, STRAY
 
@@ -179,7 +178,7 @@ def _find_ends(table):
 
 @njit(nogil=True, cache=True)
 def _take_rows(table):
-    """Copy each row that comes to the places of its pairs: read once where it lies."""
+    """Copy each row that comes to the places of its pairs."""
     words = pointer(table, INT64)
     rank, size, row_bytes = words[at.RANK], words[at.SIZE], words[at.ROW_BYTES]
     sent, num_topk, out = pointer(words[at.LEDGER], INT64), words[at.NUM_TOPK], words[at.RESULT]
@@ -188,31 +187,21 @@ def _take_rows(table):
     following = pointer(words[at.SCRATCH] + 32 * size, INT64)
     src_idx, places = pointer(words[at.SRC_IDX], INT32), pointer(words[at.ROW_OF], INT64)
     streaming = streams(row_bytes, words[at.END] * row_bytes)
-    together = streaming and row_bytes % LINE == 0 == out % LINE
-    targets_at = words[at.TERMS]
-    targets, row = pointer(targets_at, INT64), np.int64(0)
+    row = np.int64(0)
     for r in range(size):
         for _ in range(sent[r * size + rank]):
             source = parcels[4 * r + 2] + np.int64(src_idx[row]) * row_bytes
             scales = parcels[4 * r + 3] + np.int64(src_idx[row]) * scale_bytes
-            count = np.int64(0)
             for i in range(row * num_topk, (row + 1) * num_topk):
                 expert = places[i]
                 if expert < 0:
                     continue
                 places[i] = following[expert]
                 following[expert] += 1
-                targets[count] = out + places[i] * row_bytes
-                count += 1
+                copy_row(out + places[i] * row_bytes, source, row_bytes, streaming)
                 if scale_bytes != 0:
                     to = words[at.RESULT_SCALES] + places[i] * scale_bytes
                     copy_bytes(to, scales, scale_bytes)
-            if together:
-                stream_row_to(targets_at, count, source, row_bytes)
-            else:
-                for c in range(count):
-                    copy_row(targets[c], source, row_bytes, streaming)
-                    source = targets[c]
             row += 1
 
 
