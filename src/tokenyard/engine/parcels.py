@@ -93,11 +93,8 @@ class Lists:
     def __init__(self, room: int, num_topk: int) -> None:
         """With room for the pairs of so many rows."""
         pairs = room * num_topk
-        self._memory, self.num_topk, self._pairs = (
-            int64s.new(pairs + (pairs + 1) // 2),
-            num_topk,
-            pairs,
-        )
+        self._memory = int64s.new(pairs + pairs // 2 + 1)
+        self.num_topk, self._pairs = num_topk, pairs
         self.row_of_at = int64s.address(self._memory)
         self.weights_at = self.row_of_at + 8 * pairs
 
