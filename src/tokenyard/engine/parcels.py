@@ -8,6 +8,7 @@ come back as each rank's shares, which the combine sums first.
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -133,7 +134,9 @@ class CallsByExpert:
     def __init__(self, engine: Engine, compiled: CompiledCalls) -> None:
         node = engine.transport.node
         assert node is not None
-        self._engine, self._compiled, self._node = engine, compiled, node
+        # Weakly, since they hold this: a closed Buffer gives back its memory without a collector.
+        self._compiled: CompiledCalls = weakref.proxy(compiled)
+        self._engine, self._node = engine, node
         self._agreement, self._pool = engine.agreement, node.pool
         self.parcels = Parcels(node.pool)
         engine.wait_to_leave = self.wait_to_leave
