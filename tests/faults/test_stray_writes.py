@@ -129,6 +129,7 @@ def lie(group: Any) -> list[str]:
 
             if group.rank() == 1:
                 if turn == 0:
+                    without_compiled_calls(buffer)  # which tell what is true
                     transport.offer_back = back
                 else:
                     mailbox.exchange = start
