@@ -358,7 +358,8 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
 
         They do what dispatch_by_expert and combine_by_expert do, or, with by_expert=False, dispatch
         and combine, in a fraction of the time: memory is taken here, and rows lie in it by turns
-        (see `Prepared`). Local: ranks exchange nothing yet; their max_tokens must be the same.
+        (see `Prepared`). Local: ranks exchange nothing yet. By source their max_tokens must be the
+        same.
         """
         with self._use as engine:
             config = _default_config(Buffer.num_sms)

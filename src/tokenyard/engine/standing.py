@@ -19,6 +19,7 @@ from torch import Tensor, is_grad_enabled
 from tokenyard import validate
 from tokenyard.engine.agreement import Call, Heard, Terms
 from tokenyard.engine.compiled import CompiledCalls
+from tokenyard.engine.inputs import SMALL
 from tokenyard.engine.ledger import WrittenLedger
 from tokenyard.engine.parcels import Lists
 from tokenyard.engine.prepared import OrdinaryPair, PreparedRows, Shape, nothing_dispatched
@@ -37,7 +38,6 @@ from tokenyard.wire.verdicts import GENERAL, LOW, MORE_MEMORY, MORE_ROOM, MUCH
 if TYPE_CHECKING:
     from tokenyard.engine.stages import Engine
 
-_SMALL = 1 << 16  # bytes of sums that are not worth a segment
 _int64, _float32 = torch.int64, torch.float32
 
 
@@ -321,7 +321,7 @@ class StandingPair:
 
     def _empty_sums(self, num_tokens: int) -> Tensor:
         shape = self._shape
-        if num_tokens * shape.row_bytes >= _SMALL:
+        if num_tokens * shape.row_bytes >= SMALL:
             return self._node.pool.rows(num_tokens, shape.hidden, shape.dtype)
         if self._like.shape[0] != num_tokens:
             self._like = local_memory.empty(num_tokens, shape.hidden, dtype=shape.dtype)
