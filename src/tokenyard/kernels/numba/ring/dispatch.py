@@ -16,13 +16,11 @@ from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.llvm.atomics import fence_stores, pause
 from tokenyard.kernels.numba.llvm.pointers import INT64, pointer
 from tokenyard.kernels.numba.ring.protocol import (
-    OUT,
     ROWS,
     SLOT,
     RingCall,
     Rings,
     begin_call,
-    copy_columns,
     count_sent,
     next_row,
     next_slot,
@@ -30,6 +28,7 @@ from tokenyard.kernels.numba.ring.protocol import (
     send,
     take,
     taken,
+    to_out,
     unsent,
     waiting,
 )
@@ -85,7 +84,7 @@ def _keep(call, starts, channel):
     count = min(unsent(call, call.rank, channel), call.chunk)
     for _ in range(count):
         number, row = next_row(call, call.rank, channel)
-        copy_columns(call, OUT, starts[call.rank] + number, ROWS, row)
+        to_out(call, starts[call.rank] + number, ROWS, row)
         count_sent(call, call.rank, channel)
     if count > 0:
         take(call, call.rank, channel, count)
@@ -104,7 +103,7 @@ def _receive(call, starts, counts, source, channel):
         number = pointer(slot, INT64)[0]
         if number < 0 or number >= counts[source]:  # never an address from broken memory
             return np.int64(-1)
-        copy_columns(call, OUT, starts[source] + number, SLOT, slot)
+        to_out(call, starts[source] + number, SLOT, slot)
     take(call, source, channel, count)
     return count
 

@@ -66,7 +66,7 @@ from torch import Tensor
 from tokenyard.kernels.base import Tensors
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.llvm.atomics import load_acquire, store_release
-from tokenyard.kernels.numba.llvm.pointers import INT32, INT64, pointer
+from tokenyard.kernels.numba.llvm.pointers import INT32, INT64, copy_bytes, pointer
 from tokenyard.kernels.numba.rows import copy_row, may_stream
 from tokenyard.types import round_up
 from tokenyard.wire.columns import LINE, row_widths
@@ -234,16 +234,22 @@ def column_at(call, column, place, at):
 
 
 @njit(nogil=True, cache=True)
-def copy_columns(call, target, target_at, source, source_at):
-    """Copy one row of all columns. Slots are read again at once: only OUT is streamed to."""
+def _to_slot(call, slot, row):
+    """Copy one row of all columns into a slot, which is read again at once: nothing is streamed."""
     for column in range(call.num_columns):
         words = pointer(call.columns + column * _COLUMN_WORDS * 8, INT64)
-        copy_row(
-            column_at(call, column, target, target_at),
-            column_at(call, column, source, source_at),
-            words[_WIDTH],
-            target == OUT and words[_STREAMS] != 0,
-        )
+        target = column_at(call, column, SLOT, slot)
+        copy_bytes(target, column_at(call, column, ROWS, row), words[_WIDTH])
+
+
+@njit(nogil=True, cache=True)
+def to_out(call, row, source, source_at):
+    """Copy one row of all columns into the results, past the cache where there are many."""
+    for column in range(call.num_columns):
+        words = pointer(call.columns + column * _COLUMN_WORDS * 8, INT64)
+        target = column_at(call, column, OUT, row)
+        from_at = column_at(call, column, source, source_at)
+        copy_row(target, from_at, words[_WIDTH], words[_STREAMS] != 0)
 
 
 @njit(nogil=True, cache=True)
@@ -318,7 +324,7 @@ def send(call, peer, channel):
         number, row = next_row(call, peer, channel)
         slot = _slot_at(call, ring, lane[_SENT] - lane[_SENT_BEFORE])
         pointer(slot, INT64)[0] = number
-        copy_columns(call, SLOT, slot, ROWS, row)
+        _to_slot(call, slot, row)
         count_sent(call, peer, channel)
     store_release(ring + _TAIL, lane[_SENT])
     return count
