@@ -14,7 +14,6 @@ from torch import Tensor
 import tokenyard
 from tests.cases.clock import scaled
 from tests.cases.conformance import BASE, CASES, FEW, case_of
-from tests.cases.inside import write_by_expert_in_one_step_from
 from tests.cases.lanes import at_night
 from tests.cases.prepared import can, check, job
 from tests.cases.processes import Pools
@@ -194,7 +193,6 @@ def different(group: Any, of_rank: list[dict[str, Any]]) -> str:
     "first, second",
     [
         ({}, {"by_expert": False}),
-        ({"by_expert": False}, {"by_expert": False, "max_tokens": 5}),
         ({"by_expert": False}, {"ordinary": True}),
     ],
     ids=str,
@@ -206,32 +204,35 @@ def test_ranks_that_prepared_something_else_raise(
         assert said.startswith("CallMismatch")
 
 
-def mixed(group: Any, much_from: int) -> None:
-    """By expert a rank may make the ordinary calls where others have prepared theirs, with any
-    max_tokens, also where there is much to move.
-    """
+def mixed(group: Any, by_expert: bool) -> None:
+    """A rank may make the ordinary calls where others have prepared theirs, with any max_tokens."""
     rank = group.rank()
     with tokenyard.Buffer(group, transport="direct") as buffer:
-        write_by_expert_in_one_step_from(buffer, much_from)
-        step = buffer.prepare(**{**SHAPE, "max_tokens": 3 + rank})
+        step = buffer.prepare(**{**SHAPE, "max_tokens": 3 + rank, "by_expert": by_expert})
         for turn in range(6):
             given = inputs(turn + rank)
-            want: Any = buffer.dispatch_by_expert(*given, num_experts=4)
-            sums = buffer.combine_by_expert(want.x, want.handle)
+
+            def ordinary(given: Any = given) -> tuple[Any, Any, Any]:
+                if by_expert:
+                    got: Any = buffer.dispatch_by_expert(*given, num_experts=4)
+                    sums = buffer.combine_by_expert(got.x, got.handle)
+                    return got.x, got.num_tokens_per_expert, sums
+                x, ids, weights = given
+                one: Any = buffer.dispatch(x, topk_idx=ids, topk_weights=weights, num_experts=4)
+                sums = buffer.combine(one.recv_x, one.handle).x
+                return one.recv_x, one.num_recv_tokens_per_expert_list, sums
+
+            want = ordinary()
             if (turn + rank) % 3:
                 rows = step.dispatch(*given)
-                assert_same(rows.x, want.x)
-                assert rows.num_tokens_per_expert == want.num_tokens_per_expert
-                assert_same(step.combine(rows.x), sums)
+                assert_same((rows.x, rows.num_tokens_per_expert, step.combine(rows.x)), want)
             else:
-                got: Any = buffer.dispatch_by_expert(*given, num_experts=4)
-                assert_same(got.x, want.x)
-                assert_same(buffer.combine_by_expert(got.x, got.handle), sums)
+                assert_same(ordinary(), want)
 
 
-@pytest.mark.parametrize("much_from", [0, 100, 1 << 40])
-def test_some_ranks_may_make_ordinary_calls(much_from: int) -> None:
-    run_virtual(mixed, 3, much_from)
+@LAYOUTS
+def test_some_ranks_may_make_ordinary_calls(by_expert: bool) -> None:
+    run_virtual(mixed, 3, by_expert)
 
 
 @torch.no_grad()

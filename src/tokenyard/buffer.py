@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from tokenyard import recording, validate
-from tokenyard.engine.by_expert import combine_by_expert, dispatch_by_expert
 from tokenyard.engine.gather import all_gather
-from tokenyard.engine.inputs import DispatchRequest
+from tokenyard.engine.inputs import CombineRequest, DispatchRequest
 from tokenyard.engine.prepared import Shape, checked_shape
 from tokenyard.engine.rebalance import rebalance
 from tokenyard.errors import PeerError
@@ -37,7 +36,7 @@ from tokenyard.results import (
     Gathered,
     Rows,
 )
-from tokenyard.runtime.completion import Completion
+from tokenyard.runtime.completion import AT_ONCE, Completion
 from tokenyard.runtime.events import EventHandle, EventOverlap
 from tokenyard.types import Config
 
@@ -177,25 +176,10 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
         A tag is a number of your own: if ranks give different ones, all raise CallMismatch.
         """
         config = _default_config(Buffer.num_sms) if config is None else config
-        is_plain = (
-            handle
-            is num_tokens_per_rank
-            is is_token_in_rank
-            is num_tokens_per_expert
-            is previous_event
-            is None
-            and not (num_worst_tokens or async_finish or allocate_on_comm_stream)
-        )
+        completion = _completion(async_finish, allocate_on_comm_stream)
         self._use.stage = "dispatch" if handle is None else "cached dispatch"
         with self._use as engine:
-            quick = None
-            if is_plain and (compiled := engine.compiled) is not None:
-                quick = compiled.dispatch(
-                    x, topk_idx, topk_weights, num_experts, expert_alignment, config, tag
-                )
-            if quick is not None:
-                dispatched = Dispatched(*quick, EventOverlap())
-            elif handle is None:
+            if handle is None:
                 request = DispatchRequest(
                     x,
                     topk_idx,
@@ -210,16 +194,11 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
                     previous_event,
                     tag,
                 )
-                completion = Completion(async_finish, allocate_on_comm_stream)
-                received, made, event = engine.dispatch(request, completion)
-                dispatched = Dispatched(
-                    _pair(received.x, received.scales),
-                    received.topk_idx,
-                    received.topk_weights,
-                    [] if num_worst_tokens else received.num_tokens_per_expert,
-                    made,
-                    event,
-                )
+                got, made, event = engine.calls.dispatch(request, completion, "dispatch")
+                recv_x, scales, recv_idx, recv_weights, per_expert = got
+                counts = [] if num_worst_tokens else per_expert
+                rows = recv_x if scales is None else (recv_x, scales)
+                dispatched = Dispatched(rows, recv_idx, recv_weights, counts, made, event)
             else:
                 routing = {
                     "num_tokens_per_rank": num_tokens_per_rank,
@@ -230,8 +209,7 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
                     "num_experts": num_experts,
                 }
                 beside = [name for name, value in routing.items() if value is not None]
-                completion = Completion(async_finish, allocate_on_comm_stream)
-                again, scales, event = engine.dispatch_cached(
+                again, scales, event = engine.calls.dispatch_again(
                     x, handle, beside, config, previous_event, completion
                 )
                 return Dispatched(_pair(again, scales), None, None, None, None, event)
@@ -266,22 +244,11 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
         bias. With async_finish it is written when the event is over: leave it alone until then.
         """
         config = _default_config(Buffer.num_sms) if config is None else config
-        is_plain = topk_weights is bias is previous_event is None and not (
-            async_finish or allocate_on_comm_stream
-        )
+        request = CombineRequest(x, handle, topk_weights, bias, out, config, previous_event, tag)
+        completion = _completion(async_finish, allocate_on_comm_stream)
         self._use.stage = "combine"
         with self._use as engine:
-            compiled = engine.compiled
-            if is_plain and type(handle) is Handle and compiled is not None:
-                sums = compiled.combine(x, handle, out, config, tag)
-                if sums is not None:
-                    return Combined(sums, None, EventOverlap())
-            completion = Completion(async_finish, allocate_on_comm_stream)
-            return Combined(
-                *engine.combine(
-                    x, handle, topk_weights, bias, out, config, previous_event, tag, completion
-                )
-            )
+            return Combined(*engine.calls.combine(request, completion, "combine"))
 
     def dispatch_by_expert(
         self,
@@ -313,7 +280,7 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
         )
         self._use.stage = "dispatch by expert"
         with self._use as engine:
-            got, handle = dispatch_by_expert(engine, request)
+            got, handle = engine.calls.dispatch_by_expert(request)
         if (notes := recording.active) is not None:
             notes.note(engine, x, topk_idx, topk_weights, num_experts)
         return DispatchedByExpert(
@@ -341,7 +308,8 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
         self._use.stage = "combine by expert"
         with self._use as engine:
             config = _default_config(Buffer.num_sms)
-            return combine_by_expert(engine, y, handle, weigh, out, config, tag)
+            request = CombineRequest.plain(y, handle, out, config, tag)
+            return engine.calls.combine_by_expert(request, weigh)
 
     def prepare(
         self,
@@ -510,6 +478,10 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
 
 def _pair(x: Tensor, scales: Tensor | None) -> Rows:
     return x if scales is None else (x, scales)
+
+
+def _completion(async_finish: bool, on_comm_stream: bool) -> Completion:
+    return Completion(async_finish, on_comm_stream) if async_finish or on_comm_stream else AT_ONCE
 
 
 @cache

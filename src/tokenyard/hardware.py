@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tokenyard import validate
-from tokenyard.engine.stages import Engine
+from tokenyard.engine.engine import Engine
 from tokenyard.runtime.events import EventHandle, EventOverlap
 
 

@@ -16,8 +16,8 @@ import torch
 from torch.autograd import profiler
 
 from tokenyard import tracing
+from tokenyard.engine.engine import Engine
 from tokenyard.engine.failure import raised_on_all_ranks
-from tokenyard.engine.stages import Engine
 from tokenyard.errors import BufferClosed, BufferInUse, PeerError
 from tokenyard.low_latency.engine import LowLatency
 from tokenyard.low_latency.handle import STAGE_OF

@@ -25,10 +25,8 @@ from tokenyard.comm import connect
 from tokenyard.comm.clocks import clocks_ahead
 from tokenyard.comm.process_table import ProcessWatch, this_process
 from tokenyard.engine.agreement import Agreement, Call, Terms
-from tokenyard.engine.compiled import compiled_calls
-from tokenyard.engine.compiled_nodes import compiled_node_calls
+from tokenyard.engine.engine import Engine
 from tokenyard.engine.mismatch import STAGES
-from tokenyard.engine.stages import Engine
 from tokenyard.errors import PeerError, SharedMemoryError
 from tokenyard.low_latency.engine import LowLatency
 from tokenyard.replicas import Replicas, place_words
@@ -227,9 +225,6 @@ def open_engine(group: Any, options: Options) -> tuple[Engine, LowLatency | None
         origin = Origin(shared_id, rank, digest(place), tuple(topology.node_of_rank))
         engine = Engine(
             opened, communicator, kernel_set, agreement, topology, placed, origin, own_id, streams
-        )
-        engine.compiled = compiled_calls(engine, kernel_set) or compiled_node_calls(
-            engine, kernel_set
         )
         if not options.low_latency_mode:
             return engine, None

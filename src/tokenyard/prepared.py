@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from tokenyard import recording
-from tokenyard.engine.compiled import CompiledCalls
+from tokenyard.engine.calls import SharedCalls
 from tokenyard.engine.prepared import OrdinaryPair, Pair, PreparedRows, Shape
-from tokenyard.engine.standing import PairByExpert, PairBySource
-from tokenyard.wire.message import PAYLOAD_WORDS
+from tokenyard.engine.standing import StandingPair
 
 if TYPE_CHECKING:
-    from tokenyard.engine.stages import Engine
+    from tokenyard.engine.engine import Engine
     from tokenyard.lifetime import Lifetime
 
 
@@ -64,14 +63,7 @@ class Prepared:
             return self._pair_of(engine)
 
     def _pair_of(self, engine: Engine) -> Pair:
-        shape, compiled = self._shape, engine.compiled
         self._placement = engine.local.given_placement
-        if not isinstance(compiled, CompiledCalls):
-            return OrdinaryPair(engine, shape)
-        if shape.by_expert:
-            return PairByExpert(engine, compiled, shape)
-        # A message has room for the counts of so many experts.
-        placement = engine.local.placement(shape.num_experts)
-        if 1 + placement.most_experts + engine.num_ranks > PAYLOAD_WORDS:
-            return OrdinaryPair(engine, shape)
-        return PairBySource(engine, compiled, shape)
+        if isinstance(engine.calls, SharedCalls):
+            return StandingPair(engine, engine.calls, self._shape)
+        return OrdinaryPair(engine, self._shape)

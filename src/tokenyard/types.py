@@ -144,17 +144,6 @@ class UnpermuteGrads(NamedTuple):
     weights: Tensor  # [N, K]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SentPairs:
-    """Where the rows of this rank's pairs lie on their experts' ranks."""
-
-    place_TK: Tensor  # int64, the pair's row there, -1 where there is no expert
-    rank_TK: Tensor  # int32, the expert's rank, or -1
-    topk_weights_TK: Tensor  # float32
-    rows_R: np.ndarray  # int64, the rows of pairs on each rank, padding included
-    moved_2R: np.ndarray  # int64, the pairs that went to each rank, and that came from it
-
-
 class KnownPairs(Protocol):
     """What a handle of dispatch_by_expert knows besides: the rows of this rank's pairs.
 
@@ -173,10 +162,6 @@ class KnownPairs(Protocol):
     def topk_weights(self) -> Tensor:
         """[N, K] float32, 0.0 where row_of is -1."""
 
-    @property
-    def sent(self) -> SentPairs | None:
-        """Where ranks write each other's rows by expert in one step."""
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ByExpert:
@@ -185,7 +170,6 @@ class ByExpert:
     num_rows: int
     row_of: Tensor
     topk_weights: Tensor
-    sent: SentPairs | None = None
 
 
 class Route(NamedTuple):
@@ -207,7 +191,7 @@ class Route(NamedTuple):
     copy_slot: Tensor  # [N] int32
 
 
-class Counted(NamedTuple):
+class DeviceCounts(NamedTuple):
     """A layout and its route on a device, before the host has read any number of them."""
 
     layout: Layout
@@ -260,15 +244,13 @@ class Flow(NamedTuple):
         return sum(self.recv_counts)
 
 
-@dataclass(kw_only=True, eq=False)
-class Received:
+class Received(NamedTuple):
     """What dispatch brings to one rank: N rows by (source rank, token)."""
 
     x: Tensor  # [N, D]
     scales: Tensor | None  # [N, S], contiguous; FP8 only
     topk_idx: Tensor | None  # [N, K] int64, local expert ids, -1 where the expert is elsewhere
     topk_weights: Tensor | None  # [N, K] float32, 0.0 where topk_idx is -1
-    src_idx: Tensor  # [N] int32, the token's index on its source rank
     num_tokens_per_expert: list[int]  # L, rounded up to expert_alignment
 
 

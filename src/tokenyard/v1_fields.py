@@ -76,19 +76,20 @@ def read(handle: Handle, name: str) -> Tensor | None:
 def _rank_prefix_matrix(handle: Handle) -> Tensor | None:
     """[R, R] int32: the rows of destination j from sources 0..i."""
     sent_RR = handle.flow.sent_RR
-    if sent_RR is None:
+    if any(handle.nodes):
         return None
+    assert sent_RR is not None
     return torch.from_numpy(sent_RR.cumsum(0, np.int32)).to(handle.recv_src_idx.device)
 
 
 def _channel_prefix_matrix(handle: Handle) -> Tensor | None:
     """As gbl_channel_prefix_matrix, on one node."""
-    return None if handle.flow.sent_RR is None else _gbl_channel_prefix_matrix(handle)
+    return None if any(handle.nodes) else _gbl_channel_prefix_matrix(handle)
 
 
 def _recv_channel_prefix_matrix(handle: Handle) -> Tensor | None:
     """[R, C] int32: where each source's channels begin, the receiving side."""
-    return None if handle.flow.sent_RR is None else _recv_channels(handle)
+    return None if any(handle.nodes) else _recv_channels(handle)
 
 
 def _send_head(handle: Handle) -> Tensor:

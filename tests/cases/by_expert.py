@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
@@ -12,8 +11,7 @@ import torch
 from torch import Tensor
 
 import tokenyard
-from tests.cases.exchange import FP8, Case, Inputs, inputs, open_buffer, take_way
-from tests.cases.inside import write_by_expert_in_one_step
+from tests.cases.exchange import FP8, Case, Inputs, inputs, open_buffer
 from tokenyard import spec
 from tokenyard.testing import assert_same
 
@@ -27,19 +25,16 @@ def experts(x: Tensor, offsets: Tensor, own: list[int], y: Tensor) -> Tensor:
     return y
 
 
-def job(group: Any, case: Case, in_one_step: tuple[bool, bool] = (True, True)) -> dict[str, Any]:
+def job(group: Any, case: Case) -> dict[str, Any]:
     """What a user does: two dispatches in flight, experts, and combines of rows that lie in memory
-    of the user, in the Buffer's, or in both, by rank. `in_one_step`: whether the rows of each
-    dispatch are written by expert in one step, where they can be.
+    of the user, in the Buffer's, or in both, by rank.
     """
     rank = group.rank()
     own = case.world.experts_of(rank)
     with open_buffer(group, case) as buffer:
         out: dict[str, Any] = {}
-        got, ways = [], random.Random(f"{case.seed} {rank}")
+        got = []
         for turn in range(2):
-            write_by_expert_in_one_step(buffer, in_one_step[turn])
-            take_way(buffer, case.way, ways)
             got.append(_dispatch(buffer, case, inputs(case, rank, turn), turn, out))
         for turn in (1, 0):
             x, handle = out[f"{turn} x"], got[turn].handle
@@ -53,9 +48,7 @@ def job(group: Any, case: Case, in_one_step: tuple[bool, bool] = (True, True)) -
             }.items():
                 y = experts(x, got[turn].offsets, own, target)
                 y[torch.tensor(_padding(case, rank, turn), dtype=torch.int64)] = torch.nan
-                take_way(buffer, case.way, ways)
                 out[f"{turn} {way}"] = buffer.combine_by_expert(y, handle)
-                take_way(buffer, case.way, ways)
                 out[f"{turn} {way} unweighted"] = buffer.combine_by_expert(y, handle, weigh=False)
         given = inputs(case, rank, 1)
         into = torch.empty(given.x.shape, dtype=case.sum_dtype)
@@ -105,7 +98,7 @@ def _received(case: Case, turn: int) -> list[spec.ReceivedByExpert]:
 
 def expected(case: Case) -> list[dict[str, Any]]:
     """What `spec` says, by rank: the same for all transports and kernel sets."""
-    plain = replace(case, transport=Case.transport, kernels=Case.kernels, way=Case.way)
+    plain = replace(case, transport=Case.transport, kernels=Case.kernels)
     return _expected(plain)
 
 

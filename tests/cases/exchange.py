@@ -40,7 +40,7 @@ class Case:
     strided: bool = False  # inputs that are not contiguous
     num_sms: int = 20
     seed: int = 0
-    way: str = "compiled"  # of calls on `direct`: or "general", or "mixed", see `take_way`
+    way: str = "compiled"  # of few rows between nodes: or "general", or "mixed", see `take_way`
 
     @property
     def world(self) -> spec.World:
@@ -139,13 +139,13 @@ def rounds(buffer: tokenyard.Buffer, case: Case) -> dict[str, Any]:
 
 
 def take_way(buffer: tokenyard.Buffer, way: str, draw: random.Random) -> None:
-    """How this rank makes its next call on `direct`: in one compiled function, or by the engine, or
-    by the engine from a phase on that is drawn.
+    """How this rank makes its next call of few rows between nodes: by compiled steps, or by general
+    ones, or by general ones from a phase on that is drawn.
     """
     if way == "general":
-        inside.without_compiled_calls(buffer)
+        inside.leave_compiled_calls_at(buffer, inside.POSTED)
     elif way == "mixed":
-        phase = draw.choice((inside.NOWHERE, inside.POSTED, inside.HEARD))
+        phase = draw.choice((inside.NOWHERE, inside.POSTED, inside.MET))
         inside.leave_compiled_calls_at(buffer, phase)
 
 

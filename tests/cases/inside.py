@@ -1,17 +1,26 @@
-"""What tests must touch inside a Buffer, since no public call leads there: to force a way, to hold
-up its thread, to make a rank lie. What a Buffer has done, `Buffer.stats` says.
+"""What tests must touch inside a Buffer, since no public call leads there: to let threads share
+little, to hold up its thread, to make a rank lie. What a Buffer has done, `Buffer.stats` says.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import tokenyard
-from tokenyard.wire import exchange_table
+import numpy as np
+import torch
 
-# Steps of a compiled call at which its rank can go on step by step: once it has told the others
-# about the call, or has heard from them. NOWHERE: it goes on to the end.
-NOWHERE, POSTED, HEARD = 0, exchange_table.POSTED, exchange_table.HEARD
+import tokenyard
+from tokenyard.runtime import threads
+from tokenyard.wire import call
+from tokenyard.wire import message as say
+
+# Steps of a compiled call between nodes at which its rank can go on step by step: once it has told
+# the others about the call, or has heard from them. NOWHERE: it goes on to the end.
+NOWHERE, POSTED, MET = 0, call.POSTED, call.MET
+
+_THREADS = threads.MUCH, threads._BYTES_PER_THREAD
 
 
 def engine_of(buffer: tokenyard.Buffer) -> Any:
@@ -34,29 +43,44 @@ def slots_of(buffer: tokenyard.Buffer) -> Any:
     return buffer._low_latency.slots
 
 
-def without_compiled_calls(buffer: tokenyard.Buffer) -> None:
-    """From now on this rank makes all calls step by step."""
-    engine_of(buffer).compiled = None
-
-
 def leave_compiled_calls_at(buffer: tokenyard.Buffer, step: int) -> None:
-    """From now on this rank leaves compiled calls at this step, if it makes any."""
-    if buffer._engine is not None and buffer._engine.compiled is not None:
-        buffer._engine.compiled.leave_at = step
+    """From now on this rank leaves compiled calls between nodes at this step."""
+    engine_of(buffer).calls.leave_at = step
 
 
-def write_by_expert_in_one_step(buffer: tokenyard.Buffer, at_once: bool) -> None:
-    """Whether dispatches by expert write rows straight to their places, where they can, from now
-    on. All ranks must say the same.
+def share_from(num_bytes: int | None) -> None:
+    """Threads share whatever has so many bytes; None: as they do outside of tests."""
+    threads.MUCH, threads._BYTES_PER_THREAD = _THREADS if num_bytes is None else (num_bytes, 1)
+
+
+@contextmanager
+def little_is_much() -> Iterator[None]:
+    """Three threads share whatever there is to move in this process."""
+    kept = torch.get_num_threads()
+    share_from(1)
+    torch.set_num_threads(3)
+    try:
+        yield
+    finally:
+        share_from(None)
+        torch.set_num_threads(kept)
+
+
+def send_instead(
+    buffer: tokenyard.Buffer, stage: str, words: dict[int, int], payload: Sequence[int] = ()
+) -> None:
+    """In place of a call that was made before: send all ranks its message with other words, and
+    another payload.
     """
-    write_by_expert_in_one_step_from(buffer, 0 if at_once else 1 << 62)
-
-
-def write_by_expert_in_one_step_from(buffer: tokenyard.Buffer, num_bytes: int) -> None:
-    """Do so from so many bytes of all ranks' pairs on."""
-    compiled: Any = engine_of(buffer).compiled
-    if hasattr(compiled, "plans"):
-        compiled.plans.much_from = num_bytes
+    engine: Any = engine_of(buffer)
+    (plan,) = [one for one in engine.calls.plans._known.values() if one.shape.stage == stage]
+    message = np.zeros((buffer.group_size, say.MESSAGE_WORDS), np.int64)
+    message[:, : say.PAYLOAD] = plan.head
+    message[:, say.NUMBER] = engine.agreement.number
+    for word, value in words.items():
+        message[:, word] = value
+    message[:, say.PAYLOAD : say.PAYLOAD + len(payload)] = payload
+    engine.transport.exchange(message, stage)
 
 
 def forget_a_call(buffer: tokenyard.Buffer) -> None:

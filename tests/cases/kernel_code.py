@@ -14,7 +14,6 @@ from numba import typeof, types
 from numba.extending import is_jitted
 
 from tokenyard.kernels import numba as kernels
-from tokenyard.kernels.numba.reduce import _PairLists
 from tokenyard.kernels.numba.ring.combine import _Sum
 from tokenyard.kernels.numba.ring.protocol import RingCall
 
@@ -22,16 +21,18 @@ I64, FLAG = types.int64, types.boolean
 BFLOAT16, WIDE = types.uint16[::1], types.float32[::1]
 WORDS, TABLE = types.int64[::1], types.int64[:, ::1]
 CALL = typeof(RingCall(*[0] * 12))
-PAIRS = typeof(_PairLists(*[0] * 7))
 SUMS = typeof(_Sum(*[0] * 10, False, 0, 0))  # type: ignore[call-arg, arg-type]
 
 # Kernels in which something may be streamed, as Python calls them.
 STREAM = {
     "between_nodes.combine._add_up_kernel": (BFLOAT16, WIDE, I64, I64),
     "between_nodes.combine._sum_for_kernel": (BFLOAT16, WIDE, I64, I64),
-    "exchange.by_expert._by_expert_kernel": (I64,),
-    "exchange.combine._combine_kernel": (BFLOAT16, WIDE, I64),
-    "exchange.dispatch._dispatch_kernel": (I64,),
+    "call.by_expert._dispatch_kernel": (I64,),
+    "call.by_expert._take_kernel": (I64,) * 3,
+    "call.by_source._dispatch_kernel": (I64,),
+    "call.by_source._write_kernel": (I64,) * 3,
+    "call.sums._combine_kernel": (BFLOAT16, WIDE, I64),
+    "call.sums._sum_kernel": (BFLOAT16, WIDE, *(I64,) * 4),
     "permute._spread_kernel": (I64,) * 9 + (FLAG,),
     "permute._unpermute_kernel": (I64,) * 9 + (FLAG, BFLOAT16, WIDE),
     "permute_backward._unpermute_backward_kernel": (I64,) * 3 + (BFLOAT16, WIDE),
@@ -39,14 +40,10 @@ STREAM = {
     "quantize.to_fp8_groups": (I64,) * 6 + (BFLOAT16,),
     "rearrange.boxes._rearrange_kernel": (I64,) * 6 + (BFLOAT16,),
     "reduce._reduce_kernel": (WORDS, types.int32[::1], *(I64,) * 7, FLAG, BFLOAT16, WIDE),
-    "reduce._reduce_pairs_kernel": (
-        *(WORDS, WORDS, types.int32[::1], PAIRS, *(I64,) * 4, FLAG, BFLOAT16, WIDE),
-    ),
     "ring.combine._combine_kernel": (CALL, SUMS, TABLE, I64, I64, I64, BFLOAT16, WIDE, WIDE),
     "ring.dispatch._dispatch_kernel": (CALL, WORDS, WORDS, I64, I64, I64),
     "rows._pack_kernel": (I64,) * 8 + (FLAG,),
-    "rows._scatter_pairs_kernel": (TABLE, I64, I64, I64, WORDS, WORDS, I64, I64, FLAG),
-    "rows._scatter_kernel": (TABLE, I64, I64, I64, WORDS, WORDS, WORDS, I64, I64, FLAG),
+    "rows._scatter_kernel": (TABLE, *(WORDS,) * 4, I64, I64, FLAG),
     "low_latency.calls._combine_receive_kernel": (BFLOAT16, WIDE, I64),
     "low_latency.calls._combine_send_kernel": (I64,),
     "low_latency.calls._dispatch_receive_kernel": (I64,),

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import tokenyard
 from tests.cases.clock import scaled
-from tests.cases.inside import (
-    engine_of,
-    transport_of,
-    without_compiled_calls,
-    write_by_expert_in_one_step,
-)
+from tests.cases.inside import engine_of, send_instead, transport_of
 from tests.cases.processes import Pools
-from tokenyard.engine import pair_counts
 from tokenyard.testing import Processes
 from tokenyard.wire import message as say
 
@@ -40,14 +34,10 @@ def good(rank: int) -> dict[str, Any]:
     }
 
 
-def misuse(group: Any, way: str, wrong: str) -> str:
+def misuse(group: Any, transport: str, wrong: str) -> str:
     """What this rank is told when the culprit makes a wrong call, and others a right one."""
-    transport = way.split()[0]
     with tokenyard.Buffer(group, transport=transport, timeout=scaled(60)) as buffer:
         given = good(buffer.rank)
-        write_by_expert_in_one_step(buffer, way == "direct in one step")
-        if way == "direct general":
-            without_compiled_calls(buffer)
         got: Any = buffer.dispatch_by_expert(**given)
         plain: Any = buffer.dispatch(**given).handle
         y, handle, x = got.x.clone(), got.handle, given["x"]
@@ -108,15 +98,13 @@ DIFFER = {
     "hidden": "combine by expert: ranks differ in hidden size: 4 on rank 0, 3 on rank 1",
     "another call": "dispatch by expert: ranks differ in what they call: dispatch by expert on",
 }
-WAYS = pytest.mark.parametrize(
-    "way", ["direct in one step", "direct compiled", "direct general", "collective"]
-)
+WAYS = pytest.mark.parametrize("transport", ["direct", "collective"])
 
 
 @WAYS
 @pytest.mark.parametrize("wrong", REJECTED)
-def test_bad_input_raises_on_all_ranks(ranks: Processes, way: str, wrong: str) -> None:
-    texts = ranks.run(misuse, way, wrong)
+def test_bad_input_raises_on_all_ranks(ranks: Processes, transport: str, wrong: str) -> None:
+    texts = ranks.run(misuse, transport, wrong)
     assert texts[CULPRIT].startswith(REJECTED[wrong])
     for rank in (0, 2):
         assert texts[rank].startswith("rank 1 rejected its input, so no rank went on: ")
@@ -125,58 +113,48 @@ def test_bad_input_raises_on_all_ranks(ranks: Processes, way: str, wrong: str) -
 
 @WAYS
 @pytest.mark.parametrize("wrong", DIFFER)
-def test_calls_that_differ_raise_on_all_ranks(ranks: Processes, way: str, wrong: str) -> None:
-    texts = ranks.run(misuse, way, wrong)
+def test_calls_that_differ_raise_on_all_ranks(ranks: Processes, transport: str, wrong: str) -> None:
+    texts = ranks.run(misuse, transport, wrong)
     assert "nothing" not in texts
     assert texts[0].startswith(DIFFER[wrong])
 
 
-def lie(group: Any, wrong: int) -> str:
-    """The culprit tells a number of pairs, or an alignment, that cannot be."""
+def lie(group: Any, payload: list[int]) -> str:
+    """The culprit tells numbers of tokens that cannot be."""
     with tokenyard.Buffer(group, transport="direct", timeout=scaled(20)) as buffer:
         given = good(buffer.rank)
-        write_by_expert_in_one_step(buffer, True)
+        buffer.dispatch_by_expert(**given)
         if buffer.rank == CULPRIT:
-            honest = pair_counts.tell
-
-            def tell(*known: Any) -> np.ndarray:
-                told_RM = honest(*known).copy()
-                told_RM[:, wrong] = -9
-                return told_RM
-
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(pair_counts, "tell", tell)
-                with pytest.raises(tokenyard.PeerError) as raised:
-                    buffer.dispatch_by_expert(**given)
-        else:
-            with pytest.raises(tokenyard.PeerError) as raised:
-                buffer.dispatch_by_expert(**given)
+            send_instead(buffer, "dispatch by expert", {say.TOKENS: 2}, payload)
+            return ""
+        with pytest.raises(tokenyard.PeerError) as raised:
+            buffer.dispatch_by_expert(**given)
         return str(raised.value)
 
 
-@pytest.mark.parametrize("wrong", [0, NUM_RANKS, -1], ids=["rows", "pairs", "alignment"])
-def test_a_rank_that_tells_nonsense_is_named(wrong: int) -> None:
+@pytest.mark.parametrize("payload", [[-9, 1, 1], [3, 3, 3]], ids=["negative", "too many"])
+def test_a_rank_that_tells_nonsense_is_named(payload: list[int]) -> None:
     with Processes(NUM_RANKS, timeout=scaled(120)) as ranks:
-        for text in ranks.run(lie, wrong):
-            assert "rank 1 wrote what no rank writes" in text
+        for rank, text in enumerate(ranks.run(lie, payload, may_die=True)):
+            assert rank == CULPRIT or "rank 1 wrote what no rank writes" in text
 
 
 def lie_of_parcels(group: Any, what: str) -> str:
     """The culprit names memory that holds something else than it has told."""
     with tokenyard.Buffer(group, transport="direct", timeout=scaled(20)) as buffer:
         buffer.dispatch_by_expert(**good(buffer.rank))
-        parcels: Any = engine_of(buffer).compiled.by_expert.parcels
         pool: Any = transport_of(buffer).node.pool
         other, memory = pool.take(64 if what == "size" else 1 << 16)
         memory[:] = {"size": 0, "experts": 77, "counts": 255}[what]
         if buffer.rank == CULPRIT:
-            honest = parcels.offer
+            plan = next(iter(engine_of(buffer).calls.plans._known.values()))
+            made = plan.call
 
-            def offer(size: int, table: Any, head: Any) -> None:
-                honest(size, table, head)
-                head[say.OFFER], head[say.OFFER + 1], head[say.OFFER + 2] = other.told
+            def call() -> int:
+                plan.head[say.SEGMENTS : say.SEGMENTS + 3] = array("q", other.told)
+                return int(made())
 
-            parcels.offer = offer
+            plan.call = call
         given = good(buffer.rank)
         if what == "size":
             more = 1 << 14

@@ -14,7 +14,6 @@ import torch
 
 import tokenyard
 from tests.cases.clock import scaled
-from tests.cases.inside import NOWHERE, POSTED, leave_compiled_calls_at
 from tokenyard.kernels.numba.signals import await_all
 from tokenyard.testing import Processes
 
@@ -41,9 +40,6 @@ def out_of_descriptors(group: Any, room: int) -> list[str]:
         )
 
     assert await_all.signatures, "a rank without descriptors could not wait"
-    leave_compiled_calls_at(buffer, POSTED)
-    go(4)  # the engine's kernels are loaded
-    leave_compiled_calls_at(buffer, NOWHERE)
     go(4)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     gaps: list[int] = []  # numbers below the highest that were free

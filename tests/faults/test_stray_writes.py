@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch.distributed as dist
 
 import tokenyard
 from tests.cases.clock import scaled
-from tests.cases.inside import transport_of, without_compiled_calls
+from tests.cases.inside import send_instead
 from tokenyard.shm import attached
 from tokenyard.testing import Processes
 from tokenyard.wire import message as say
@@ -108,53 +107,45 @@ def test_memory_of_a_dropped_result_is_not_given_out_before_its_rows_are_there(
         assert ranks.run(dropped_results, transport) == [0, 0]
 
 
-def lie(group: Any) -> list[str]:
-    """Rank 1's offers name places outside its memory."""
-    said = []
-    for turn in range(2):
+ROUTED: Any = {"topk_idx": torch.tensor([[0, 1]] * 5), "topk_weights": torch.ones(5, 2)}
+OFFERS = {
+    "a place outside its memory": ("combine", {say.SEGMENTS + say.SEGMENT_BEGIN: 1 << 44}),
+    "a place before its memory": ("combine", {say.SEGMENTS + say.SEGMENT_BEGIN: -8}),
+    "more memory than it has": ("dispatch", {say.SEGMENTS + say.SEGMENT_SIZE: 1 << 44}),
+}
+
+
+def lie(group: Any, calls: dict[str, tuple[str, dict[int, int]]], payload: Any) -> dict[str, str]:
+    """Rank 1 makes two calls of a kind, and then tells what cannot be."""
+    heard = {}
+    for name, (stage, words) in calls.items():
         with tokenyard.Buffer(group, transport="direct", timeout=scaled(60)) as buffer:
-            transport = transport_of(buffer)
-            mailbox = transport.node.mailbox
-            offer_back, exchange = transport.offer_back, mailbox.exchange
-
-            def back(*args: Any, real: Any = offer_back) -> Any:
-                offer = real(*args)
-                offer.words[:, 4] = 1 << 44
-                return offer
-
-            def start(message: Any, stage: str, real: Any = exchange) -> Any:
-                if message.shape[1] == 5:  # the second round of a dispatch
-                    message[:, 3] = 1 << 44
-                return real(message, stage)
-
-            if group.rank() == 1:
-                if turn == 0:
-                    without_compiled_calls(buffer)  # which tell what is true
-                    transport.offer_back = back
-                else:
-                    mailbox.exchange = start
-            try:
-                got: Any = buffer.dispatch(
-                    torch.ones(5000, 8),  # more than is offered first
-                    topk_idx=torch.tensor([[0, 1]] * 5000),
-                    topk_weights=torch.ones(5000, 2),
-                    num_experts=2,
-                )
-                buffer.combine(got.recv_x, got.handle)
-                said.append("nothing")
-            except tokenyard.PeerError as error:
-                said.append(f"{type(error).__name__}: {error}")
-    return said
+            for turn in range(3):
+                lies = turn == 2 and group.rank() == 1
+                try:
+                    if lies and stage == "dispatch":
+                        send_instead(buffer, stage, {say.TOKENS: 5, **words}, payload[name])
+                        break
+                    got: Any = buffer.dispatch(torch.ones(5, 8), **ROUTED, num_experts=2)
+                    if lies:
+                        handle = {say.HANDLE: got.handle.call}
+                        send_instead(buffer, stage, {**handle, **words})
+                        break
+                    buffer.combine(got.recv_x, got.handle)
+                except tokenyard.PeerError as error:
+                    heard[name] = f"{type(error).__name__}: {error}"
+        dist.barrier(group)
+    return heard
 
 
 def test_offers_outside_their_memory_are_refused() -> None:
+    honest_counts = {name: [5, 5, 5] for name in OFFERS}
     with Processes(2, timeout=scaled(120)) as ranks:
-        honest, liar = ranks.run(lie, may_die=True)
-    assert honest == [
-        "PeerError: combine: rank 1 wrote what no rank writes, on rank 0",
-        "PeerError: dispatch: rank 1 wrote what no rank writes, on rank 0",
-    ]
-    assert all("rank 1 wrote what no rank writes" in text for text in liar), liar
+        honest, _ = ranks.run(lie, OFFERS, honest_counts, may_die=True)
+    assert honest == {
+        name: f"PeerError: {stage}: rank 1 wrote what no rank writes, on rank 0"
+        for name, (stage, _) in OFFERS.items()
+    }
 
 
 # What rank 1 says that it sends to rank 0, and to itself, of its 5 tokens, and that it has so many.
@@ -167,37 +158,10 @@ COUNTS = {
 }
 
 
-def tell(exchange: Any, counts: tuple[int, int], num_tokens: int, message: Any, stage: str) -> Any:
-    """Another message than the one that is right."""
-    message[:, say.PAYLOAD] = counts
-    message[:, say.PAYLOAD + 2 : say.PAYLOAD + 4] = counts
-    message[:, say.TOKENS] = num_tokens
-    return exchange(message, stage)
-
-
-def miscount(group: Any) -> dict[str, str]:
-    """Rank 1 makes its call step by step, with wrong counts; for rank 0 it is a compiled one."""
-    heard = {}
-    routed: Any = {"topk_idx": torch.tensor([[0, 1]] * 5), "topk_weights": torch.ones(5, 2)}
-    for name, (counts, num_tokens) in COUNTS.items():
-        with tokenyard.Buffer(group, transport="direct", timeout=scaled(60)) as buffer:
-            for _ in range(2):
-                buffer.dispatch(torch.ones(5, 8), **routed, num_experts=2)
-            mailbox = transport_of(buffer).node.mailbox
-            if group.rank() == 1:
-                without_compiled_calls(buffer)
-                mailbox.exchange = partial(tell, mailbox.exchange, counts, num_tokens)
-            try:
-                buffer.dispatch(torch.ones(5, 8), **routed, num_experts=2)
-                heard[name] = f"nothing, in a call that was {buffer.stats()['ways']}"
-            except tokenyard.PeerError as error:
-                heard[name] = f"{type(error).__name__}: {error}"
-        dist.barrier(group)
-    return heard
-
-
-def test_counts_that_cannot_be_are_refused_by_a_compiled_call() -> None:
+def test_counts_that_cannot_be_are_refused() -> None:
+    calls = {name: ("dispatch", {say.TOKENS: tokens}) for name, (_, tokens) in COUNTS.items()}
+    payload = {name: [5, *counts] for name, (counts, _) in COUNTS.items()}  # pairs come first
     with Processes(2, timeout=scaled(120)) as ranks:
-        honest, _ = ranks.run(miscount, may_die=True)
+        honest, _ = ranks.run(lie, calls, payload, may_die=True)
     said = "PeerError: dispatch: rank 1 wrote what no rank writes, on rank 0"
     assert honest == dict.fromkeys(COUNTS, said)

@@ -50,7 +50,6 @@ from tests.fuzz.steps import (
 from tokenyard.runtime.events import EventHandle, EventOverlap
 from tokenyard.transports import available
 
-_SOME_BYTES = 8 << 10  # of rows by expert, from which they move in one step: many calls have less
 # Made once a process, since all processes must make them together.
 _GROUPS: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
@@ -80,8 +79,10 @@ def get_ready(world: Any) -> None:
 
 
 def interpret(world: Any, program: Program, expected: bytes, folder: str) -> Report:
-    before = Holdings.now()
-    torch.set_num_threads(program.threads[world.rank()])
+    before, threads = Holdings.now(), program.threads[world.rank()]
+    torch.set_num_threads(threads)
+    # Several threads share what has some thousand bytes: most calls have less.
+    inside.share_from(8 << 10 if threads > 1 else None)
     rank = Rank(world.rank(), program, torch.load(io.BytesIO(expected), weights_only=False))
     said = _Said()
     with said.heard(), ExitStack() as watching:
@@ -195,7 +196,6 @@ class Rank:
             options = calls.buffer_options(step, mine)
             buffer = tokenyard.Buffer(_GROUPS[step.members], **options)
             self.buffers[step.buffer] = buffer
-            inside.write_by_expert_in_one_step_from(buffer, _SOME_BYTES)
         elif isinstance(step, Close):
             closed = self.buffers.pop(step.buffer, None)
             if closed is not None and not step.forget:
@@ -324,8 +324,10 @@ _ENDS = BREAKING | {"bad", "mismatch", "thread"}
 
 
 def _leave_compiled_calls(buffer: tokenyard.Buffer, draw: random.Random) -> None:
-    """One in four of this rank's compiled calls is left to the engine, from a phase on."""
-    phase = draw.choice((*[inside.NOWHERE] * 6, inside.POSTED, inside.HEARD))
+    """One in four of this rank's compiled calls between nodes is made step by step, from a phase
+    on.
+    """
+    phase = draw.choice((*[inside.NOWHERE] * 6, inside.POSTED, inside.MET))
     inside.leave_compiled_calls_at(buffer, phase)
 
 

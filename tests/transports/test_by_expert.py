@@ -11,7 +11,7 @@ import tokenyard
 from tests.cases.by_expert import check, job
 from tests.cases.conformance import BASE, CASES, case_of
 from tests.cases.exchange import Case
-from tests.cases.inside import write_by_expert_in_one_step
+from tests.cases.inside import little_is_much
 from tests.cases.lanes import at_night
 from tests.cases.processes import Pools
 from tokenyard.testing import assert_same, numbered_tokens, poisoned, routing, run_virtual
@@ -67,38 +67,19 @@ def test_processes(name: str, transport: str, processes: Pools) -> None:
     check(case, processes(4).run(job, case))
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("name", FEW)
-def test_in_one_step_and_not(name: str, processes: Pools) -> None:
-    """The second dispatch is of another way than the first, which all ranks make in one step."""
-    case = replace(case_of(name, 2), transport="direct")
-    check(case, processes(2).run(job, case, (True, False)))
-
-
-@pytest.mark.parametrize("way", ["compiled", "general", "mixed"])
-@pytest.mark.parametrize("num_ranks", at_night([1, 3], gate=(3,)))
 @EVERY_CASE
-def test_few_rows(name: str, num_ranks: int, way: str) -> None:
-    """Dispatched as rows of tokens, and then copied to their places."""
-    case = replace(case_of(name, num_ranks), transport="direct", kernels="numba", way=way)
-    check(case, run_virtual(job, num_ranks, case, (False, False)).results)
+def test_threads_move_rows(name: str) -> None:
+    case = replace(case_of(name, 3), transport="direct", kernels="numba")
+    with little_is_much():
+        check(case, run_virtual(job, 3, case).results)
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("way", at_night(["compiled", "general", "mixed"], gate=("mixed",)))
-@pytest.mark.parametrize("name", FEW)
-def test_few_rows_of_processes(name: str, way: str, processes: Pools) -> None:
-    case = replace(case_of(name, 4), transport="direct", way=way)
-    check(case, processes(4).run(job, case, (False, False)))
-
-
-def aligned(group: Any, at_once: bool) -> tuple[Any, ...]:
+def aligned(group: Any, transport: str) -> tuple[Any, ...]:
     """Each rank has an alignment of its own, and memory that rows have lain in before."""
-    with tokenyard.Buffer(group, transport="direct", kernels="numba") as buffer:
+    with tokenyard.Buffer(group, transport=transport, kernels="numba") as buffer:
         topk_idx, weights = routing("uniform", 30, 2, 8, seed=buffer.rank)
         x = numbered_tokens(30, 64, first=1 + 100 * buffer.rank)
         for alignment in (1, 2 + 3 * buffer.rank):
-            write_by_expert_in_one_step(buffer, at_once)
             got: Any = buffer.dispatch_by_expert(
                 x, topk_idx, weights, num_experts=8, expert_alignment=alignment
             )
@@ -108,7 +89,7 @@ def aligned(group: Any, at_once: bool) -> tuple[Any, ...]:
 
 
 def test_ranks_may_align_differently() -> None:
-    one, other = (run_virtual(aligned, 3, at_once).results for at_once in (True, False))
+    one, other = (run_virtual(aligned, 3, name).results for name in ("direct", "ring"))
     assert_same(one, other)
     for rank, (_, offsets, _) in enumerate(one):
         assert (offsets % (2 + 3 * rank) == 0).all()

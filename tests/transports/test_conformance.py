@@ -8,6 +8,7 @@ import pytest
 
 from tests.cases.conformance import BASE, CASES, FEW, SAMPLED, case_of, check
 from tests.cases.exchange import Case, job
+from tests.cases.inside import little_is_much
 from tests.cases.lanes import at_night
 from tests.cases.processes import Pools
 from tokenyard.testing import Processes, poisoned, run_virtual
@@ -32,30 +33,30 @@ def test_more_virtual_ranks(name: str, num_ranks: int) -> None:
     check_virtual(case_of(name, num_ranks))
 
 
-# `direct` has two ways to make a call, and ranks may take different ones in the same call.
-WAYS = pytest.mark.parametrize(
-    "transport, way",
-    [("direct", "compiled"), ("direct", "general"), ("direct", "mixed"), ("ring", "general")],
-)
+SHARING = pytest.mark.parametrize("transport", ["direct", "ring"])
 
 
-@WAYS
+@SHARING
 @pytest.mark.parametrize("num_ranks", at_night([1, 2, 5], gate=(1, 5)))
 @pytest.mark.parametrize("name", CASES)
-def test_virtual_ranks_that_share_memory(
-    name: str, num_ranks: int, transport: str, way: str
-) -> None:
-    check_sharing(name, num_ranks, transport, way)
+def test_virtual_ranks_that_share_memory(name: str, num_ranks: int, transport: str) -> None:
+    check_sharing(name, num_ranks, transport)
 
 
-@WAYS
+@SHARING
 @pytest.mark.parametrize("name", FEW)
-def test_17_virtual_ranks_that_share_memory(name: str, transport: str, way: str) -> None:
-    check_sharing(name, 17, transport, way)
+def test_17_virtual_ranks_that_share_memory(name: str, transport: str) -> None:
+    check_sharing(name, 17, transport)
 
 
-def check_sharing(name: str, num_ranks: int, transport: str, way: str) -> None:
-    case = replace(case_of(name, num_ranks), transport=transport, kernels="numba", way=way)
+@pytest.mark.parametrize("name", CASES)
+def test_threads_move_rows(name: str) -> None:
+    with little_is_much():
+        check_sharing(name, 3, "direct")
+
+
+def check_sharing(name: str, num_ranks: int, transport: str) -> None:
+    case = replace(case_of(name, num_ranks), transport=transport, kernels="numba")
     check(case, run_virtual(job, num_ranks, case).results)
 
 
@@ -99,13 +100,6 @@ def test_two_processes_that_share_memory(name: str, processes: Pools) -> None:
 @pytest.mark.parametrize("name", SAMPLED)
 def test_processes(name: str, transport: str, processes: Pools, num_processes: int) -> None:
     check_processes(name, transport, processes(num_processes))
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("name", SAMPLED)
-def test_processes_that_make_calls_in_two_ways(name: str, processes: Pools) -> None:
-    case = replace(case_of(name, 3), transport="direct", kernels="numba", way="mixed")
-    check(case, processes(3).run(job, case))
 
 
 def check_processes(name: str, transport: str, ranks: Processes) -> None:

@@ -47,7 +47,7 @@ def cases(draw: st.DrawFn) -> Case:
         num_sms=draw(st.sampled_from([2, 4, 20, 48])),
         seed=draw(st.integers(0, 10_000)),
         way=draw(st.sampled_from(["compiled", "general", "mixed"]))
-        if transport in ("direct", "hierarchical")
+        if transport == "hierarchical"
         else "compiled",
     )
 

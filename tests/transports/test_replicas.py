@@ -30,7 +30,7 @@ def test_between_nodes(num_ranks: int, compiled: bool) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(num_ranks=4, transport="direct", compiled=False),
+        Case(num_ranks=4, transport="direct"),
         Case(num_ranks=4, transport="direct", dtype=FP8),
         Case(num_ranks=3, transport="ring", dtype=FP8),
         Case(num_ranks=4, transport="collective", kernels="reference", dtype=torch.float64),

@@ -24,8 +24,8 @@ from tokenyard.elastic.pipeline import PipelineCalls
 from tokenyard.elastic.refusal import heard_by_all
 from tokenyard.elastic.sessions import SessionCalls
 from tokenyard.engine.agreement import Call, Terms
+from tokenyard.engine.engine import Engine
 from tokenyard.engine.mismatch import STAGES
-from tokenyard.engine.stages import Engine
 from tokenyard.opening import Options, check_group, open_engine
 from tokenyard.runtime.events import EventHandle, EventOverlap
 from tokenyard.types import Config

@@ -11,10 +11,10 @@ from tokenyard import validate
 from tokenyard.elastic.domains import Domains
 from tokenyard.elastic.handle import Kept, kept_of
 from tokenyard.elastic.refusal import heard_by_all, tag_means
-from tokenyard.engine.by_expert import combine_by_expert
+from tokenyard.engine.engine import Engine
 from tokenyard.engine.homeward import bring_home, pick, sum_by_lane
-from tokenyard.engine.stages import Engine
-from tokenyard.runtime.completion import Completion
+from tokenyard.engine.inputs import CombineRequest
+from tokenyard.runtime.completion import AT_ONCE
 from tokenyard.types import Config
 
 _COMBINE = "combine"
@@ -38,19 +38,14 @@ def combine(
     if at_once or by_node or not kept.list_by_lane(engine.transport):
         return _sum_at_home(engine, x, kept, topk_weights, bias, config, domains, at_once)
     known = kept.handle
-    if topk_weights is None and bias is None:
-        if kept.do_expand:
-            return combine_by_expert(engine, x, known, False, None, config, -1), None
-        if engine.compiled is not None:
-            sums = engine.compiled.combine(x, known, None, config, -1)
-            if sums is not None:
-                return sums, None
+    if topk_weights is None and bias is None and kept.do_expand:
+        request = CombineRequest.plain(x, known, None, config, -1)
+        return engine.calls.combine_by_expert(request, False), None
     with heard_by_all(engine, _COMBINE):
         weights = _weights(engine, topk_weights, kept)
         rows = _shares(engine, x, kept) if kept.do_expand else x
-    sums, picked, _ = engine.combine(
-        rows, known, weights, bias, None, config, None, -1, Completion(), None, _COMBINE
-    )
+    request = CombineRequest(rows, known, weights, bias, None, config, None, -1)
+    sums, picked, _ = engine.calls.combine(request, AT_ONCE, _COMBINE)
     return sums, picked
 
 

@@ -10,12 +10,11 @@ from torch import Tensor
 from tokenyard import validate
 from tokenyard.elastic.handle import EPHandle, Kept, kept_of
 from tokenyard.elastic.refusal import heard_by_all, tag_means
-from tokenyard.engine.by_expert import dispatch_by_expert
+from tokenyard.engine.engine import Engine
 from tokenyard.engine.inputs import DispatchRequest
-from tokenyard.engine.stages import Engine
 from tokenyard.handle import Handle
 from tokenyard.runtime import memory
-from tokenyard.runtime.completion import Completion
+from tokenyard.runtime.completion import AT_ONCE
 from tokenyard.types import ByExpert, Config, round_up
 
 _DISPATCH = "dispatch"
@@ -123,7 +122,7 @@ def dispatch_again(
             "do_expand is True and the handle is compact, want that of an expanded dispatch",
         )
         columns, num_scales = _beside(engine, x, topk_weights, kept)
-    recv_x, beside, _ = engine.dispatch_cached(columns, kept.handle, (), config, None, Completion())
+    recv_x, beside, _ = engine.calls.dispatch_again(columns, kept.handle, (), config, None, AT_ONCE)
     scales = beside
     weights = None
     if beside is not None and topk_weights is not None:
@@ -188,21 +187,7 @@ def _check_stats(engine: Engine, asked: Asked) -> None:
 
 
 def _compact(engine: Engine, request: DispatchRequest) -> _Rows:
-    compiled, quick = engine.compiled, None
-    if compiled is not None and not request.num_worst_tokens:
-        quick = compiled.dispatch(
-            request.x,
-            request.topk_idx,
-            request.topk_weights,
-            request.num_experts,
-            request.expert_alignment,
-            request.config,
-            request.tag,
-        )
-    if quick is not None:
-        x, topk_idx, topk_weights, counts, handle = quick
-        return _Rows(x, None, topk_idx, topk_weights, topk_idx.clone(), counts, handle)
-    got, handle, _ = engine.dispatch(request, Completion(), _DISPATCH)
+    got, handle, _ = engine.calls.dispatch(request, AT_ONCE, _DISPATCH)
     assert got.topk_idx is not None
     assert got.topk_weights is not None
     # A copy: the handle must not keep the memory in which the rows lie, and users may write there.
@@ -211,7 +196,7 @@ def _compact(engine: Engine, request: DispatchRequest) -> _Rows:
 
 
 def _expanded(engine: Engine, request: DispatchRequest) -> _Rows:
-    got, handle = dispatch_by_expert(engine, request)
+    got, handle = engine.calls.dispatch_by_expert(request)
     by_expert = handle.by_expert
     assert by_expert is not None
     counts = got.num_tokens_per_expert
@@ -223,7 +208,7 @@ def _expanded(engine: Engine, request: DispatchRequest) -> _Rows:
 
 def _expanded_to_the_worst(engine: Engine, request: DispatchRequest, alignment: int) -> _Rows:
     """With as many rows as could come, whatever does."""
-    got, handle, _ = engine.dispatch(request, Completion(), _DISPATCH)
+    got, handle, _ = engine.calls.dispatch(request, AT_ONCE, _DISPATCH)
     assert got.topk_idx is not None
     assert got.topk_weights is not None
     counts = got.num_tokens_per_expert

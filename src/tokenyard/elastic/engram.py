@@ -16,8 +16,8 @@ from tokenyard.elastic.dispatch import by_column
 from tokenyard.elastic.domains import ALIGNMENT
 from tokenyard.elastic.refusal import heard_by_all
 from tokenyard.elastic.shared import SharedBlock, meet, node_of
+from tokenyard.engine.engine import Engine
 from tokenyard.engine.gather import all_gather
-from tokenyard.engine.stages import Engine
 from tokenyard.lifetime import Lifetime
 from tokenyard.types import ROW_DTYPES, SCALE_DTYPES, Config, round_up
 

@@ -13,7 +13,7 @@ from tokenyard.elastic.domains import ALIGNMENT
 from tokenyard.elastic.pipes import RECEIVE, SEND, Connections, SharedSlots
 from tokenyard.elastic.refusal import heard_by_all
 from tokenyard.elastic.shared import as_bytes, meet, node_of
-from tokenyard.engine.stages import Engine
+from tokenyard.engine.engine import Engine
 from tokenyard.errors import CallMismatch
 from tokenyard.lifetime import Lifetime
 from tokenyard.types import round_up

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tokenyard.comm.base import Communicator, Exchange
 from tokenyard.elastic.shared import SharedBlock, as_bytes
-from tokenyard.engine.stages import Engine
+from tokenyard.engine.engine import Engine
 from tokenyard.runtime.events import EventHandle, Worker
 from tokenyard.shm.node import SharedNode
 from tokenyard.types import round_up

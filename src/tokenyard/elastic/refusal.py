@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tokenyard.engine.stages import Engine
+from tokenyard.engine.engine import Engine
 from tokenyard.errors import CallMismatch
 
 

@@ -19,8 +19,8 @@ from tokenyard.elastic.domains import ALIGNMENT
 from tokenyard.elastic.refusal import heard_by_all
 from tokenyard.elastic.results import ALIGNED, SharedResults
 from tokenyard.elastic.shared import as_bytes, meet, node_of
+from tokenyard.engine.engine import Engine
 from tokenyard.engine.gather import all_gather
-from tokenyard.engine.stages import Engine
 from tokenyard.lifetime import Lifetime
 from tokenyard.types import Config, round_up
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tokenyard.engine.agreement import Call, Terms
+from tokenyard.engine.engine import Engine
 from tokenyard.engine.mismatch import STAGES
-from tokenyard.engine.stages import Engine
 from tokenyard.errors import CallMismatch
 from tokenyard.shm.node import SharedNode
 from tokenyard.transports.direct import DirectTransport

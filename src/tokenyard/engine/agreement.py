@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.engine.mismatch import STAGES, differ
-from tokenyard.errors import rejected, text_to_words
+from tokenyard.errors import TEXT_WORDS, rejected, text_to_words
 from tokenyard.runtime.streams import to_device
 from tokenyard.runtime.waits import Waits
 from tokenyard.transports import Offer, Transport
@@ -155,7 +155,9 @@ class Agreement:
             num_words = words.shape[1] if isinstance(words, np.ndarray) else len(words)
             message[:, at.OFFER : at.OFFER + num_words] = words
         width = room = 0
-        if payload is not None:
+        if failure is not None:
+            message[:, at.PAYLOAD : at.PAYLOAD + TEXT_WORDS] = text_to_words(str(failure))
+        elif payload is not None:
             width = payload.shape[1]
             room = min(width, at.PAYLOAD_WORDS)
             message[:, at.PAYLOAD : at.PAYLOAD + room] = payload[:, :room]
@@ -177,11 +179,7 @@ class Agreement:
 
         # Comparing bytes takes a third of the time that comparing arrays takes.
         if failed or answer[:, : at.TOKENS].tobytes() != message[:, : at.TOKENS].tobytes():
-            # Ranks that all called this Buffer go on with the same number.
-            if (answer[:, _BUFFER] == self.buffer_id).all():
-                self.number = int(answer[:, at.NUMBER].max()) + 1
-            self._raise_failures(stage, answer[:, at.FAILED], failure)
-            self._raise_mismatch(stage, Call(*head[1:]), answer[:, at.CALL : at.TOKENS])
+            self._raise(stage, Call(*head[1:]), answer, failure)
         self.number += 1
         told = answer[:, at.PAYLOAD : at.PAYLOAD + room]
         if payload is not None and width > room:  # on all ranks: equal calls, equal widths
@@ -190,6 +188,12 @@ class Agreement:
             told = np.concatenate([told, more], axis=1)
         worst, offers = answer[:, at.WORST].tolist(), answer[:, at.OFFER : at.PAYLOAD]
         return Agreed(offer, offers, told, answer[:, at.TOKENS], worst, numbers)
+
+    def compare(self, stage: str, call: Call, answer: np.ndarray) -> NoReturn:
+        """Raise what ranks differ in that have told each other of a call."""
+        call = call._replace(buffer=self.buffer_id, number=self.number)
+        self._raise(stage, call, answer, None)
+        raise AssertionError("ranks make the same call")
 
     def note_stamps(self, came: int, stamps_R: np.ndarray) -> None:
         """This rank came then, and the others as they say: it has waited for the last of them."""
@@ -211,27 +215,39 @@ class Agreement:
 
     def confirm(self, stage: str, failure: Exception | None) -> None:
         """Ask again about what only the counts could show. Raises on all ranks if one failed."""
-        flags = np.full((self._size, 1), failure is not None, np.int64)
-        answer = self._transport.exchange(flags, f"{stage} (notify)")
-        self._raise_failures(stage, answer[:, 0], failure)
+        words = np.zeros((self._size, 1 + TEXT_WORDS), np.int64)
+        if failure is not None:
+            words[:] = 1, *text_to_words(str(failure))
+        answer = self._transport.exchange(words, f"{stage} (notify)")
+        self._raise_failures(stage, answer[:, 0], answer[:, 1:], failure)
 
-    def _raise_failures(self, stage: str, failed: np.ndarray, own: Exception | None) -> None:
+    def _raise(self, stage: str, mine: Call, answer: np.ndarray, failure: Exception | None) -> None:
+        """Raise which ranks failed, or what ranks differ in."""
+        # Ranks that all called this Buffer go on with the same number.
+        if (answer[:, _BUFFER] == self.buffer_id).all():
+            self.number = int(answer[:, at.NUMBER].max()) + 1
+        failed, texts = answer[:, at.FAILED], answer[:, at.PAYLOAD : at.PAYLOAD + TEXT_WORDS]
+        if self._transport.tells_from_device and failed.any():  # who counts there knows why by now
+            own = text_to_words("" if failure is None else str(failure))
+            texts = self._transport.exchange(np.tile(own, (self._size, 1)), f"{stage} (failure)")
+        self._raise_failures(stage, failed, texts, failure)
+        self.engaged = False
+        columns = answer[:, at.CALL : at.TOKENS].T.tolist()
+        for term, wanted, column in zip(Call._fields, mine, columns):
+            for rank, theirs in enumerate(column):
+                if theirs != wanted:
+                    raise differ(stage, term, (self._rank, wanted), (rank, theirs))
+
+    def _raise_failures(
+        self, stage: str, failed: np.ndarray, texts: np.ndarray, own: Exception | None
+    ) -> None:
         if not failed.any():
             return
-        words = text_to_words("" if own is None else str(own))
-        texts = self._transport.exchange(np.tile(words, (self._size, 1)), f"{stage} (failure)")
         self.engaged = False
         if own is not None:
             raise own
         rank = int(failed.argmax())
         raise rejected(rank, texts[rank], stage)
-
-    def _raise_mismatch(self, stage: str, mine: Call, calls: np.ndarray) -> None:
-        self.engaged = False
-        for term, own, column in zip(Call._fields, mine, calls.T.tolist()):
-            for rank, theirs in enumerate(column):
-                if theirs != own:
-                    raise differ(stage, term, (self._rank, own), (rank, theirs))
 
 
 def stage_in(message: np.ndarray) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.engine.inputs import Outgoing
+from tokenyard.engine.inputs import Checked
 from tokenyard.kernels import Kernels
 from tokenyard.runtime import memory
 from tokenyard.topology import Placement
@@ -16,23 +16,18 @@ from tokenyard.types import Flow, Received
 
 
 def received(
-    out: Outgoing, flow: Flow, arrive: Sequence[Tensor | None], per_expert: np.ndarray
-) -> Received:
-    """What the user gets, once the columns have arrived: x, scales, ids, weights, tokens."""
-    x, scales, topk_idx, topk_weights, src_idx = arrive
+    given: Checked, flow: Flow, arrive: Sequence[Tensor | None], per_expert: np.ndarray
+) -> tuple[Received, Tensor]:
+    """What the user gets, once the columns have arrived: x, scales, ids, weights, tokens. And where
+    the token of each row will be kept: not in the memory in which the rows lie.
+    """
+    x, scales, topk_idx, topk_weights, tokens = arrive
     assert x is not None
-    assert src_idx is not None
-    if out.expert_alignment > 1:
-        per_expert = -(-per_expert // out.expert_alignment) * out.expert_alignment
-    return Received(
-        x=x,
-        scales=scales,
-        topk_idx=topk_idx,
-        topk_weights=topk_weights,
-        # A copy: the handle keeps it, and must not keep the memory in which the rows lie.
-        src_idx=memory.empty(flow.num_rows, dtype=src_idx.dtype, device=src_idx.device),
-        num_tokens_per_expert=per_expert.tolist(),
-    )
+    assert tokens is not None
+    each = given.expert_alignment
+    counts = (-(-per_expert // each) * each).tolist()
+    src_idx = memory.empty(flow.num_rows, dtype=tokens.dtype, device=tokens.device)
+    return Received(x, scales, topk_idx, topk_weights, counts), src_idx
 
 
 def receive(

@@ -11,9 +11,9 @@ import torch
 
 from tokenyard import validate
 from tokenyard.engine.agreement import Agreed, Counting
-from tokenyard.engine.inputs import Outgoing
+from tokenyard.engine.inputs import Checked
 from tokenyard.topology import Placement
-from tokenyard.types import Counted, Flow, Layout, Route
+from tokenyard.types import DeviceCounts, Flow, Layout, Route
 
 
 def tell(route: Route, layout: Layout, placement: Placement, one_node: bool) -> np.ndarray:
@@ -44,9 +44,9 @@ def tell(route: Route, layout: Layout, placement: Placement, one_node: bool) -> 
     return told_RM
 
 
-def tell_from_device(out: Outgoing, counted: Counted, one_node: bool) -> Counting:
+def tell_from_device(given: Checked, counted: DeviceCounts, one_node: bool) -> Counting:
     """As `tell`, where the host has not read the counts, and need not for this."""
-    placement, topk_idx = out.placement, out.topk_idx
+    placement, topk_idx = given.placement, given.topk_idx
     num_ranks = placement.num_ranks
     counts = counted.numbers[1 : 1 + num_ranks]
     pairs = torch.nn.functional.pad(counted.numbers[1 + num_ranks :], (0, 1))

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from tokenyard import validate
+from tokenyard.engine.engine import Engine
 from tokenyard.engine.inputs import DispatchRequest
-from tokenyard.engine.stages import Engine
 from tokenyard.handle import Handle
-from tokenyard.runtime.completion import Completion
+from tokenyard.runtime.completion import AT_ONCE
 from tokenyard.types import ROW_DTYPES, Config
 
 _STAGE = "all_gather"
@@ -25,13 +25,13 @@ def all_gather(engine: Engine, x: Any, handle: Any, config: Config) -> tuple[Ten
             handle = engine.known(handle)
             _check_route(handle)
     except Exception as error:
-        engine.refuse(engine.agreement.named(_STAGE, error))
-        raise AssertionError("a refusal raises") from error
+        engine.reject(_STAGE, error)
     if handle is None:
-        received, handle, _ = engine.dispatch(_request(engine, rows, config), Completion(), _STAGE)
+        request = _request(engine, rows, config)
+        received, handle, _ = engine.calls.dispatch(request, AT_ONCE, _STAGE)
         got = received.x
     else:
-        got, _, _ = engine.dispatch_cached(rows, handle, (), config, None, Completion())
+        got, _, _ = engine.calls.dispatch_again(rows, handle, (), config, None, AT_ONCE)
     return got.view(x.dtype).reshape(got.shape[0], *x.shape[1:]), handle
 
 

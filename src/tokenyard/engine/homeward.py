@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tokenyard.engine.engine import Engine
 from tokenyard.engine.inputs import DispatchRequest
 from tokenyard.engine.lane_order import Lanes, last_of_group
-from tokenyard.engine.stages import Engine
-from tokenyard.runtime.completion import Completion
+from tokenyard.runtime.completion import AT_ONCE
 from tokenyard.types import Config
 
 
@@ -41,7 +41,7 @@ def bring_home(
         config,
         tag,
     )
-    got, _, _ = engine.dispatch(request, Completion(), "combine")
+    got, _, _ = engine.calls.dispatch(request, AT_ONCE, "combine")
     return got.x, got.scales
 
 

@@ -21,7 +21,7 @@ from tokenyard.runtime import memory
 from tokenyard.runtime.events import EventHandle
 from tokenyard.topology import Placement, even_placement
 from tokenyard.transports import Sum
-from tokenyard.types import Config, Counted, Layout, Route
+from tokenyard.types import Config, DeviceCounts, Layout, Route
 from tokenyard.wire.message import PAYLOAD_WORDS
 
 SMALL = 1 << 16  # bytes of a sum that are not worth a segment of shared memory
@@ -72,21 +72,45 @@ class DispatchRequest(NamedTuple):
         return DispatchRequest(x, None, None, *layout, None, 1, 0, config, None, tag)
 
 
-class Outgoing(NamedTuple):
-    """The rows of a dispatch, checked, listed and counted."""
+class CombineRequest(NamedTuple):
+    """What a user asked combine for, unchecked."""
+
+    x: Any
+    handle: Any
+    topk_weights: Any
+    bias: Any
+    out: Any
+    config: Any
+    previous_event: Any
+    tag: Any
+
+    @staticmethod
+    def plain(x: Any, handle: Any, out: Any, config: Any, tag: Any) -> CombineRequest:
+        """A combine of rows alone, which waits for no event."""
+        return CombineRequest(x, handle, None, None, out, config, None, tag)
+
+
+class Checked(NamedTuple):
+    """What a dispatch was given, checked."""
 
     x: Tensor
     scales: Tensor | None
     topk_idx: Tensor | None
     topk_weights: Tensor | None
-    layout: Layout
-    route: Route
+    given: Layout | None  # by the user
     placement: Placement
     expert_alignment: int
     num_worst_tokens: int
     config: Config
     tag: int
-    counted: Counted | None = None  # where the host has not read the counts: `route` has none
+
+
+class Counted(NamedTuple):
+    """The rows of a dispatch, listed and counted."""
+
+    layout: Layout
+    route: Route
+    on_device: DeviceCounts | None = None  # where the host has not read the counts
 
 
 class Preparation:
@@ -132,9 +156,9 @@ class Preparation:
         placement = self.placement(num_experts)
         if self.choice is not None:
             topk_idx = self.choice(topk_idx)
-        return self._layout(topk_idx, placement)
+        return self.count_ids(topk_idx, placement)
 
-    def _layout(self, topk_idx: Tensor, placement: Placement) -> Layout:
+    def count_ids(self, topk_idx: Tensor, placement: Placement) -> Layout:
         layout, first_bad = self._kernels.layout(
             topk_idx, placement.rank_of_expert, self._num_ranks, self._node_of_rank
         )
@@ -180,7 +204,7 @@ class Preparation:
             self._checked_config = validate.config(config)
         return config
 
-    def dispatch(self, request: DispatchRequest) -> Outgoing:
+    def check(self, request: DispatchRequest) -> Checked:
         wait(request.previous_event)  # counting reads what it made
         device = self._device
         x, scales = validate.dispatched(request.x, device=device)
@@ -192,8 +216,7 @@ class Preparation:
         alignment = validate.integer("expert_alignment", request.expert_alignment, at_least=1)
         num_worst = validate.integer("num_worst_tokens", request.num_worst_tokens, at_least=0)
         config = self.config(request.config)
-        counted: Counted | None = None
-        layout = validate.layout(
+        given = validate.layout(
             request.num_tokens_per_rank,
             request.is_token_in_rank,
             request.num_tokens_per_expert,
@@ -201,46 +224,46 @@ class Preparation:
             num_ranks=self._num_ranks,
             device=device,
         )
-        if layout is None:
+        if given is None:
             validate.require(
                 topk_idx is not None and request.num_experts is not None,
                 "no layout is given, want num_tokens_per_rank, is_token_in_rank and "
                 "num_tokens_per_expert, or topk_idx and num_experts",
             )
             placement = self.placement(request.num_experts)
-            assert topk_idx is not None, "it was required"
-            # What is told for each expert and each rank must fit a message.
-            fits = 1 + placement.most_experts + self._num_ranks <= PAYLOAD_WORDS
-            if self._on_device and fits:
-                counted = self._kernels.count(
-                    topk_idx, placement.rank_of_expert, self._num_ranks, self._node_of_rank
-                )
-                layout = counted.layout
-            else:
-                layout = self._layout(topk_idx, placement)
         else:
-            placement = self._placement_of(layout, request.num_experts)
+            placement = self._placement_of(given, request.num_experts)
             named = request.num_experts if self.choice is None else None
-            validate.layout_fits(layout, topk_idx, named)
-        if counted is None:
-            route = self._kernels.route(layout.is_token_in_rank)
-            validate.same_counts(layout, route)
-        else:
-            route = counted.route
-        return Outgoing(
+            validate.layout_fits(given, topk_idx, named)
+        return Checked(
             x,
             scales,
             topk_idx,
             topk_weights,
-            layout,
-            route,
+            given,
             placement,
             alignment,
             num_worst,
             config,
             validate.tag(request.tag),
-            counted,
         )
+
+    def count(self, checked: Checked) -> Counted:
+        """Who gets which rows."""
+        placement, topk_idx = checked.placement, checked.topk_idx
+        if checked.given is not None:
+            validate.same_counts(checked.given)
+            return Counted(checked.given, self._kernels.route(checked.given.is_token_in_rank))
+        assert topk_idx is not None, "it was required"
+        # What is told for each expert and each rank must fit a message.
+        fits = 1 + placement.most_experts + self._num_ranks <= PAYLOAD_WORDS
+        if self._on_device and fits:
+            counts = self._kernels.count(
+                topk_idx, placement.rank_of_expert, self._num_ranks, self._node_of_rank
+            )
+            return Counted(counts.layout, counts.route, counts)
+        layout = self.count_ids(topk_idx, placement)
+        return Counted(layout, self._kernels.route(layout.is_token_in_rank))
 
     def _placement_of(self, layout: Layout, num_experts: Any) -> Placement:
         """Of a layout that the user gave. Where experts have copies, it counts by copy."""
@@ -256,31 +279,25 @@ class Preparation:
         return given
 
     def combine(
-        self,
-        x: Any,
-        known: Handle,
-        topk_weights: Any,
-        bias: Any,
-        out: Any,
-        pending: EventHandle | None,
+        self, request: CombineRequest, known: Handle, pending: EventHandle | None
     ) -> list[Sum]:
         """The columns of a combine: x, and the weights if they are given. The sums of x go to `out`
         unless it is None. What must be copied is copied after the pending event.
         """
-        num_rows, num_tokens = known.flow.num_rows, known.num_tokens
+        num_rows, num_tokens = known.ledger.num_rows, known.num_tokens
         rows = validate.rows(
             "x",
-            x,
+            request.x,
             num_rows=num_rows,
             dtypes=validate.SUMMABLE,
             after=pending,
             device=self._device,
         )
-        biases = validate.biases(bias, rows, num_tokens, pending)
-        weights = None
-        if topk_weights is not None:
+        biases = validate.biases(request.bias, rows, num_tokens, pending)
+        weights, out = None, request.out
+        if request.topk_weights is not None:
             shape = (num_rows, "topk")
-            weights = validate.topk_weights(topk_weights, shape, pending, self._device)
+            weights = validate.topk_weights(request.topk_weights, shape, pending, self._device)
         if out is None:
             out = self.empty_sum(rows, num_tokens)
         else:

@@ -20,53 +20,48 @@ from tokenyard.wire.nodes_table import CAME_ROWS, CAME_TOKENS
 class WrittenLedger:
     """That of a dispatch where all ranks share memory.
 
-    Its memory holds, in int64, the rows from each rank to each, and the tokens of each rank; then,
-    in int32, copy_start, copy_rank and copy_slot of `Route`, and the token of each row that came.
+    Its memory holds, in int64, the rows from each rank to each, the tokens of each rank, and the
+    rows of each rank's result; then, in int32, copy_start, copy_rank and copy_slot of `Route`, and
+    the token of each row of the result.
     """
 
-    num_rows = num_copies = 0  # that came, and that were sent: known once all is written
+    num_rows = num_copies = 0  # of the result, and sent: known once all is written
 
     def __init__(
         self, rank: int, num_ranks: int, num_tokens: int, room: int, src_room: int
     ) -> None:
-        """With room for so many rows that are sent, and that come."""
-        words = num_ranks * (num_ranks + 1) + (num_tokens + 2 * room + src_room + 2) // 2
+        """With room for so many rows that are sent, and of the result."""
+        words = num_ranks * (num_ranks + 2) + (num_tokens + 2 * room + src_room + 2) // 2
         self.memory = int64s.new(words)
         self.address = int64s.address(self.memory)
         self.rank, self.num_ranks, self.num_tokens = rank, num_ranks, num_tokens
         self.room, self.src_room = room, src_room
 
     def with_room(self, src_room: int) -> WrittenLedger:
-        """The same with room for so many rows that come, which are yet to be written."""
+        """The same with room for so many rows of the result, which are yet to be written."""
         made = WrittenLedger(self.rank, self.num_ranks, self.num_tokens, self.room, src_room)
         same = min(len(made.memory), len(self.memory))
         made.memory[:same] = self.memory[:same]
         return made
 
     @classmethod
-    def of(cls, known: Ledger, rank: int) -> WrittenLedger | None:
-        """What a compiled dispatch would have written of a route that the engine has listed, all
-        that a combine reads of it; None if a rank told nonsense.
+    def of(cls, known: Ledger, rank: int) -> WrittenLedger:
+        """What a compiled dispatch would have written of a route that came as lists, all that later
+        calls read of it. Raises ValueError if no dispatch has made such lists.
         """
         flow = known.flow
-        if min(flow.recv_counts) < 0 or flow.num_received > known.num_rows:
-            return None
+        route, rows_R, sent_RR = flow.route, flow.rows_R, flow.sent_RR
+        if rows_R is None or sent_RR is None or min(flow.recv_counts) < 0:
+            raise ValueError("handle has lists that no dispatch of this transport makes")
         made = cls(rank, len(flow.recv_counts), known.num_tokens, known.num_copies, 0)
         made.num_rows, made.num_copies = known.num_rows, known.num_copies
-        made.sent_RR[:], made.tokens_R[:] = flow.sent_RR, flow.tokens_R
-        made.sent_RR[:, rank] = flow.recv_counts
-        route = flow.route
+        made.sent_RR[:], made.tokens_R[:], made.rows_R[:] = sent_RR, flow.tokens_R, rows_R
         lists = route.copy_start, route.copy_rank, route.copy_slot
-        for one, listed in zip(made._lists(made.num_copies), lists):
+        for one, listed in zip(made._lists(), lists):
             one.copy_(listed)
         made.flow, made.src_idx = flow, known.src_idx
         made.is_token_in_rank = known.is_token_in_rank
         return made
-
-    def send_counts(self, num_copies: int) -> tuple[int, ...]:
-        """How many rows go to each rank, before it is known what comes from others."""
-        ranks = self._lists(num_copies)[1].numpy()
-        return tuple(np.bincount(ranks, minlength=self.num_ranks).tolist())
 
     @cached_property
     def sent_RR(self) -> np.ndarray:
@@ -75,43 +70,52 @@ class WrittenLedger:
 
     @cached_property
     def tokens_R(self) -> np.ndarray:
+        return self._words(self.num_ranks)
+
+    @cached_property
+    def rows_R(self) -> np.ndarray:
+        return self._words(self.num_ranks + 1)
+
+    def _words(self, row: int) -> np.ndarray:
         size = self.num_ranks
-        return np.frombuffer(self.memory, np.int64, size, 8 * size * size)
+        return np.frombuffer(self.memory, np.int64, size, 8 * size * row)
 
     @cached_property
     def flow(self) -> Flow:
-        sent_RR = self.sent_RR
-        starts, ranks, slots, _ = self._lists(self.num_copies)
+        sent_RR, rows_R = self.sent_RR, self.rows_R
+        starts, ranks, slots, _ = self._lists()
         # Rows by rank: a stable sort of the copies, which are by token.
         by_rank = self._token_of_copies(starts)[torch.argsort(ranks, stable=True)]
         route = Route(by_rank, tuple(sent_RR[self.rank].tolist()), starts, ranks, slots)
-        return Flow.of(route, sent_RR[:, self.rank], self.tokens_R, sent_RR)
+        flow = Flow.of(route, sent_RR[:, self.rank], self.tokens_R, sent_RR)
+        most = max(flow.most_rows, int(rows_R.max()))
+        return flow._replace(num_rows=self.num_rows, rows_R=rows_R, most_rows=most)
 
     @cached_property
     def is_token_in_rank(self) -> Tensor:
-        starts, ranks, *_ = self._lists(self.num_copies)
+        starts, ranks, *_ = self._lists()
         marks = torch.zeros(self.num_tokens, self.num_ranks, dtype=torch.bool, device="cpu")
         marks[self._token_of_copies(starts).long(), ranks.long()] = True
         return marks
 
     @cached_property
     def src_idx(self) -> Tensor:
-        return self._lists(self.num_copies)[3]
+        return self._lists()[3]
 
     def _token_of_copies(self, starts: Tensor) -> Tensor:
         tokens = torch.arange(self.num_tokens, dtype=torch.int32, device="cpu")
         return torch.repeat_interleave(tokens, starts.diff())
 
-    def _lists(self, num_copies: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """copy_start, copy_rank, copy_slot, and the token of each row that came."""
-        begin = 8 * self.num_ranks * (self.num_ranks + 1)
+    def _lists(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """copy_start, copy_rank, copy_slot, and the token of each row of the result."""
+        begin = 8 * self.num_ranks * (self.num_ranks + 2)
         ints = torch.frombuffer(self.memory, dtype=torch.int32, offset=begin)
         ranks = self.num_tokens + 1
         slots, came = ranks + self.room, ranks + 2 * self.room
         return (
             ints[:ranks],
-            ints[ranks : ranks + num_copies],
-            ints[slots : slots + num_copies],
+            ints[ranks : ranks + self.num_copies],
+            ints[slots : slots + self.num_copies],
             ints[came : came + self.num_rows],
         )
 

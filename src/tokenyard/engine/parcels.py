@@ -1,85 +1,42 @@
-"""Few rows by expert, in one compiled call each way, where all ranks share memory.
+"""Rows by expert where all ranks share memory: one compiled call each way.
 
 A rank fills a parcel with its tokens, and every rank takes its experts' rows from the parcels of
-all, straight to their places (`kernels.numba.exchange.by_expert`). Where there is more than parcels
-are for, all ranks find that out together, from the same numbers, and nothing has moved yet. Sums
-come back as each rank's shares, which the combine sums first.
+all, straight to their places (`kernels.numba.call.by_expert`). Sums come back as each rank's shares
+of other ranks' tokens; a rank sums the rows of its own where they are.
 """
 
 from __future__ import annotations
 
-import weakref
-from array import array
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tokenyard import validate
-from tokenyard.engine.agreement import Heard, Terms
-from tokenyard.engine.inputs import DispatchRequest
+from tokenyard.engine.by_expert import COMBINE, DISPATCH, RowsByExpert, check_rows
+from tokenyard.engine.core import Core
+from tokenyard.engine.inputs import CombineRequest, DispatchRequest
 from tokenyard.engine.ledger import WrittenLedger
-from tokenyard.engine.plans import BY_EXPERT, ByParcels, Plan
+from tokenyard.engine.meeting import Meeting
+from tokenyard.engine.plans import CallKernels, CombineShape, DispatchShape, Plan, Plans
+from tokenyard.engine.turns import Lent, Turns
 from tokenyard.errors import SharedMemoryError
 from tokenyard.handle import Handle
-from tokenyard.runtime.completion import Completion
-from tokenyard.runtime.threads import num_threads
-from tokenyard.shm.pool import SegmentPool, rows
-from tokenyard.shm.segment import Segment
-from tokenyard.shm.shared_rows import SharedRows
-from tokenyard.transports import Offer
-from tokenyard.types import Config
+from tokenyard.runtime.memory import as_bytes
+from tokenyard.runtime.threads import in_threads, num_threads
+from tokenyard.shm.pool import rows
+from tokenyard.shm.shared_rows import NOTHING
+from tokenyard.types import KnownPairs
 from tokenyard.validate import NOT_PLAIN, lies_at
-from tokenyard.wire import exchange_table as at
+from tokenyard.wire import call as at
 from tokenyard.wire import int64s
 from tokenyard.wire import message as say
 from tokenyard.wire.columns import column_offsets
-from tokenyard.wire.signals import READ
-from tokenyard.wire.verdicts import LOW, MORE_MEMORY, MORE_ROOM, MUCH
+from tokenyard.wire.verdicts import LOW, MORE_MEMORY, MORE_ROOM, MOVE
 
-if TYPE_CHECKING:
-    from tokenyard.engine.compiled import CompiledCalls
-    from tokenyard.engine.stages import Engine
-
-COMBINE = "combine by expert"
-_LEAVING = 5.0  # seconds that a rank waits for others to read its last parcel
-
-
-class Parcels:
-    """The memory of a Buffer's parcels: two blocks, used in turn. A rank has read the parcels of a
-    dispatch when it posts its next message, so a block is free again two dispatches later.
-
-    A dispatch that tells of a block for the first time ends when all ranks have read it. So they
-    have mapped it even if this rank ends right afterwards.
-    """
-
-    def __init__(self, pool: SegmentPool) -> None:
-        self._pool, self._turn = pool, 0
-        self._blocks: list[tuple[Segment, np.ndarray] | None] = [None, None]
-        self._known = [False, False]  # to all ranks
-
-    @property
-    def are_used(self) -> bool:
-        return self._blocks != [None, None]
-
-    def offer(self, num_bytes: int, table: array[int], head: array[int]) -> None:
-        """Write where the next parcel of a call is, for this rank and for the others. Raises
-        SharedMemoryError.
-        """
-        self._turn = turn = 1 - self._turn
-        block = self._blocks[turn]
-        if block is None or block[0].size < num_bytes:
-            self._blocks[turn] = block = None  # so that its memory can be taken again
-            self._blocks[turn] = block = self._pool.take(num_bytes)
-            self._known[turn] = False
-        table[at.FIRST], table[at.BLOCK] = not self._known[turn], block[0].address
-        head[say.OFFER], head[say.OFFER + 1], head[say.OFFER + 2] = block[0].told
-
-    def were_read(self) -> None:
-        """The call has ended."""
-        self._known[self._turn] = True
+Empty = Callable[[int, int, torch.dtype], Tensor]
 
 
 class Lists:
@@ -88,7 +45,6 @@ class Lists:
     Its memory holds the row of each pair that came, int64, and then the weights, float32.
     """
 
-    sent = None  # no rank has written another's rows
     num_rows = num_came = 0  # M, and N: known once all is written
 
     def __init__(self, room: int, num_topk: int) -> None:
@@ -98,6 +54,16 @@ class Lists:
         self.num_topk, self._pairs = num_topk, pairs
         self.row_of_at = int64s.address(self._memory)
         self.weights_at = self.row_of_at + 8 * pairs
+
+    @classmethod
+    def of(cls, known: KnownPairs) -> Lists:
+        """The same of pairs that came as lists."""
+        num_came, num_topk = known.row_of.shape
+        made = cls(num_came, num_topk)
+        made.num_rows, made.num_came = known.num_rows, num_came
+        made.row_of.copy_(known.row_of)
+        made.topk_weights.copy_(known.topk_weights)
+        return made
 
     @cached_property
     def row_of(self) -> Tensor:
@@ -112,17 +78,59 @@ class Lists:
         return came[: self.num_came * self.num_topk].view(self.num_came, self.num_topk)
 
 
-class RowsByExpert(NamedTuple):
-    """What dispatch_by_expert brings to one rank: M rows by (local expert, source rank, token)."""
+class ByExpert:
+    """What a dispatch by expert writes to: its results, its ledger and its lists."""
 
-    x: Tensor  # [M, D]
-    scales: Tensor | None  # [M, S]; FP8 only
-    offsets: Tensor  # [L] int32, the end of each expert's rows with their padding
-    num_tokens_per_expert: list[int]  # L, padding included
+    def __init__(self, plan: Plan, empty: Empty, ledger: WrittenLedger) -> None:
+        """`empty` gives memory for rows, of which nobody knows yet how many come."""
+        self._plan, self._empty = plan, empty
+        self.x: Tensor | None = None
+        self._scales: Tensor | None = None
+        self.ends = torch.empty(plan.table[at.NUM_LOCAL], dtype=torch.int32, device="cpu")
+        plan.table[at.ENDS], plan.table[at.RESULT_BYTES] = self.ends.data_ptr(), 0
+        self._list(ledger)
+
+    def _list(self, ledger: WrittenLedger) -> None:
+        self.ledger, table = ledger, self._plan.table
+        self.lists = Lists(ledger.src_room, table[at.NUM_TOPK])
+        table[at.LEDGER], table[at.SRC_ROOM] = ledger.address, ledger.src_room
+        table[at.ROW_OF], table[at.FACTORS] = self.lists.row_of_at, self.lists.weights_at
+
+    def provides(self, verdict: int) -> bool:
+        """Whether this can give a call what it lacks, and has done so."""
+        plan, what, count = self._plan, verdict >> 32, verdict & LOW
+        if what == MORE_ROOM:
+            plan.src_room = count + count // 4
+            self._list(self.ledger.with_room(plan.src_room))
+        elif what == MORE_MEMORY:
+            self.grow(plan.table[at.END])
+        else:
+            return False
+        return True
+
+    def grow(self, num_rows: int) -> None:
+        """Take memory for so many rows."""
+        plan, table, shape = self._plan, self._plan.table, self._plan.shape
+        self.x = self._empty(num_rows, shape.hidden, shape.dtype)
+        table[at.RESULT], table[at.RESULT_BYTES] = self.x.data_ptr(), self.x.nbytes
+        if plan.scales is not None:
+            self._scales = self._empty(num_rows, *plan.scales)
+            table[at.RESULT_SCALES] = self._scales.data_ptr()
+
+    def room(self) -> Tensor:
+        """The rows that there is memory for."""
+        if self.x is None:
+            self.grow(0)
+        assert self.x is not None
+        return self.x
+
+    def rows(self) -> RowsByExpert:
+        """What has come."""
+        return RowsByExpert(self.room(), self._scales, self.ends, self._plan.per_expert.tolist())
 
 
-class _Given(NamedTuple):
-    """The tensors of a dispatch: contiguous, checked or plain."""
+class Columns(NamedTuple):
+    """What a dispatch by expert sends of each token."""
 
     x: Tensor
     scales: Tensor | None
@@ -130,223 +138,163 @@ class _Given(NamedTuple):
     topk_weights: Tensor
 
 
-class CallsByExpert:
-    def __init__(self, engine: Engine, compiled: CompiledCalls) -> None:
-        node = engine.transport.node
-        assert node is not None
-        # Weakly, since they hold this: a closed Buffer gives back its memory without a collector.
-        self._compiled: CompiledCalls = weakref.proxy(compiled)
-        self._engine, self._node = engine, node
-        self._agreement, self._pool = engine.agreement, node.pool
-        self.parcels = Parcels(node.pool)
-        engine.wait_to_leave = self.wait_to_leave
+class ParcelCalls:
+    def __init__(
+        self, core: Core, kernels: CallKernels, meeting: Meeting, plans: Plans, turns: Turns
+    ) -> None:
+        self._core, self._kernels, self._meeting = core, kernels, meeting
+        self._plans, self._turns, self._pool = plans, turns, meeting.node.pool
+        self._agreement, self._local, self._worker = core.agreement, core.local, core.worker
+        self._rank, self._size = core.rank, core.num_ranks
 
-    def wait_to_leave(self) -> None:
-        """Before this rank unmakes its parcels: wait until all ranks have read the last ones."""
-        if self.parcels.are_used:
-            mailbox = self._node.mailbox
-            mailbox.meet_soon(READ, mailbox.epochs[READ], _LEAVING)
-
-    def dispatch(self, request: DispatchRequest) -> tuple[RowsByExpert, Handle] | None:
-        """None if there is much to move: on all ranks."""
+    def dispatch(self, request: DispatchRequest) -> tuple[RowsByExpert, Handle]:
+        columns = self._plain(request)
         try:
-            given = self._plain(request) or self._checked(request)
-            plan = self._plan(given, request)
-            num_tokens, num_topk = given.topk_idx.shape
-            plan.table[at.MUCH_FROM] = self._compiled.plans.much_from
-            self.parcels.offer(self._parcel_bytes(given, plan), plan.table, plan.head)
-            most = num_tokens * min(num_topk, self._compiled.size)
-            ledger = self._ledger(num_tokens, most, plan.src_room[0])
-            lists = Lists(ledger.src_room, num_topk)
+            plan, columns = self._plan(request, columns)
         except Exception as error:
-            self._agreement.reject(BY_EXPERT, error)
-        table = plan.table
-        table[at.X], table[at.TOPK_IDX] = given.x.data_ptr(), given.topk_idx.data_ptr()
-        table[at.TOPK_WEIGHTS], table[at.NUM_TOKENS] = given.topk_weights.data_ptr(), num_tokens
-        table[at.SCALES] = 0 if given.scales is None else given.scales.data_ptr()
-        table[at.PHASE], table[at.NUMBER] = at.START, self._agreement.number
-        table[at.ROOM], table[at.RESULT_BYTES] = most, 0
-        ends = torch.empty(len(plan.per_expert), dtype=torch.int32, device="cpu")
-        table[at.ENDS] = ends.data_ptr()
-        results: tuple[Tensor, Tensor | None] | None = None
-        self._tell(plan, ledger, lists)
-        while verdict := self._compiled.enter(plan, BY_EXPERT, say.OFFER):
-            what = verdict >> 32
-            if what == MORE_ROOM:
-                plan.src_room[0] = (verdict & LOW) + (verdict & LOW) // 4
-                ledger = ledger.with_room(plan.src_room[0])
-                lists = Lists(ledger.src_room, num_topk)
-                self._tell(plan, ledger, lists)
-            elif what == MORE_MEMORY:
-                results = self._results(plan, given)
-            elif what == MUCH:
-                self._agreement.engaged = False
-                return None
-            else:
-                self._differs(plan, given, request)
-        self.parcels.were_read()
-        return self._dispatched(plan, given, ledger, lists, ends, results)
-
-    def _plain(self, request: DispatchRequest) -> _Given | None:
-        """The tensors as they were given, if nothing needs to be done to them."""
-        x, topk_idx, topk_weights = request.x, request.topk_idx, request.topk_weights
-        engine = self._engine
+            self._core.reject(DISPATCH, error)
+        table, shape = plan.table, plan.shape
+        num_tokens, num_topk = table[at.NUM_TOKENS], shape.num_topk
+        lent, no_memory = self._offer(plan, column_offsets(num_tokens, plan.widths)[-1])
+        ledger = WrittenLedger(self._rank, self._size, num_tokens, table[at.ROOM], plan.src_room)
+        space = ByExpert(plan, self._core.transport.empty, ledger)
         if (
-            engine.worker.pending is not None
-            or lies_at(x, 2) == NOT_PLAIN
-            or lies_at(topk_idx, 2, torch.int64) == NOT_PLAIN
-            or lies_at(topk_weights, 2, torch.float32) == NOT_PLAIN
-            or not type(request.num_experts) is type(request.expert_alignment) is int
-            or type(request.tag) is not int
+            self.begin(plan, num_tokens, num_tokens * num_topk * plan.row_bytes)
+            and lent is not None
         ):
-            return None
-        shape = topk_idx.shape
-        if shape[0] != x.shape[0] or topk_weights.shape != shape or not (x.shape[1] and shape[1]):
-            return None
-        if engine.local.choice is not None:
-            topk_idx = engine.local.choice(topk_idx)
-        return _Given(x, None, topk_idx, topk_weights)
-
-    def _checked(self, request: DispatchRequest) -> _Given:
-        self._engine.worker.drain()
-        validate.require(request.topk_idx is not None, "topk_idx is None, want a torch.Tensor")
-        out = self._engine.local.dispatch(request)
-        assert out.topk_idx is not None
-        assert out.topk_weights is not None
-        return _Given(out.x, out.scales, out.topk_idx, out.topk_weights)
-
-    def _plan(self, given: _Given, request: DispatchRequest) -> Plan:
-        """Raises ValueError if something is wrong with the shape."""
-        scales = None if given.scales is None else (given.scales.shape[1], given.scales.dtype)
-        return self._compiled.plans.by_expert(
-            ByParcels(
-                given.x.dtype,
-                given.x.shape[1],
-                given.topk_idx.shape[1],
-                request.num_experts,
-                request.expert_alignment,
-                request.tag,
-                scales,
-            ),
-            request.config,
-        )
-
-    def _parcel_bytes(self, given: _Given, plan: Plan) -> int:
-        num_tokens, num_topk = given.topk_idx.shape
-        if num_tokens * num_topk * plan.row_bytes >= plan.table[at.MUCH_FROM]:
-            return 0
-        widths = 8 * num_topk, 4 * num_topk, plan.row_bytes, plan.table[at.SCALE_BYTES]
-        return column_offsets(num_tokens, widths)[-1]
-
-    def _ledger(self, num_tokens: int, room: int, src_room: int) -> WrittenLedger:
-        compiled = self._compiled
-        return WrittenLedger(compiled.rank, compiled.size, num_tokens, room, src_room)
-
-    @staticmethod
-    def _tell(plan: Plan, ledger: WrittenLedger, lists: Lists) -> None:
-        table = plan.table
-        table[at.LEDGER], table[at.SRC_ROOM] = ledger.address, ledger.src_room
-        table[at.ROW_OF], table[at.FACTORS] = lists.row_of_at, lists.weights_at
-
-    def _results(self, plan: Plan, given: _Given) -> tuple[Tensor, Tensor | None]:
-        """Memory for the rows that come, now that their number is known."""
-        table, hidden = plan.table, given.x.shape[1]
-        num_rows, scales = table[at.END], given.scales
-        x = self._engine.transport.empty(num_rows, hidden, given.x.dtype)
-        table[at.RESULT], table[at.RESULT_BYTES] = x.data_ptr(), num_rows * plan.row_bytes
-        if scales is None:
-            return x, None
-        came = self._engine.transport.empty(num_rows, scales.shape[1], scales.dtype)
-        table[at.RESULT_SCALES] = came.data_ptr()
-        return x, came
-
-    def _differs(self, plan: Plan, given: _Given, request: DispatchRequest) -> None:
-        """Calls differ, or some rank was given bad input: raise what it is."""
-        if not self._agreement.engaged:  # an id of this rank is no expert's
-            num_experts = plan.table[at.NUM_EXPERTS]
-            bad = (given.topk_idx < -1) | (given.topk_idx >= num_experts)
-            first = int(bad.flatten().nonzero()[0])
-            error = validate.bad_expert(given.topk_idx, first, num_experts)
-            self._agreement.reject(BY_EXPERT, error)
-        heard = Heard(Offer(), self._node.mailbox.last_messages())
-        self._agreement.meet(BY_EXPERT, Terms(plan.told), heard)
-        raise AssertionError("calls that differ raise")
-
-    def _dispatched(
-        self,
-        plan: Plan,
-        given: _Given,
-        ledger: WrittenLedger,
-        lists: Lists,
-        ends: Tensor,
-        results: tuple[Tensor, Tensor | None] | None,
-    ) -> tuple[RowsByExpert, Handle]:
-        table, per_expert = plan.table, plan.per_expert.tolist()
+            self._fill(columns.x, lent)
+        while verdict := self._meeting.enter(plan, DISPATCH):
+            if verdict >> 32 == MOVE:
+                part = partial(self._kernels.take_rows, plan.address)
+                in_threads(part, table[at.NUM_ROWS], table[at.END] * plan.row_bytes)
+                table[at.PHASE] = at.MOVED
+            elif not space.provides(verdict):
+                self._meeting.refuse(verdict, plan, DISPATCH, columns.topk_idx, no_memory)
+        self._turns.give_back(lent)
+        ledger, lists, got = space.ledger, space.lists, space.rows()
         ledger.num_rows, ledger.num_copies = table[at.NUM_ROWS], table[at.NUM_COPIES]
-        if results is None:
-            results = self._results(plan, given)
         lists.num_rows, lists.num_came = table[at.END], ledger.num_rows
         handle = Handle(
-            self._engine.origin,
+            self._core.origin,
             table[at.NUMBER],
-            given.x.shape[1],
+            shape.hidden,
             plan.combine_dtype,
             plan.num_channels,
             ledger,
             None,
             lists,
         )
-        return RowsByExpert(*results, ends, per_expert), handle
+        return got, handle
 
-    def combine(
-        self, y: Any, handle: Handle, weigh: Any, out: Any, config: Config, tag: Any
-    ) -> Tensor | None:
-        """The sums of plain rows; None if this is another call, or one with bad input."""
-        by_expert, ledger, compiled = handle.by_expert, handle.ledger, self._compiled
-        y_at = lies_at(y, 2)
-        if not (
-            type(by_expert) is Lists
-            and type(ledger) is WrittenLedger
-            and handle.origin is self._engine.origin
-            and y_at != NOT_PLAIN
-            and type(weigh) is bool
-            and type(tag) is int
-            and self._engine.worker.pending is None
+    def begin(self, plan: Plan, num_items: int, moved: int) -> bool:
+        """Write the words with which every call begins. Whether threads move its rows."""
+        if self._worker.pending is not None:
+            self._worker.drain()
+        hands_over, table = num_threads(num_items, moved) > 1, plan.table
+        table[at.PHASE], table[at.PART], table[at.HANDS_OVER] = at.START, 0, hands_over
+        table[at.NUMBER] = self._agreement.number
+        return hands_over
+
+    def _plain(self, request: DispatchRequest) -> Columns | None:
+        """x, scales, ids and weights as they were given, if nothing needs to be done to them."""
+        x, topk_idx, topk_weights = request.x, request.topk_idx, request.topk_weights
+        if (
+            lies_at(x, 2) == NOT_PLAIN
+            or lies_at(topk_idx, 2, torch.int64) == NOT_PLAIN
+            or lies_at(topk_weights, 2, torch.float32) == NOT_PLAIN
+            or not type(request.num_experts) is type(request.expert_alignment) is int
+            or type(request.tag) is not int
+            or self._local.choice is not None
         ):
             return None
-        num_rows, hidden = y.shape
-        if num_rows != by_expert.num_rows:
+        shape = topk_idx.shape
+        if shape[0] != x.shape[0] or topk_weights.shape != shape:
             return None
-        plan = compiled.plans.find_combine((y.dtype, hidden, tag, COMBINE), config)
-        num_tokens = ledger.num_tokens
-        if plan is None or (out is not None and not compiled.fits(out, y, num_tokens, hidden)):
-            return None
-        moved = (num_rows + num_tokens) * plan.row_bytes
-        if num_threads(num_tokens, moved) > 1:
-            return None
-        table, head = plan.table, plan.head
-        table[at.NUM_TOKENS] = num_tokens
+        return Columns(x, None, topk_idx, topk_weights)
+
+    def _plan(self, request: DispatchRequest, columns: Columns | None) -> tuple[Plan, Columns]:
+        """The plan of a dispatch, whose table knows its tensors then."""
+        plan = None
+        if columns is not None:
+            plan = self._plans.get(_shape(columns, request))
+        if plan is None or plan.config != request.config:
+            self._worker.drain()
+            validate.require(request.topk_idx is not None, "topk_idx is None, want a torch.Tensor")
+            validate.alignment(request.expert_alignment)
+            given = self._local.check(request)
+            assert given.topk_idx is not None
+            assert given.topk_weights is not None
+            columns = Columns(given.x, given.scales, given.topk_idx, given.topk_weights)
+            shape = _shape(columns, request)
+            plan = self._plans.find_dispatch(shape, given.placement, given.config)
+        assert columns is not None
+        table = plan.table
+        for place, column in enumerate(columns):
+            table[at.SOURCES + place] = 0 if column is None else column.data_ptr()
+        num_tokens, num_topk = columns.topk_idx.shape
+        table[at.NUM_TOKENS], table[at.ROOM] = num_tokens, num_tokens * min(num_topk, self._size)
+        if not self._plans.counts_ids:
+            placement = self._local.placement(request.num_experts)
+            plan.mark(self._local.count_ids(columns.topk_idx, placement))
+        return plan, columns
+
+    def _offer(self, plan: Plan, num_bytes: int) -> tuple[Lent | None, SharedMemoryError | None]:
+        """Offer a block for a parcel, or for shares. Without memory, all ranks hear of that."""
         try:
-            segment, memory = self._pool.take_small(ledger.num_rows * plan.row_bytes)
-            sums = compiled.sums_of(plan, y) if out is None else out
-        except SharedMemoryError:
-            return None
-        table[at.Y], table[at.WEIGH] = y_at, weigh
-        table[at.ROW_OF], table[at.FACTORS] = by_expert.row_of_at, by_expert.weights_at
-        table[at.NUM_ROWS], table[at.NUM_TOPK] = by_expert.num_came, by_expert.num_topk
-        table[at.TERMS] = compiled.plans.terms(by_expert.num_topk)
+            return self._turns.offer(plan, num_bytes), None
+        except SharedMemoryError as error:
+            table, head = plan.table, plan.head
+            table[at.BLOCK], table[at.AWAITS], head[say.HOW] = 0, 1, say.READY
+            head[say.SEGMENTS], head[say.SEGMENTS + 1], head[say.SEGMENTS + 2] = NOTHING
+            return None, error
+
+    def _fill(self, x: Tensor, lent: Lent) -> None:
+        """Copy the rows of a large parcel, which come first in it, in threads."""
+        copy = rows(lent.segment.array(), 0, x.shape[0], x.shape[1], x.dtype)
+        self._core.kernels.pack(as_bytes(x), None, as_bytes(copy))
+
+    def combine(self, request: CombineRequest, weigh: Any) -> Tensor:
+        core = self._core
+        try:
+            known, y, out = check_rows(core, request, weigh)
+            core.local.config(request.config)
+            ledger, lists = known.ledger, known.by_expert
+            if type(ledger) is not WrittenLedger:
+                ledger = known.ledger = WrittenLedger.of(ledger, self._rank)
+            if type(lists) is not Lists:
+                assert lists is not None
+                lists = known.by_expert = Lists.of(lists)
+            tag = validate.tag(request.tag)
+            shape = CombineShape(COMBINE, y.dtype, y.shape[1], 0, tag, lists.num_topk)
+            plan = self._plans.find_combine(shape, request.config)
+            num_tokens, num_rows = ledger.num_tokens, ledger.num_rows
+            sums = core.local.empty_sum(y, num_tokens) if out is None else out
+        except Exception as error:
+            core.reject(COMBINE, error)
+        table = plan.table
+        lent, no_memory = self._offer(plan, num_rows * plan.row_bytes)
+        table[at.SOURCES], table[at.WEIGH], table[at.OUTS] = y.data_ptr(), weigh, sums.data_ptr()
+        table[at.ROW_OF], table[at.FACTORS] = lists.row_of_at, lists.weights_at
         table[at.LEDGER], table[at.ROOM] = ledger.address, ledger.room
-        table[at.HANDLE], table[at.NUMBER] = handle.call, self._agreement.number
-        table[at.PHASE], table[at.COPIES] = at.START, 0
-        table[at.OUT], table[at.BLOCK] = sums.data_ptr(), segment.address
-        head[say.OFFER], head[say.OFFER + 4] = 1, 0
-        head[say.OFFER + 1], head[say.OFFER + 2], head[say.OFFER + 3] = segment.told
-        if compiled.enter(plan, COMBINE, say.OFFER + 1):
-            # Calls differ, or a rank has no memory: the engine finds out which.
-            share = rows(memory, 0, ledger.num_rows, hidden, y.dtype)
-            told = np.array([(1, *segment.told, 0)] * compiled.size, np.int64)
-            offer = Offer(told, (SharedRows(None, segment.told, segment.address),))
-            heard = Heard(offer, self._node.mailbox.last_messages())
-            more = out, config, None, tag, Completion(), heard, COMBINE
-            return self._engine.combine(share, handle, None, None, *more)[0]
+        table[at.NUM_TOKENS], table[at.NUM_COPIES] = num_tokens, ledger.num_copies
+        table[at.NUM_ROWS], table[at.HANDLE] = num_rows, core.number_of(known)
+        moved = (y.shape[0] + num_tokens) * plan.row_bytes
+        if self.begin(plan, max(num_tokens, num_rows), moved) and lent is not None:
+            share = partial(self._kernels.share_rows, y.dtype, plan.address)
+            in_threads(share, num_rows, moved)
+        while verdict := self._meeting.enter(plan, COMBINE):
+            if verdict >> 32 != MOVE:
+                self._meeting.refuse(verdict, plan, COMBINE, None, no_memory)
+            if verdict & LOW:  # the rows of all ranks are there
+                part = partial(self._kernels.sum_rows, y.dtype, plan.address, 0)
+                in_threads(part, num_tokens, moved)
+            table[at.PHASE] = at.SUMMED if verdict & LOW else at.MOVED
+        self._turns.give_back(lent)
         return sums
+
+
+def _shape(columns: Columns, request: DispatchRequest) -> DispatchShape:
+    x, scales, topk_idx, _ = columns
+    beside = None if scales is None else (scales.shape[1], scales.dtype)
+    more = request.num_experts, request.expert_alignment, request.tag, beside
+    return DispatchShape(DISPATCH, x.dtype, x.shape[1], topk_idx.shape[1], *more)

@@ -1,215 +1,269 @@
-"""Plans of compiled calls: what was checked for a shape, and the table that its call reads."""
+"""Plans of compiled calls: all that follows from the shape of a call, checked once.
+
+A plan is found by one look into a dictionary. It has the compiled function, the table that this
+reads (`wire.call`), and the memory that the table has addresses of.
+"""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from tokenyard import validate
 from tokenyard.engine.agreement import Call
-from tokenyard.engine.shapes import find_placement, is_valid, tell_shape
-from tokenyard.transports.direct import DirectTransport
-from tokenyard.types import ROW_DTYPES, SCALE_DTYPES, Config
-from tokenyard.validate import SUMMABLE
-from tokenyard.wire import exchange_table as at
+from tokenyard.engine.by_expert import DISPATCH as BY_EXPERT
+from tokenyard.topology import Placement
+from tokenyard.types import SCALE_DTYPES, Config, Layout
+from tokenyard.wire import call as at
 from tokenyard.wire import int64s
 from tokenyard.wire import message as say
 
 if TYPE_CHECKING:
-    from tokenyard.engine.stages import Engine
+    from tokenyard.engine.core import Core
 
 MOST_PLANS = 64  # that are kept
-MUCH_FROM = 16 << 20  # bytes of all ranks' pairs that are too many for parcels
-BY_EXPERT = "dispatch by expert"
+_MOST_RANKS = 64  # a token's ranks are the bits of a word, where a call counts them
+
+Compiled = Callable[[], int]
 
 
-class ExchangeKernels(Protocol):
-    def exchange_dispatch(self, table: int) -> Callable[[], int]: ...
+class CallKernels(Protocol):
+    """Whole calls, and what they hand over."""
 
-    def exchange_by_expert(self, table: int) -> Callable[[], int]: ...
+    def call_by_source(self, table: int) -> Compiled: ...
 
-    def exchange_combine(self, dtype: torch.dtype, table: int) -> Callable[[], int]: ...
+    def call_by_expert(self, table: int) -> Compiled: ...
+
+    def call_combine(self, dtype: torch.dtype, table: int) -> Compiled: ...
+
+    def write_rows(self, table: int, begin: int, end: int) -> None: ...
+
+    def take_rows(self, table: int, begin: int, end: int) -> None: ...
+
+    def share_rows(self, dtype: torch.dtype, table: int, begin: int, end: int) -> None: ...
+
+    def sum_rows(
+        self, dtype: torch.dtype, table: int, column: int, begin: int, end: int
+    ) -> None: ...
 
 
-class ByParcels(NamedTuple):
-    """The shape of a dispatch by expert whose rows travel in parcels."""
+class DispatchShape(NamedTuple):
+    """What plans of dispatches differ in, but for their Config."""
 
+    stage: str
     dtype: torch.dtype
     hidden: int
-    num_topk: int
+    num_topk: int  # -1 without experts
     num_experts: int
     expert_alignment: int
     tag: int
-    scales: tuple[int, torch.dtype] | None  # of a row; FP8 only
+    scales: tuple[int, torch.dtype] | None  # of a row
+    is_cached: bool = False  # along a handle
 
 
-class Plan(NamedTuple):
-    """A shape's compiled call, the table that it reads, and what the table has addresses of."""
+class CombineShape(NamedTuple):
+    stage: str
+    dtype: torch.dtype
+    hidden: int
+    num_weights: int  # of a row, which are summed too; 0: none
+    tag: int
+    num_topk: int  # of rows by expert, which each rank sums first; 0: rows are of tokens
 
-    call: Callable[[], int]
-    told: Call  # what it tells the others, but for what differs from call to call
-    table: array[int]
-    head: array[int]  # the message up to its payload
-    config: Config
-    num_channels: int
-    row_bytes: int
-    combine_dtype: torch.dtype
-    per_expert: np.ndarray  # which a dispatch counts
-    src_room: list[int]  # rows of others that a ledger has room for, a number that grows
-    like: list[Tensor]  # of a combine: sums of as many tokens as one had before
-    kept: tuple[Any, ...]
+
+class Plan:
+    """What a call of one shape needs."""
+
+    def __init__(
+        self,
+        shape: DispatchShape | CombineShape,
+        config: Config,
+        told: Call,
+        words: Sequence[int],
+        widths: Sequence[int],
+        told_words: int,
+    ) -> None:
+        """`words` are those of the Buffer."""
+        self.shape, self.config, self.told, self.widths = shape, config, told, tuple(widths)
+        self.scales = shape.scales if isinstance(shape, DispatchShape) else None
+        self.row_bytes, self.num_channels = widths[0], config.num_channels
+        self.table, self.head = int64s.new(at.TABLE_WORDS), int64s.new(say.PAYLOAD)
+        self.address = int64s.address(self.table)
+        self.table[: len(words)] = array("q", words)
+        self.head[say.CALL : say.TOKENS] = array("q", told)
+        self.src_room = 0  # rows of a result that ledgers have room for, a number that grows
+        self.like: list[Any] = []  # of a combine: sums of as many tokens as one had before
+        self.per_expert = np.zeros(0, np.int64)
+        table = self.table
+        table[at.HEAD], table[at.HANDLE], table[at.IDS] = int64s.address(self.head), -1, -1
+        table[at.NUM_COLUMNS], table[at.ALIGNMENT] = len(widths), 1
+        table[at.WIDTHS : at.WIDTHS + len(widths)] = array("q", widths)
+        table[at.TOLD_WORDS] = told_words
+        self.call: Compiled = _no_call
+        self.combine_dtype = validate.combine_dtype(shape.dtype)
+        is_back = isinstance(shape, CombineShape)
+        self.segments_end = say.SEGMENTS + say.SEGMENT_WORDS * (len(widths) if is_back else 1)
+        self.pairs = np.zeros(0, np.int64)  # of each expert, where the call does not count them
+        self._kept: tuple[Any, ...] = ()
+        self._marks: Any = None
+
+    def take_scratch(self, size: int, num_experts: int, num_topk: int) -> None:
+        """Memory in which nothing is kept from call to call."""
+        table, told = self.table, size * self.table[at.TOLD_WORDS]
+        parts = {
+            at.PAIRS: num_experts + 1,
+            at.TAKEN: size,
+            at.TOLD: told,
+            at.HEARD: told,
+            at.ROOMS: size,
+            at.PLACES: at.MOST_COLUMNS * size,
+            at.TERMS: at.terms_words(size, num_topk),
+        }
+        memory = int64s.new(sum(parts.values()))
+        self.pairs, begin = np.asarray(memory)[: num_experts + 1], int64s.address(memory)
+        for word, count in parts.items():
+            table[word] = begin
+            begin += 8 * count
+        self.keep(memory)
+
+    def count(self, counters: int, load: np.ndarray | None) -> None:
+        self.table[at.COUNTERS] = self.counters = counters
+        self.table[at.LOAD] = 0 if load is None else load.ctypes.data
+        self.keep(load)
+
+    def mark(self, layout: Layout | None) -> None:
+        """Who gets each token, and how many pairs each expert. None: the call counts the ids."""
+        self._marks, self.table[at.MARKS] = layout, 0
+        if layout is not None:
+            self.pairs[:-1] = layout.num_tokens_per_expert
+            self.table[at.MARKS] = layout.is_token_in_rank.data_ptr()
+
+    def keep(self, *values: Any) -> None:
+        """What the table has addresses of."""
+        self._kept += values
+
+
+def tell_routing(
+    table: array[int], placement: Placement, rank: int, num_topk: int, alignment: int
+) -> tuple[np.ndarray, tuple[Any, ...]]:
+    """Write where experts are, in words that all tables have in the same places. Returns where it
+    will be told how many rows come to each of this rank's, and what the words have addresses of.
+    """
+    padded = np.ascontiguousarray(placement.padded_experts_RL)
+    per_expert = np.asarray(int64s.new(len(placement.experts_of_rank[rank])))
+    table[at.NUM_TOPK], table[at.NUM_EXPERTS] = num_topk, placement.num_experts
+    table[at.RANK_OF_EXPERT] = placement.rank_of_expert.data_ptr()
+    table[at.OWN_EXPERTS] = placement.local_table(rank).data_ptr()
+    table[at.PADDED_EXPERTS] = padded.ctypes.data
+    table[at.MOST_EXPERTS] = placement.most_experts
+    table[at.NUM_LOCAL], table[at.ALIGNMENT] = len(per_expert), alignment
+    table[at.PER_EXPERT] = per_expert.ctypes.data
+    return per_expert, (placement, padded)
+
+
+def _no_call() -> int:
+    raise AssertionError("a plan without a call")
 
 
 class Plans:
     """Makes plans, and keeps them by shape."""
 
-    def __init__(
-        self, engine: Engine, transport: DirectTransport, kernels: ExchangeKernels
-    ) -> None:
-        node = transport.node
+    def __init__(self, core: Core, kernels: CallKernels) -> None:
+        node = core.transport.node
         assert node is not None
-        self._engine, self._kernels = engine, kernels
-        self._buffer_id = engine.agreement.buffer_id
-        self._rank, self._size = transport.rank, transport.size
-        self._words = int64s.new(at.TABLE_WORDS)
-        self._words[at.RANK], self._words[at.SIZE] = self._rank, self._size
-        node.mailbox.tell_calls(self._words)
-        node.attached.tell_calls(self._words)
-        self._terms = int64s.new(0)
-        self.much_from = MUCH_FROM
-        self._known: dict[Any, Plan] = {}
-        self.get = self._known.get
+        self._statistics, self._kernels = core.statistics, kernels
+        self._buffer_id = core.agreement.buffer_id
+        self._rank, self._size = core.rank, core.num_ranks
+        self.counts_ids = self._size <= _MOST_RANKS
+        words = int64s.new(at.HEAD)
+        words[at.RANK], words[at.SIZE] = self._rank, self._size
+        node.mailbox.tell_calls(words)
+        node.attached.tell_calls(words)
+        self._nodes = np.array(core.topology.node_of_rank, np.int32)
+        words[at.NODES] = self._nodes.ctypes.data if self._nodes.any() else 0
+        self._words = words
+        self._known: dict[DispatchShape | CombineShape, Plan] = {}
+        self.get: Callable[[Any], Plan | None] = self._known.get
 
     def forget(self) -> None:
         self._known.clear()
 
-    def add_dispatch(self, key: tuple[Any, ...], config: Config) -> Plan | None:
-        """For a dtype, hidden size, top-k, number of experts, expert_alignment, tag and stage. None
-        if only the engine can make calls of such a shape, or if it is wrong.
-        """
-        dtype, hidden, num_topk, num_experts, expert_alignment, tag, stage = key
-        placement = find_placement(self._engine, num_experts, expert_alignment, config, tag)
-        if placement is None:
-            return None
-        payload = 1 + placement.most_experts + self._size
-        if dtype not in ROW_DTYPES or min(hidden, num_topk) < 1 or payload > say.PAYLOAD_WORDS:
-            return None
-        physical = placement.num_experts
-        more = {"num_topk": num_topk, "num_experts": physical, "tag": tag}
-        call = Call.of_shape(stage, dtype, hidden, config, buffer=self._buffer_id, **more)
-        table, head, scratch = self.table(call, hidden * dtype.itemsize, physical)
-        per_expert, kept = tell_shape(table, placement, self._rank, num_topk, expert_alignment)
-        statistics = self._engine.statistics
-        load = statistics.load(physical, len(per_expert))
-        table[at.COUNTERS], table[at.LOAD] = statistics.address(stage), load.ctypes.data
-        return self._add(
-            key,
-            call=self._kernels.exchange_dispatch(int64s.address(table)),
-            told=call,
-            table=table,
-            head=head,
-            config=config,
-            combine_dtype=dtype if dtype in SUMMABLE else torch.bfloat16,
-            per_expert=per_expert,
-            like=[],
-            kept=(scratch, *kept, load),
-        )
-
-    def by_expert(self, shape: ByParcels, config: Config) -> Plan:
-        """For a dispatch by expert whose rows travel in parcels. Raises ValueError if something of
-        its shape is wrong.
-        """
+    def find_dispatch(self, shape: DispatchShape, placement: Placement, config: Config) -> Plan:
+        """The plan of a shape that was checked."""
         found = self._known.get(shape)
-        if found is not None and found.config is config:
+        if found is not None and found.config == config:
             return found
-        dtype, hidden, num_topk, num_experts, alignment, tag, scales = shape
-        placement = self._engine.local.placement(num_experts)
-        validate.alignment(alignment)
-        self._engine.local.config(config)
-        # `num_max` tells these calls from those that go the engine's way.
-        more = {"num_topk": num_topk, "num_experts": placement.num_experts, "num_max": 0}
-        more |= {"tag": validate.tag(tag), "buffer": self._buffer_id}
-        if scales is not None:
-            more |= {"num_scales": scales[0], "scales_dtype": SCALE_DTYPES.index(scales[1])}
-        call = Call.of_shape(BY_EXPERT, dtype, hidden, config, **more)
-        table, head, scratch = self.table(call, hidden * dtype.itemsize, placement.num_experts)
-        per_expert, kept = tell_shape(table, placement, self._rank, num_topk, alignment)
-        load = self._engine.statistics.load(placement.num_experts, len(per_expert))
-        table[at.COUNTERS] = self._engine.statistics.address(BY_EXPERT)
-        table[at.LOAD] = load.ctypes.data
-        table[at.SCALE_BYTES] = 0 if scales is None else scales[0] * scales[1].itemsize
-        return self._add(
-            shape,
-            call=self._kernels.exchange_by_expert(int64s.address(table)),
-            told=call,
-            table=table,
-            head=head,
-            config=config,
-            combine_dtype=dtype if dtype in SUMMABLE else torch.bfloat16,
-            per_expert=per_expert,
-            like=[],
-            kept=(scratch, *kept, load),
-        )
+        return self._keep(self.new_dispatch(shape, placement, config))
 
-    def terms(self, num_topk: int) -> int:
-        """The address of memory for the terms of one sum, in which no call keeps anything."""
-        if len(self._terms) < 2 * num_topk:
-            self._terms = int64s.new(2 * num_topk)
-        return int64s.address(self._terms)
+    def find_combine(self, shape: CombineShape, config: Config) -> Plan:
+        """The same of a combine."""
+        found = self._known.get(shape)
+        if found is not None and found.config == config:
+            return found
+        return self._keep(self.new_combine(shape, config))
 
-    def find_combine(self, key: tuple[Any, ...], config: Config) -> Plan | None:
-        """As `add_combine`; the plan that is known, if there is one."""
-        plan = self._known.get(key)
-        return plan if plan is not None and plan.config is config else self.add_combine(key, config)
-
-    def add_combine(self, key: tuple[Any, ...], config: Config) -> Plan | None:
-        """For a dtype, hidden size, tag and stage; None as in `add_dispatch`."""
-        dtype, hidden, tag, stage = key
-        if dtype not in SUMMABLE or hidden < 1 or not is_valid(self._engine, config, tag):
-            return None
-        call = Call.of_shape(stage, dtype, hidden, config, buffer=self._buffer_id, tag=tag)
-        table, head, scratch = self.table(call, hidden * dtype.itemsize, 0)
-        table[at.COUNTERS] = self._engine.statistics.address(stage)
-        return self._add(
-            key,
-            call=self._kernels.exchange_combine(dtype, int64s.address(table)),
-            told=call,
-            table=table,
-            head=head,
-            config=config,
-            combine_dtype=dtype,
-            per_expert=np.zeros(0, np.int64),
-            like=[torch.empty(0, hidden, dtype=dtype, device="cpu")],
-            kept=(scratch,),
-        )
-
-    def table(
-        self, call: Call, row_bytes: int, num_experts: int
-    ) -> tuple[array[int], array[int], array[int]]:
-        """The table, the message, and memory for the call."""
-        table, head = int64s.new(len(self._words)), int64s.new(say.PAYLOAD)
-        table[:] = self._words
-        head[say.CALL : say.TOKENS] = array("q", call)
-        scratch = int64s.new(at.scratch_words(self._size, num_experts))
-        table[at.HEAD], table[at.SCRATCH] = int64s.address(head), int64s.address(scratch)
-        table[at.ROW_BYTES] = row_bytes
-        return table, head, scratch
-
-    def _add(self, key: tuple[Any, ...], *, table: array[int], config: Config, **more: Any) -> Plan:
+    def _keep(self, plan: Plan) -> Plan:
         if len(self._known) >= MOST_PLANS:
             self._known.clear()
-        plan = Plan(
-            table=table,
-            config=config,
-            num_channels=config.num_channels,
-            row_bytes=table[at.ROW_BYTES],
-            src_room=[0],
-            **more,
+        self._known[plan.shape] = plan
+        return plan
+
+    def new_dispatch(self, shape: DispatchShape, placement: Placement, config: Config) -> Plan:
+        """One that nobody else uses."""
+        is_by_expert, num_topk = shape.stage == BY_EXPERT, shape.num_topk
+        more = {"buffer": self._buffer_id, "tag": shape.tag}
+        scale_bytes = 0
+        if shape.scales is not None:
+            num_scales, dtype = shape.scales
+            more |= {"num_scales": num_scales, "scales_dtype": SCALE_DTYPES.index(dtype)}
+            scale_bytes = num_scales * dtype.itemsize
+        if not shape.is_cached:
+            more |= {"num_topk": num_topk, "num_experts": placement.num_experts}
+        told = Call.of_shape(shape.stage, shape.dtype, shape.hidden, config, **more)
+        row_bytes = shape.hidden * shape.dtype.itemsize
+        ids, told_words = -1, 0
+        if is_by_expert:
+            widths, ids, told_words = (
+                [row_bytes, scale_bytes, 8 * num_topk, 4 * num_topk],
+                2,
+                self._size,
+            )
+        else:
+            widths = [row_bytes, scale_bytes] if scale_bytes else [row_bytes]
+            if not shape.is_cached:
+                told_words = placement.most_experts + self._size
+                if num_topk >= 0:
+                    ids = len(widths)
+                    widths += [8 * num_topk, 4 * num_topk]
+                widths.append(4)
+        plan = Plan(shape, config, told, self._words, widths, told_words)
+        plan.per_expert, kept = tell_routing(
+            plan.table, placement, self._rank, num_topk, shape.expert_alignment
         )
-        self._known[key] = plan
+        plan.keep(kept)
+        plan.table[at.IDS] = ids
+        plan.take_scratch(self._size, placement.num_experts, max(num_topk, 0))
+        load = self._statistics.load(placement.num_experts, len(plan.per_expert))
+        plan.count(self._statistics.address(shape.stage), load)
+        made = self._kernels.call_by_expert if is_by_expert else self._kernels.call_by_source
+        plan.call = made(plan.address)
+        return plan
+
+    def new_combine(self, shape: CombineShape, config: Config) -> Plan:
+        """One that nobody else uses."""
+        more = {"buffer": self._buffer_id, "tag": shape.tag}
+        more["num_topk"] = shape.num_weights or -1
+        told = Call.of_shape(shape.stage, shape.dtype, shape.hidden, config, **more)
+        widths = [shape.hidden * shape.dtype.itemsize]
+        if shape.num_weights:
+            widths.append(4 * shape.num_weights)
+        plan = Plan(shape, config, told, self._words, widths, 0)
+        plan.take_scratch(self._size, 0, shape.num_topk)
+        plan.count(self._statistics.address(shape.stage), None)
+        plan.table[at.BY_EXPERT] = shape.num_topk > 0
+        plan.table[at.NUM_TOPK] = shape.num_topk
+        plan.call = self._kernels.call_combine(shape.dtype, plan.address)
         return plan

@@ -12,18 +12,13 @@ import torch
 from torch import Tensor
 
 from tokenyard import validate
-from tokenyard.engine.by_expert import (
-    combine_by_expert,
-    dispatch_by_expert,
-    dispatch_in_one_step,
-)
-from tokenyard.engine.inputs import DispatchRequest
+from tokenyard.engine.inputs import CombineRequest, DispatchRequest
 from tokenyard.handle import Handle
-from tokenyard.runtime.completion import Completion
+from tokenyard.runtime.completion import AT_ONCE
 from tokenyard.types import ROW_DTYPES, Config
 
 if TYPE_CHECKING:
-    from tokenyard.engine.stages import Engine
+    from tokenyard.engine.engine import Engine
 
 # What ranks are told that this one calls.
 DISPATCH, COMBINE = "dispatch", "combine"
@@ -176,30 +171,22 @@ class OrdinaryPair:
             validate.require(topk_idx is not None, "topk_idx is None, want a torch.Tensor")
             shape.check(x, topk_idx)
         except Exception as error:
-            engine.refuse(engine.agreement.named(stage, error))
+            engine.reject(stage, error)
         if shape.by_expert:
-            rows, self._handle = dispatch_by_expert(engine, request)
+            rows, self._handle = engine.calls.dispatch_by_expert(request)
             return PreparedRows(rows.x, Given(rows.num_tokens_per_expert, rows.offsets))
-        got, self._handle, _ = engine.dispatch(request, Completion(), stage)
+        got, self._handle, _ = engine.calls.dispatch(request, AT_ONCE, stage)
         lists = Given(got.num_tokens_per_expert, None, got.topk_idx, got.topk_weights)
         return PreparedRows(got.x, lists)
-
-    def dispatch_much(self, x: Any, topk_idx: Any, topk_weights: Any) -> PreparedRows:
-        """A dispatch by expert of which ranks have found out that there is much to move."""
-        request = self._shape.request(x, topk_idx, topk_weights)
-        rows, self._handle = dispatch_in_one_step(self._engine, request)
-        return PreparedRows(rows.x, Given(rows.num_tokens_per_expert, rows.offsets))
 
     def combine(self, y: Any, weigh: Any, out: Any) -> Tensor:
         engine, config, stage = self._engine, self._shape.config, self._shape.stages[1]
         if self._handle is None:
-            engine.refuse(engine.agreement.named(stage, nothing_dispatched()))
+            engine.reject(stage, nothing_dispatched())
+        request = CombineRequest.plain(y, self._handle, out, config, -1)
         if self._shape.by_expert:
-            return combine_by_expert(engine, y, self._handle, weigh, out, config, -1)
-        sums, *_ = engine.combine(
-            y, self._handle, None, None, out, config, None, -1, Completion(), stage=stage
-        )
-        return sums
+            return engine.calls.combine_by_expert(request, weigh)
+        return engine.calls.combine(request, AT_ONCE, stage)[0]
 
 
 def nothing_dispatched() -> ValueError:

@@ -10,8 +10,8 @@ from typing import Any
 
 from tokenyard import validate
 from tokenyard.engine.agreement import Call, Terms
+from tokenyard.engine.engine import Engine
 from tokenyard.engine.mismatch import STAGES
-from tokenyard.engine.stages import Engine
 from tokenyard.replicas import Moves, as_replicas, num_logical, place_words
 from tokenyard.topology import Placement
 from tokenyard.types import digest

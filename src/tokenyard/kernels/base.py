@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.types import Aligned, Counted, Layout, Places, Route, UnpermuteGrads
+from tokenyard.types import Aligned, DeviceCounts, Layout, Places, Route, UnpermuteGrads
 from tokenyard.wire.slots import SlotPairs, SlotResults, SlotShape
 
 _log = logging.getLogger("tokenyard")
@@ -83,6 +83,38 @@ class RowKernels(Protocol):
 
         The rows that came back lie by rank, in the order in which they were sent there.
         """
+
+
+class SharingKernels(RowKernels, Protocol):
+    """Rows in memory that ranks share."""
+
+    def scatter(
+        self,
+        columns: Sequence[Tensor],
+        route: Route,
+        blocks_R: np.ndarray,
+        starts_R: np.ndarray,
+        rows_R: np.ndarray,
+    ) -> None:
+        """Each token's row into its slot in each of its ranks' memory.
+
+        A rank's block has `rows` rows of each column, one column after the other, each from a new
+        cache line. This rank's rows begin with number `starts` there. Where a block is 0, rows for
+        that rank are left out. Rows of a column may lie apart, as they do in records.
+        """
+
+    def reduce_at(
+        self,
+        addresses_R: np.ndarray,
+        route: Route,
+        node_of_rank: NodeOfRank,
+        biases_TD: Tensors,
+        out_TD: Tensor,
+    ) -> None:
+        """As `reduce`, given the address of each rank's first row."""
+
+    def list_by_lane(self, route: Route, topk_idx_TK: Tensor, rank_of_expert_E: Tensor) -> None:
+        """Reorder each token's copies by the last lane of their ranks."""
 
 
 class SlotKernels(RowKernels, Protocol):
@@ -166,7 +198,7 @@ class Kernels(SlotKernels, Protocol):
         rank_of_expert_E: Tensor,
         num_ranks: int,
         node_of_rank: NodeOfRank | None,
-    ) -> Counted:
+    ) -> DeviceCounts:
         """`layout` and `route` without a number that the host must read first.
 
         Only sets for devices, for which the host would have to wait, have it.

@@ -23,9 +23,9 @@ from torch import Tensor, from_numpy
 from tokenyard import validate
 from tokenyard.comm.base import Communicator
 from tokenyard.engine.agreement import Call, Terms, stage_in
+from tokenyard.engine.engine import Engine
 from tokenyard.engine.failure import raised_on_all_ranks
 from tokenyard.engine.mismatch import STAGES, differ
-from tokenyard.engine.stages import Engine
 from tokenyard.errors import CallMismatch, PeerError, PeerInputError
 from tokenyard.kernels import Kernels
 from tokenyard.low_latency import logfmt

@@ -26,6 +26,9 @@ class Completion(NamedTuple):
         return self.async_finish or self.return_recv_hook
 
 
+AT_ONCE = Completion()
+
+
 class RecvHook:
     """The second half of a call. The first call of the hook does it; later ones do nothing."""
 

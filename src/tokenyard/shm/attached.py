@@ -18,7 +18,7 @@ from tokenyard.errors import SharedMemoryError
 from tokenyard.shm.control import DROPS, NUM_DROPS, Control, ControlLayout
 from tokenyard.shm.liveness import Liveness
 from tokenyard.shm.segment import Gone, Segment, attach
-from tokenyard.wire import exchange_table as at
+from tokenyard.wire import call as at
 
 
 class Mapped(NamedTuple):
@@ -66,8 +66,12 @@ class AttachedSegments:
         self._known[rank, next_one] = told[2], mapped.address, mapped.array.size
         self._next_known[rank] = (next_one + 1) % at.NUM_KNOWN
 
+    def hold(self) -> list[dict[int, Mapped]]:
+        """What keeps all segments mapped that are mapped now."""
+        return [mapped.copy() for mapped in self._mapped]
+
     def tell_calls(self, table: words[int]) -> None:
-        """Tell a compiled call which segments are mapped (`wire.exchange_table`)."""
+        """Tell a compiled call which segments are mapped (`wire.call`)."""
         table[at.DROPS] = int(self._drops.ctypes.data)
         table[at.SEEN_DROPS] = int(self._seen_drops.ctypes.data)
         table[at.KNOWN] = int(self._known.ctypes.data)

@@ -20,7 +20,7 @@ import numpy as np
 from tokenyard.runtime.waits import Waits
 from tokenyard.shm.control import Control, ControlLayout
 from tokenyard.shm.liveness import Liveness, has_core_each
-from tokenyard.wire import exchange_table as at
+from tokenyard.wire import call as at
 from tokenyard.wire import int64s
 from tokenyard.wire.signals import KINDS, MAIL
 
@@ -139,7 +139,7 @@ class Mailbox:
         return self._boxes[self.num_sent % 2][1].copy()
 
     def tell_calls(self, table: array[int]) -> None:
-        """Tell a compiled call where signals and messages are (`wire.exchange_table`)."""
+        """Tell a compiled call where signals and messages are (`wire.call`)."""
         table[at.PATIENCE], table[at.YIELDS] = self.patience, _YIELDS
         table[at.WAITS] = self.waits.address
         table[at.EPOCHS] = int64s.address(self.epochs)

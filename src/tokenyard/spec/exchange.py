@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tokenyard.topology import even_split
-from tokenyard.types import Layout, Received, split_range
+from tokenyard.types import Layout, split_range
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,17 @@ def notify(layouts: Sequence[Layout], num_channels: int) -> list[Notice]:
         )
         for rank in range(num_ranks)
     ]
+
+
+class Received(NamedTuple):
+    """What dispatch brings to one rank: N rows by (source rank, token)."""
+
+    x: Tensor  # [N, D]
+    scales: Tensor | None  # [N, S]; FP8 only
+    topk_idx: Tensor | None  # [N, K] int64, local expert ids, -1 where the expert is elsewhere
+    topk_weights: Tensor | None  # [N, K] float32, 0.0 where topk_idx is -1
+    src_idx: Tensor  # [N] int32, the token's index on its source rank
+    num_tokens_per_expert: list[int]  # L, rounded up to expert_alignment
 
 
 def dispatch(

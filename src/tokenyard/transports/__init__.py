@@ -10,15 +10,11 @@ from tokenyard.transports.choose import (
     why_not_shared,
 )
 from tokenyard.transports.collective import CollectiveTransport
-from tokenyard.transports.direct_pairs import DirectPairs, PairsBack, PairsOut
 
 __all__ = [
     "CollectiveTransport",
-    "DirectPairs",
     "Offer",
     "Opening",
-    "PairsBack",
-    "PairsOut",
     "Probe",
     "RowsBack",
     "RowsOut",

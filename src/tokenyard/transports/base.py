@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,9 +27,6 @@ from tokenyard.shm.shared_rows import SharedRows
 from tokenyard.types import Config, Flow, Route
 from tokenyard.wire.columns import row_widths
 from tokenyard.wire.signals import ROWS
-
-if TYPE_CHECKING:
-    from tokenyard.transports.direct_pairs import DirectPairs
 
 
 @dataclass(slots=True)
@@ -101,7 +98,6 @@ class Transport(Leaving):
     offers_memory = False
     tells_from_device = False  # messages may lie on the device of the results
     node: SharedNode | None = None  # of all ranks, if they share one: low-latency calls use it
-    pairs: DirectPairs | None = None  # where rows can be written by expert in one step
 
     def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
         """Row r of an int64 message goes to rank r; row r of the answer came from it."""

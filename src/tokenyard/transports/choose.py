@@ -12,13 +12,13 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple, cast
 
 from tokenyard.comm.base import Communicator
-from tokenyard.kernels.base import RowKernels
+from tokenyard.kernels.base import RowKernels, SharingKernels
 from tokenyard.shm.node import SharedNode
 from tokenyard.shm.segment import why_not
 from tokenyard.topology import Topology
 from tokenyard.transports.base import Transport
 from tokenyard.transports.collective import CollectiveTransport
-from tokenyard.transports.direct import DirectKernels, DirectTransport
+from tokenyard.transports.direct import DirectTransport
 from tokenyard.transports.hierarchical import HierarchicalTransport
 from tokenyard.transports.ring import RingKernels, RingTransport
 from tokenyard.transports.symmetric import PutKernels, SymmetricTransport
@@ -40,8 +40,8 @@ class Opening(NamedTuple):
 
 
 def _open_direct(opening: Opening) -> Transport:
-    kernels = cast(DirectKernels, opening.kernels)
-    node = SharedNode(opening.communicator, kernels, opening.timeout)
+    kernels = cast(SharingKernels, opening.kernels)
+    node = SharedNode(opening.communicator, opening.kernels, opening.timeout)
     return DirectTransport(node, kernels, opening.topology.node_of_rank)
 
 

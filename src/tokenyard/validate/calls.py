@@ -18,7 +18,6 @@ from tokenyard.types import (
     SCALE_DTYPES,
     Layout,
     Origin,
-    Route,
     topk_idx_t,
 )
 from tokenyard.validate.tensors import CPU, NOT_PLAIN, contiguous, lies_at, target, tensor
@@ -26,6 +25,12 @@ from tokenyard.validate.values import kind, require
 
 # What combine can sum. FP8 rows have scales, and a sum of them has none.
 SUMMABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def combine_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the rows that come back: that of x, or bfloat16 where x was quantised."""
+    return dtype if dtype in SUMMABLE else torch.bfloat16
+
 
 ID_DTYPES = (torch.int32, torch.int64)
 _FEW = 100  # numbers that Python compares sooner than a tensor's method is called
@@ -190,13 +195,20 @@ def _range(values: Tensor) -> tuple[int, int]:
     return int(low), int(high)
 
 
-def same_counts(value: Layout, route: Route) -> None:
-    told, counted = value.num_tokens_per_rank.tolist(), list(route.send_counts)
+def same_counts(value: Layout) -> None:
+    """Compare what was passed of a layout with itself."""
+    told = value.num_tokens_per_rank.tolist()
+    counted = value.is_token_in_rank.sum(0).tolist()
     if told != counted:
         raise ValueError(
             f"num_tokens_per_rank is {told}, want {counted}, the columns of is_token_in_rank "
             "added up"
         )
+
+
+def too_few_rows(num_worst_tokens: int, num_rows: int) -> ValueError:
+    want = f"want at least the {num_rows} that arrive"
+    return ValueError(f"num_worst_tokens is {num_worst_tokens}, {want}")
 
 
 def bad_expert(

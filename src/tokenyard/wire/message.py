@@ -22,4 +22,11 @@ PAYLOAD = OFFER + OFFER_WORDS
 MESSAGE_WORDS = 128
 PAYLOAD_WORDS = MESSAGE_WORDS - PAYLOAD
 
+# An offer of rows in memory that ranks share: how they may be read, and for each column what names
+# the segment (`Segment.told`) and where the rows begin there.
+HOW = OFFER
+SEGMENTS = OFFER + 1
+SEGMENT_FD, SEGMENT_SIZE, SEGMENT_IDENTITY, SEGMENT_BEGIN, SEGMENT_WORDS = range(5)
+READY, LATER = 1, 2  # bits: rows can be read now; the sender reads those of others later
+
 NO_MEMORY = -1  # offered instead of a file descriptor

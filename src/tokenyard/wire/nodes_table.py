@@ -10,7 +10,7 @@ this rank's node, and P is 1 plus the most partners that a rank of it has.
 
 from __future__ import annotations
 
-from tokenyard.wire.exchange_table import (
+from tokenyard.wire.call import (
     ALIGNMENT,
     HEAD,
     MOST_EXPERTS,
@@ -43,41 +43,41 @@ NUM_RAILS = 13  # of this rank: the first is its own
 # The shape of a call has the places that it has in the table of calls on one node: HEAD to
 # PER_EXPERT.
 
-RELAYED = 25  # address of [L, P, WIDTH]: messages for the ranks of the node
-TOLD = 26  # address of [R, WIDTH]: what this rank tells each rank
+RELAYED = 27  # address of [L, P, WIDTH]: messages for the ranks of the node
+TOLD = 28  # address of [R, WIDTH]: what this rank tells each rank
 
 # The staging, in the turn of a call.
-STAGED = 27  # address of [L] addresses: where each local rank has staged its rows
-PARCELS = 28  # address of [R] addresses: the parcel of each rank
-PARTS = 29  # address of [partners] addresses: the words of each partner
-RECEIVED = 30  # address of [nodes] addresses: what each node encloses on this rank's rail
-OUTGOING = 31  # address of [rails] addresses: the messages of this rank
-COUNTS = 32  # out, address of [rails, nodes]: bytes of each message
-ROWS = 33  # out, the same: how many of them are rows
-ENCLOSED = 34  # the most bytes that a message may enclose
-MOST_STAGED = 35  # and that a rank may stage
+STAGED = 29  # address of [L] addresses: where each local rank has staged its rows
+PARCELS = 30  # address of [R] addresses: the parcel of each rank
+PARTS = 31  # address of [partners] addresses: the words of each partner
+RECEIVED = 32  # address of [nodes] addresses: what each node encloses on this rank's rail
+OUTGOING = 33  # address of [rails] addresses: the messages of this rank
+COUNTS = 34  # out, address of [rails, nodes]: bytes of each message
+ROWS = 35  # out, the same: how many of them are rows
+ENCLOSED = 36  # the most bytes that a message may enclose
+MOST_STAGED = 37  # and that a rank may stage
 
 # What differs from call to call.
-SCRATCH = 36  # address of scratch_words(R, L, E) words that no call keeps anything in
-COMES = 37  # how this rank comes: the STATE below
-WANTS = 38  # bytes that this rank would like to enclose
-WANTS_STAGED = 39  # and to stage
-IS_BACK = 40  # whether this is a combine
-NUM_TOKENS = 41  # T
-MARKS = 42  # address of [T, R] bytes: which ranks get each token
-TALLY = 43  # address of [FACTS + L, R]: what is known of each source, in the rows below
-BITS = 44  # address of the marks of sources' tokens for this node, as parcels have them
-HEARD = 45  # address of what the node has heard: [L, P, WIDTH], as RELAYED
-NUM_ROWS = 46  # N; out of a compiled dispatch
-HANDLE = 47  # the number of the dispatch that a combine answers
-BIASES = 48  # address of [NUM_BIASES] addresses of [T, D]
-NUM_BIASES = 49
-NUM_COLUMNS = 50
-SOURCES = 51  # the address of each column: [T, D] of a dispatch, [N, D] of a combine
-STRIDES = 56  # from row to row there
-WIDTHS = 61  # bytes of a row
-TARGETS = 66  # the address of its results: [N, D] of a dispatch, [T, D] of a combine
-TABLE_WORDS = 71
+SCRATCH = 38  # address of scratch_words(R, L, E) words that no call keeps anything in
+COMES = 39  # how this rank comes: the STATE below
+WANTS = 40  # bytes that this rank would like to enclose
+WANTS_STAGED = 41  # and to stage
+IS_BACK = 42  # whether this is a combine
+NUM_TOKENS = 43  # T
+MARKS = 44  # address of [T, R] bytes: which ranks get each token
+TALLY = 45  # address of [FACTS + L, R]: what is known of each source, in the rows below
+BITS = 46  # address of the marks of sources' tokens for this node, as parcels have them
+HEARD = 47  # address of what the node has heard: [L, P, WIDTH], as RELAYED
+NUM_ROWS = 48  # N; out of a compiled dispatch
+HANDLE = 49  # the number of the dispatch that a combine answers
+BIASES = 50  # address of [NUM_BIASES] addresses of [T, D]
+NUM_BIASES = 51
+NUM_COLUMNS = 52
+SOURCES = 53  # the address of each column: [T, D] of a dispatch, [N, D] of a combine
+STRIDES = 58  # from row to row there
+WIDTHS = 63  # bytes of a row
+TARGETS = 68  # the address of its results: [N, D] of a dispatch, [T, D] of a combine
+TABLE_WORDS = 73
 MOST_COLUMNS = STRIDES - SOURCES
 
 # What a rank knows of each source once a dispatch is over: its tokens, its rows for this rank, its

@@ -12,7 +12,7 @@ apply to them, since they read raw addresses: to step through a kernel, take the
     quantize     to FP8 and back
     logfmt       what LogFMT leaves of rows
     low_latency/ the steps of the low-latency mode, and whole calls for ranks that share memory
-    exchange/    a whole dispatch or combine of ranks that share memory
+    call/        a whole dispatch or combine of ranks that share memory
     between_nodes/  the steps of a call of few rows between nodes
     signals      signals between ranks that share memory
     ring/        rows through a fixed amount of shared memory: the protocol and its two uses
@@ -23,9 +23,9 @@ apply to them, since they read raw addresses: to step through a kernel, take the
 from tokenyard.kernels.numba.align import align
 from tokenyard.kernels.numba.between_nodes.combine import nodes_combine, nodes_sums
 from tokenyard.kernels.numba.between_nodes.dispatch import nodes_dispatch, nodes_rows
-from tokenyard.kernels.numba.exchange.by_expert import exchange_by_expert
-from tokenyard.kernels.numba.exchange.combine import exchange_combine
-from tokenyard.kernels.numba.exchange.dispatch import exchange_dispatch
+from tokenyard.kernels.numba.call.by_expert import call_by_expert, take_rows
+from tokenyard.kernels.numba.call.by_source import call_by_source, write_rows
+from tokenyard.kernels.numba.call.sums import call_combine, share_rows, sum_rows
 from tokenyard.kernels.numba.layout import layout, list_by_lane, route
 from tokenyard.kernels.numba.logfmt import logfmt
 from tokenyard.kernels.numba.low_latency.calls import combine_calls, dispatch_calls
@@ -45,16 +45,14 @@ from tokenyard.kernels.numba.permute import (
 from tokenyard.kernels.numba.permute_backward import unpermute_backward
 from tokenyard.kernels.numba.quantize import plan_from_fp8, plan_to_fp8
 from tokenyard.kernels.numba.rearrange.boxes import rearrange
-from tokenyard.kernels.numba.reduce import reduce, reduce_at, reduce_by_expert
+from tokenyard.kernels.numba.reduce import reduce, reduce_at
 from tokenyard.kernels.numba.ring.combine import plan_ring_combine, ring_combine
 from tokenyard.kernels.numba.ring.dispatch import plan_ring_dispatch, ring_dispatch
 from tokenyard.kernels.numba.ring.protocol import make_rings, ring_bytes, ring_slots
 from tokenyard.kernels.numba.rows import (
     localise,
     pack,
-    place_pairs,
     scatter,
-    scatter_by_expert,
 )
 from tokenyard.kernels.numba.signals import await_signals, meet, post
 
@@ -65,12 +63,12 @@ counts_on_device = False
 __all__ = [
     "align",
     "await_signals",
+    "call_by_expert",
+    "call_by_source",
+    "call_combine",
     "combine_calls",
     "counts_on_device",
     "dispatch_calls",
-    "exchange_by_expert",
-    "exchange_combine",
-    "exchange_dispatch",
     "fill_slots",
     "find_ahead",
     "find_failure",
@@ -87,7 +85,6 @@ __all__ = [
     "pack",
     "pick_slots",
     "place",
-    "place_pairs",
     "plan_from_fp8",
     "plan_ring_combine",
     "plan_ring_dispatch",
@@ -97,20 +94,22 @@ __all__ = [
     "rearrange",
     "reduce",
     "reduce_at",
-    "reduce_by_expert",
     "ring_bytes",
     "ring_combine",
     "ring_dispatch",
     "ring_slots",
     "route",
     "scatter",
-    "scatter_by_expert",
+    "share_rows",
     "shares_memory",
     "signal",
     "spread",
     "stage_back",
     "stage_slots",
+    "sum_rows",
     "sum_slots",
+    "take_rows",
     "unpermute",
     "unpermute_backward",
+    "write_rows",
 ]

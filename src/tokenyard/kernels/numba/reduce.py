@@ -7,12 +7,11 @@ by streaming stores. Across nodes, and for what is left of a row, the sums are k
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from tokenyard.kernels.base import NodeOfRank, Tensors, wide_dtype
+from tokenyard.kernels.base import NodeOfRank, Tensors
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.llvm.atomics import fence_stores
 from tokenyard.kernels.numba.llvm.pointers import INT32, INT64, LIKE, pointer
@@ -24,16 +23,13 @@ from tokenyard.kernels.numba.llvm.sums import (
     fold_one,
     put_lanes,
     put_one,
-    sum_groups,
     sum_rows,
     sum_rows_streaming,
-    sum_scaled,
 )
 from tokenyard.kernels.numba.llvm.vectors import LANES
 from tokenyard.runtime.threads import in_threads
-from tokenyard.types import Route, SentPairs
+from tokenyard.types import Route
 from tokenyard.wire.columns import LINE
-from tokenyard.wire.pairs import SHARES, WEIGHED
 
 _STREAMING = 1 << 20  # bytes from which a result is unlikely to be read again from the cache
 NO_NODE = -1  # the home of a bias
@@ -206,104 +202,5 @@ def reduce_at(
     def part(begin: int, end: int) -> None:
         sums = scratch(like)
         _reduce_kernel(bases, nodes, *lists, out, hidden, begin, end, streaming, like, sums)
-
-    in_threads(part, num_tokens, moved)
-
-
-class _PairLists(NamedTuple):
-    """The addresses of what `_reduce_pairs_kernel` reads for each token, and the top-k."""
-
-    copy_start: int
-    copy_rank: int
-    copy_slot: int
-    places: int
-    ranks: int
-    weights: int
-    num_topk: int
-
-
-@njit(nogil=True, cache=True)
-def _reduce_pairs_kernel(
-    bases, kinds, nodes, lists, out, hidden, begin, end, streaming, like, sums
-):
-    """`bases` are the addresses of each rank's rows, and `kinds` say which rows these are. `sums`
-    is from `scratch`, with room for a row of each rank after it if there are several nodes.
-    """
-    starts, ranks = pointer(lists.copy_start, INT32), pointer(lists.copy_rank, INT32)
-    slots, homes = pointer(lists.copy_slot, INT32), pointer(lists.ranks, INT32)
-    places, weights = pointer(lists.places, INT64), pointer(lists.weights, sums)
-    num_ranks, num_nodes, num_topk = nodes.shape[0], np.int64(1), lists.num_topk
-    row_bytes = hidden * np.int64(like.itemsize)
-    for r in range(num_ranks):
-        num_nodes = max(num_nodes, np.int64(nodes[r]) + 1)
-    terms, factors = np.empty(num_topk, np.int64), np.empty(num_topk, sums.dtype)
-    ends, group_nodes = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int32)
-    shares = np.empty(num_ranks, np.int64)
-    for t in range(begin, end):
-        count, groups = np.int64(0), np.int64(0)
-        for c in range(starts[t], starts[t + 1]):
-            r = ranks[c]
-            if kinds[r] == SHARES:
-                terms[count] = bases[r] + np.int64(slots[c]) * row_bytes
-                factors[count] = 1
-                count += 1
-            else:
-                for i in range(t * num_topk, (t + 1) * num_topk):
-                    if homes[i] == r:
-                        terms[count] = bases[r] + places[i] * row_bytes
-                        factors[count] = weights[i] if kinds[r] == WEIGHED else 1
-                        count += 1
-            ends[groups], group_nodes[groups] = count, nodes[r]
-            groups += 1
-        target, sources, scales = out + t * row_bytes, terms.ctypes.data, factors.ctypes.data
-        if num_nodes == 1:
-            sum_groups(target, sources, scales, ends.ctypes.data, groups, hidden, streaming, like)
-            continue
-        first = np.int64(0)
-        for g in range(groups):
-            shares[g] = sums.ctypes.data + 2 * _PIECE * sums.itemsize + g * row_bytes
-            rows, each = sources + 8 * first, scales + sums.itemsize * first
-            sum_scaled(shares[g], rows, each, ends[g] - first, hidden, False, like)
-            first = ends[g]
-        found, at = shares.ctypes.data, group_nodes.ctypes.data
-        sum_token(target, found, at, groups, num_nodes, hidden, streaming, like, sums)
-    fence_stores()
-
-
-def reduce_by_expert(
-    bases_R: np.ndarray,
-    kinds_R: np.ndarray,
-    route: Route,
-    sent: SentPairs,
-    node_of_rank: NodeOfRank,
-    out_TD: Tensor,
-) -> None:
-    """Sum each token's rows as `spec.combine_by_expert` does, given the address of each rank's
-    first row, and its kind (`wire.pairs`).
-    """
-    (num_tokens, hidden), like = out_TD.shape, LIKE[out_TD.dtype]
-    if num_tokens == 0:
-        return
-    weights = sent.topk_weights_TK.to(wide_dtype(out_TD.dtype))
-    lists = _PairLists(
-        route.copy_start.data_ptr(),
-        route.copy_rank.data_ptr(),
-        route.copy_slot.data_ptr(),
-        sent.place_TK.data_ptr(),
-        sent.rank_TK.data_ptr(),
-        weights.data_ptr(),
-        weights.shape[1],
-    )
-    nodes = node_table(tuple(node_of_rank))
-    out, row_bytes = out_TD.data_ptr(), hidden * like.itemsize
-    moved = (weights.numel() + num_tokens) * row_bytes
-    streaming = may_stream(out, row_bytes, num_tokens * row_bytes)
-
-    def part(begin: int, end: int) -> None:
-        sums = scratch(like)
-        if nodes.any():
-            sums = np.empty(len(sums) + len(nodes) * hidden, sums.dtype)
-        where = bases_R, kinds_R, nodes, lists, out, hidden, begin, end, streaming, like
-        _reduce_pairs_kernel(*where, sums)
 
     in_threads(part, num_tokens, moved)

@@ -9,18 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from torch import Tensor, from_numpy
+from torch import Tensor
 
 from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.llvm.atomics import fence_stores, prefetch, stream_line
 from tokenyard.kernels.numba.llvm.pointers import FLOAT32, INT32, INT64, copy_bytes, pointer
-from tokenyard.runtime import memory
 from tokenyard.runtime.threads import in_threads
-from tokenyard.types import Route, SentPairs
+from tokenyard.types import Route
 from tokenyard.wire.columns import LINE
 
 _LONG_ROW = 1024
-_MUCH = 1 << 22  # bytes that are unlikely to be read again from the cache
+MUCH = 1 << 22  # bytes that are unlikely to be read again from the cache
 _PIECE = 512  # bytes of a row that go to all its ranks before the next ones
 _AHEAD = 1024  # bytes that are read before they are needed
 
@@ -71,14 +70,14 @@ def stream_row_to(targets, count, source, num_bytes):
 @njit(nogil=True, cache=True)
 def streams(num_bytes, moved):
     """As `may_stream`, inside kernels."""
-    return num_bytes >= _LONG_ROW and moved >= _MUCH
+    return num_bytes >= _LONG_ROW and moved >= MUCH
 
 
 def may_stream(num_bytes: int, moved: int) -> bool:
     """Whether rows go past the cache: long ones do, if all of them are too much to be read again
     from it.
     """
-    return num_bytes >= _LONG_ROW and moved >= _MUCH
+    return num_bytes >= _LONG_ROW and moved >= MUCH
 
 
 @njit(nogil=True, cache=True)
@@ -107,40 +106,49 @@ def pack(x_TB: Tensor, index_N: Tensor | None, out_NB: Tensor) -> Tensor:
 
 
 @njit(nogil=True, cache=True)
-def _targets(columns, blocks, firsts, rows):
-    """[columns, R]: where this rank's first row of each column goes in each rank's block."""
-    targets = np.empty((columns.shape[0], blocks.shape[0]), np.int64)
-    for r in range(blocks.shape[0]):
-        at = blocks[r]
-        for j in range(columns.shape[0]):
-            width = columns[j, 1]
-            targets[j, r] = at + firsts[r] * width
-            at += whole_lines(rows[r] * width)
-    return targets
+def scatter_rows(columns, places, lists, num_columns, num_ranks, begin, end, streaming, targets):
+    """Write each of these tokens' rows to all places where it belongs: read once, written to all.
+
+    `columns` is the address of three words a column: where it begins, the bytes of a row, and how
+    far rows lie apart. `places` has for each column and rank the address of the rank's first row,
+    or 0 if its rows are left out. `lists` points to copy_start, copy_rank and copy_slot of a Route;
+    `targets` to room for as many addresses as there are ranks.
+    """
+    at, to, list_of = pointer(places, INT64), pointer(targets, INT64), pointer(lists, INT64)
+    starts, ranks = pointer(list_of[0], INT32), pointer(list_of[1], INT32)
+    slots = pointer(list_of[2], INT32)
+    for j in range(num_columns):
+        column = pointer(columns + 24 * j, INT64)
+        width = column[1]
+        for t in range(begin, end):
+            row = column[0] + np.int64(t) * column[2]
+            count, bits = 0, width
+            for c in range(starts[t], starts[t + 1]):
+                first = at[j * num_ranks + ranks[c]]
+                if first != 0:
+                    to[count] = first + np.int64(slots[c]) * width
+                    bits |= to[count]
+                    count += 1
+            if streaming and width >= _LONG_ROW and bits % LINE == 0:
+                stream_row_to(targets, count, row, width)
+            else:
+                for c in range(count):
+                    copy_row(to[c], row, width, streaming and width >= _LONG_ROW)
 
 
 @njit(nogil=True, cache=True)
-def _scatter_kernel(columns, starts, ranks, slots, blocks, firsts, rows, begin, end, much):
-    first, to, at = pointer(starts, INT32), pointer(ranks, INT32), pointer(slots, INT32)
-    targets = _targets(columns, blocks, firsts, rows)
-    together = np.empty(blocks.shape[0], np.int64)
-    for t in range(begin, end):
-        for j in range(columns.shape[0]):
-            row, width = columns[j, 0] + np.int64(t) * columns[j, 2], columns[j, 1]
-            if much and width >= _LONG_ROW and width % LINE == 0:
-                count, bits = 0, np.int64(0)
-                for c in range(first[t], first[t + 1]):
-                    if blocks[to[c]] != 0:
-                        together[count] = targets[j, to[c]] + np.int64(at[c]) * width
-                        bits |= together[count]
-                        count += 1
-                if bits % LINE == 0:
-                    stream_row_to(together.ctypes.data, count, row, width)
-                    continue
-            for c in range(first[t], first[t + 1]):
-                if blocks[to[c]] != 0:
-                    target = targets[j, to[c]] + np.int64(at[c]) * width
-                    copy_row(target, row, width, much and width >= _LONG_ROW)
+def _scatter_kernel(columns, lists, blocks, firsts, rows, begin, end, streaming):
+    num_columns, num_ranks = columns.shape[0], blocks.shape[0]
+    places, targets = np.zeros((num_columns, num_ranks), np.int64), np.empty(num_ranks, np.int64)
+    for r in range(num_ranks):
+        at = blocks[r]
+        for j in range(num_columns):
+            width = columns[j, 1]
+            if blocks[r] != 0:
+                places[j, r] = at + firsts[r] * width
+            at += whole_lines(rows[r] * width)
+    addresses = columns.ctypes.data, places.ctypes.data, lists.ctypes.data
+    scatter_rows(*addresses, num_columns, num_ranks, begin, end, streaming, targets.ctypes.data)
     fence_stores()
 
 
@@ -151,100 +159,17 @@ def scatter(
     starts_R: np.ndarray,
     rows_R: np.ndarray,
 ) -> None:
-    """Each token's row into its slot in each of its ranks' memory: read once, written to all.
-
-    A rank's block has `rows` rows of each column, one column after the other, each from a new cache
-    line. This rank's rows begin with number `starts` there. Where a block is 0, rows for that rank
-    are left out. Rows of a column may lie apart, as they do in records.
-    """
     num_tokens = columns[0].shape[0]
     if num_tokens == 0:
         return
     values, width = _column_table(columns)
-    starts, ranks = route.copy_start.data_ptr(), route.copy_rank.data_ptr()
-    slots, moved = route.copy_slot.data_ptr(), route.copy_rank.shape[0] * width
-    much = moved >= _MUCH
+    listed = route.copy_start, route.copy_rank, route.copy_slot
+    lists = np.array([one.data_ptr() for one in listed], np.int64)
+    moved = route.copy_rank.shape[0] * width
+    streaming = moved >= MUCH
 
     def part(begin: int, end: int) -> None:
-        _scatter_kernel(values, starts, ranks, slots, blocks_R, starts_R, rows_R, begin, end, much)
-
-    in_threads(part, num_tokens, moved)
-
-
-@njit(nogil=True, cache=True)
-def _place_pairs_kernel(topk_idx, rank_of_expert, following, num_pairs, places, ranks):
-    """`following` has the next row of each expert, and is counted up."""
-    ids, homes = pointer(topk_idx, INT64), pointer(rank_of_expert, INT32)
-    place_of, rank_of = pointer(places, INT64), pointer(ranks, INT32)
-    for i in range(num_pairs):
-        expert = ids[i]
-        if expert < 0:
-            place_of[i] = -1
-            rank_of[i] = -1
-        else:
-            place_of[i] = following[expert]
-            rank_of[i] = homes[expert]
-            following[expert] += 1
-
-
-def place_pairs(
-    topk_idx_TK: Tensor, rank_of_expert_E: Tensor, first_E: np.ndarray
-) -> tuple[Tensor, Tensor]:
-    """[T, K] int64 and int32: the row of each pair on its expert's rank, and that rank; -1 where
-    there is no expert. An expert's rows begin with number `first`.
-    """
-    places = from_numpy(memory.empty_array(tuple(topk_idx_TK.shape), np.int64))
-    ranks = from_numpy(memory.empty_array(tuple(topk_idx_TK.shape), np.int32))
-    _place_pairs_kernel(
-        topk_idx_TK.data_ptr(),
-        rank_of_expert_E.data_ptr(),
-        first_E.copy(),
-        topk_idx_TK.numel(),
-        places.data_ptr(),
-        ranks.data_ptr(),
-    )
-    return places, ranks
-
-
-@njit(nogil=True, cache=True)
-def _scatter_pairs_kernel(columns, places, ranks, num_topk, blocks, rows, begin, end, much):
-    place_of, rank_of = pointer(places, INT64), pointer(ranks, INT32)
-    targets = _targets(columns, blocks, np.zeros_like(rows), rows)
-    together = np.empty(num_topk, np.int64)
-    for t in range(begin, end):
-        for j in range(columns.shape[0]):
-            row, width = columns[j, 0] + np.int64(t) * columns[j, 2], columns[j, 1]
-            count, bits = 0, width
-            for i in range(t * num_topk, (t + 1) * num_topk):
-                if place_of[i] >= 0:
-                    together[count] = targets[j, rank_of[i]] + place_of[i] * width
-                    bits |= together[count]
-                    count += 1
-            streaming = much and width >= _LONG_ROW
-            if streaming and bits % LINE == 0:
-                stream_row_to(together.ctypes.data, count, row, width)
-            else:
-                for c in range(count):
-                    copy_row(together[c], row, width, streaming)
-    fence_stores()
-
-
-def scatter_by_expert(columns: Sequence[Tensor], sent: SentPairs, blocks_R: np.ndarray) -> None:
-    """Each token's row to the place of each of its pairs: read once, written to all.
-
-    A rank's block has `sent.rows_R` rows of each column, one column after the other, each from a
-    new cache line.
-    """
-    num_tokens, num_topk = sent.place_TK.shape
-    if num_tokens == 0:
-        return
-    values, width = _column_table(columns)
-    places, ranks = sent.place_TK.data_ptr(), sent.rank_TK.data_ptr()
-    moved = num_tokens * num_topk * width
-    rows_R, much = sent.rows_R, moved >= _MUCH
-
-    def part(begin: int, end: int) -> None:
-        _scatter_pairs_kernel(values, places, ranks, num_topk, blocks_R, rows_R, begin, end, much)
+        _scatter_kernel(values, lists, blocks_R, starts_R, rows_R, begin, end, streaming)
 
     in_threads(part, num_tokens, moved)
 

@@ -23,7 +23,7 @@ from tokenyard.kernels.triton.launch import (
     read_first_bad,
 )
 from tokenyard.runtime import memory
-from tokenyard.types import Counted, Layout, Route
+from tokenyard.types import DeviceCounts, Layout, Route
 
 _TOKENS = 64  # of a program
 _TILE = 2048  # marks of a program, where it has a row of them for each token
@@ -215,7 +215,7 @@ def route(is_token_in_rank_TR: Tensor) -> Route:
 
 def count(
     topk_idx_TK: Tensor, rank_of_expert_E: Tensor, num_ranks: int, node_of_rank: NodeOfRank | None
-) -> Counted:
+) -> DeviceCounts:
     """`layout` and `route` at once, without waiting for the device."""
     found, bad = _layout(topk_idx_TK, rank_of_expert_E, num_ranks, node_of_rank)
     marks = found.is_token_in_rank.view(torch.int8)
@@ -224,7 +224,7 @@ def count(
     listed = _route(marks, tally, totals, num_tokens * min(num_topk, num_ranks))
     bad = torch.where(bad == NONE, -1, bad)
     numbers = torch.cat([bad, totals.long(), found.num_tokens_per_expert.long()])
-    return Counted(found, listed, numbers)
+    return DeviceCounts(found, listed, numbers)
 
 
 def _tally(marks: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,12 +31,12 @@ from torch import Tensor
 
 from tokenyard.errors import PeerError, PeerLeft
 from tokenyard.handle import Handle
-from tokenyard.kernels.base import RowSteps, Step, SumSteps
+from tokenyard.kernels.base import RowSteps, SharingKernels, Step, SumSteps
 from tokenyard.runtime import memory
+from tokenyard.shm.mailbox import SignalKernels
 from tokenyard.shm.node import SharedNode
 from tokenyard.topology import Topology
 from tokenyard.transports.base import Offer, RowsOut, Sum
-from tokenyard.transports.direct import DirectKernels
 from tokenyard.transports.hierarchical.links import Links
 from tokenyard.transports.hierarchical.route import KnownMarks
 from tokenyard.transports.hierarchical.steps import EnclosedSteps
@@ -53,7 +53,7 @@ _MOST_RECEIVED = 16 << 20  # bytes that a rank may get with all messages of a ca
 _LEAST = 1 << 14  # bytes of staging, if there is any
 
 
-class ParcelKernels(DirectKernels, Protocol):
+class ParcelKernels(SharingKernels, SignalKernels, Protocol):
     def nodes_rows(self, table: int) -> RowSteps: ...
 
     def nodes_sums(self, dtypes: Sequence[torch.dtype], table: int) -> SumSteps: ...

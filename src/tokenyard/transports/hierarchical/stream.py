@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from torch import Tensor
 
+from tokenyard.kernels.base import SharingKernels
 from tokenyard.runtime.memory import as_bytes
 from tokenyard.transports.base import Sum
-from tokenyard.transports.direct import DirectKernels
 from tokenyard.transports.hierarchical.route import Relay, TwoLevelRoute, chunk_tokens
 from tokenyard.types import Route
 
@@ -25,7 +25,7 @@ class _Stream:
     """What both streams have in common."""
 
     def __init__(
-        self, path: TwoLevelRoute, width: int, kernels: DirectKernels, beat: Callable[[], None]
+        self, path: TwoLevelRoute, width: int, kernels: SharingKernels, beat: Callable[[], None]
     ) -> None:
         self._path, self.width, self._kernels, self._beat = path, width, kernels, beat
         self._chunks = path.chunks(chunk_tokens(width))
@@ -50,7 +50,7 @@ class DispatchStream(_Stream):
         columns: Sequence[Tensor],
         blocks_L: np.ndarray,
         rows_L: np.ndarray,
-        kernels: DirectKernels,
+        kernels: SharingKernels,
         beat: Callable[[], None],
     ) -> None:
         """`blocks_L` is where each local rank's result begins, `rows_L` how many rows it has."""
@@ -103,7 +103,7 @@ class CombineStream(_Stream):
         path: TwoLevelRoute,
         one: Sum,
         bases_L: np.ndarray,
-        kernels: DirectKernels,
+        kernels: SharingKernels,
         beat: Callable[[], None],
     ) -> None:
         """`bases_L` is where each local rank's rows begin."""

@@ -11,9 +11,10 @@ from numba import int64
 from tokenyard.kernels.base import Step
 from tokenyard.kernels.numba.between_nodes.parcels import fill_parcel
 from tokenyard.kernels.numba.caching import njit
-from tokenyard.kernels.numba.exchange.protocol import same_call
+from tokenyard.kernels.numba.call.meet import same_call
 from tokenyard.kernels.numba.llvm.pointers import INT64, copy_bytes, pointer
 from tokenyard.kernels.numba.rows import whole_lines
+from tokenyard.wire import message as say
 from tokenyard.wire import nodes_table as at
 from tokenyard.wire.verdicts import DONE
 
@@ -116,6 +117,7 @@ def same_calls(table):
     for r in range(words[at.SIZE]):
         theirs = heard_from(table, r)
         state = pointer(theirs - 8 * at.BEFORE, INT64)[at.STATE]
-        if state != at.ENCLOSES or not same_call(theirs, words[at.HEAD]):
+        has_worst = pointer(theirs, INT64)[say.WORST] != 0
+        if state != at.ENCLOSES or has_worst or not same_call(theirs, words[at.HEAD]):
             return False
     return True

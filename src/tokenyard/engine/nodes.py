@@ -1,52 +1,48 @@
 """Calls of few tokens between nodes: one message each way, and a few compiled steps around it.
 
-A dispatch or combine of a plain kind (see `CompiledNodeCalls.dispatch`) looks up the plan of its
-shape, and makes the steps that the engine's calls make too (`transports.hierarchical.enclosed`),
-with compiled ones of its own before and after. So each rank is free to take either way in every
+A dispatch or combine of a plain kind (see `NodeCalls._dispatch_few`) looks up the plan of its
+shape, and makes the steps that general calls make too (`transports.hierarchical.enclosed`), with
+compiled ones of its own before and after. So each rank is free to take either way in every
 call. Whatever is unusual is handed over to the engine: before the exchange, or with what was heard.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from array import array
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tokenyard import validate
 from tokenyard.engine.agreement import Call, Heard
-from tokenyard.engine.inputs import DispatchRequest
+from tokenyard.engine.core import Core
+from tokenyard.engine.general import GeneralCalls
+from tokenyard.engine.inputs import CombineRequest, DispatchRequest
 from tokenyard.engine.ledger import MarkedLedger
-from tokenyard.engine.plans import MOST_PLANS
-from tokenyard.engine.shapes import find_placement, is_valid, tell_shape
+from tokenyard.engine.plans import MOST_PLANS, tell_routing
 from tokenyard.engine.statistics import COMPILED
 from tokenyard.errors import SharedMemoryError
 from tokenyard.handle import Handle
 from tokenyard.kernels.base import RowSteps, Step, SumSteps
 from tokenyard.runtime import memory
-from tokenyard.runtime.completion import Completion
+from tokenyard.runtime.completion import AT_ONCE, Completion
+from tokenyard.runtime.events import EventOverlap
 from tokenyard.transports import Offer
 from tokenyard.transports.hierarchical import HierarchicalTransport
 from tokenyard.transports.hierarchical.enclosed import MOST_SUMS, Came
-from tokenyard.types import ROW_DTYPES, Config
+from tokenyard.types import ROW_DTYPES, Config, Received
 from tokenyard.validate import NOT_PLAIN, SUMMABLE, lies_at
 from tokenyard.wire import int64s
 from tokenyard.wire import message as say
 from tokenyard.wire import nodes_table as at
-from tokenyard.wire.exchange_table import HEARD, POSTED
+from tokenyard.wire.call import MET, POSTED
 from tokenyard.wire.verdicts import GENERAL, LOW
 
-if TYPE_CHECKING:
-    from tokenyard.engine.stages import Engine
-
-_AT_ONCE = Completion()
 _X, _IDX, _WEIGHTS, _TOKENS = range(at.SOURCES, at.SOURCES + 4)
 _OUT = at.TARGETS
-
-_Dispatched = tuple[Tensor, Tensor, Tensor, list[int], Handle]
 
 
 class NodeKernels(Protocol):
@@ -69,52 +65,77 @@ class _Plan(NamedTuple):
     kept: tuple[Any, ...]
 
 
-class CompiledNodeCalls:
-    def __init__(
-        self, engine: Engine, transport: HierarchicalTransport, kernels: NodeKernels
-    ) -> None:
-        self._engine, self._transport, self._kernels = engine, transport, kernels
-        self._enclosures = transport.enclosures
-        self._steps = transport.enclosures.steps
-        self._agreement = engine.agreement
-        self.rank, self.size = transport.rank, transport.size
+class NodeCalls(GeneralCalls):
+    def __init__(self, core: Core, kernels: NodeKernels) -> None:
+        super().__init__(core)
+        transport = cast(HierarchicalTransport, core.transport)
+        self._transport, self._kernels = transport, kernels
+        self._enclosures, self._steps = transport.enclosures, transport.enclosures.steps
+        self._agreement, self._local = core.agreement, core.local
+        self._rank, self._size = core.rank, core.num_ranks
         self._plans: dict[Any, _Plan] = {}
-        # A phase of `wire.exchange_table` at which the engine takes over: for tests. 0: none
+        # A phase of `wire.call` at which the general calls take over: for tests. 0: none
         self.leave_at = 0
 
     def dispatch(
         self,
-        x: Any,
-        topk_idx: Any,
-        topk_weights: Any,
-        num_experts: Any,
-        expert_alignment: Any,
-        config: Config,
-        tag: Any,
-    ) -> _Dispatched | None:
-        """A dispatch of contiguous CPU tensors that counts by itself and ends before it returns.
+        request: DispatchRequest,
+        completion: Completion,
+        stage: str,
+        heard: Heard | None = None,
+    ) -> tuple[Received, Handle, EventOverlap]:
+        if completion is AT_ONCE and heard is None:
+            found = self._dispatch_few(request, stage)
+            if found is not None:
+                return found
+        return super().dispatch(request, completion, stage, heard)
+
+    def combine(
+        self,
+        request: CombineRequest,
+        completion: Completion,
+        stage: str,
+        heard: Heard | None = None,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        if completion is AT_ONCE and heard is None:
+            found = self._combine_few(request, stage)
+            if found is not None:
+                return found
+        return super().combine(request, completion, stage, heard)
+
+    def forget(self) -> None:
+        self._plans.clear()
+
+    def _dispatch_few(
+        self, request: DispatchRequest, stage: str
+    ) -> tuple[Received, Handle, EventOverlap] | None:
+        """A dispatch of contiguous CPU tensors that counts by itself.
 
         None if this is another call, or has bad input, or too many rows: nothing is done yet then.
         """
+        x, topk_idx, topk_weights = request.x, request.topk_idx, request.topk_weights
+        num_experts, alignment, tag = request.num_experts, request.expert_alignment, request.tag
         if not (
-            type(num_experts) is type(expert_alignment) is type(tag) is int
+            type(num_experts) is type(alignment) is type(tag) is int
+            and request.is_token_in_rank is request.previous_event is None
+            and not request.num_worst_tokens
             and lies_at(x, 2) != NOT_PLAIN
             and lies_at(topk_idx, 2, torch.int64) != NOT_PLAIN
             and lies_at(topk_weights, 2, torch.float32) != NOT_PLAIN
             and x.shape[0] == topk_idx.shape[0]
             and topk_weights.shape == topk_idx.shape
-            and self._engine.worker.pending is None
+            and self._core.worker.pending is None
         ):
             return None
         (num_tokens, hidden), num_topk = x.shape, topk_idx.shape[1]
-        key = x.dtype, hidden, num_topk, num_experts, expert_alignment, tag
+        key = stage, x.dtype, hidden, num_topk, num_experts, alignment, tag
         plan = self._plans.get(key)
-        if plan is None or plan.config is not config:
-            plan = self._plan_dispatch(*key, config)
+        if plan is None or plan.config != request.config:
+            plan = self._plan_dispatch(*key, request.config)
             if plan is None:
                 return None
             self._plans[key] = plan
-        given_idx, choice = topk_idx, self._engine.local.choice
+        choice = self._local.choice
         if choice is not None and (topk_idx := choice.or_none(topk_idx)) is None:
             return None
         steps, table = plan.steps, plan.table
@@ -123,12 +144,12 @@ class CompiledNodeCalls:
         if self.leave_at == POSTED or not self._enclosures.has_room(num_bytes, num_bytes):
             return None
         number, begin = self._agreement.number, time.monotonic_ns()
-        marks_TR = memory.empty_array((num_tokens, self.size), np.bool_)
-        tally_FR = memory.empty_array((at.FACTS + table[at.NUM_RANKS], self.size), np.int64)
+        marks_TR = memory.empty_array((num_tokens, self._size), np.bool_)
+        tally_FR = memory.empty_array((at.FACTS + table[at.NUM_RANKS], self._size), np.int64)
         table[at.NUM_TOKENS] = num_tokens
         table[_X], table[_IDX] = x.data_ptr(), topk_idx.data_ptr()
         table[_WEIGHTS] = topk_weights.data_ptr()
-        table[_TOKENS] = self._engine.local.token_numbers(num_tokens).data_ptr()
+        table[_TOKENS] = self._local.token_numbers(num_tokens).data_ptr()
         table[at.MARKS], table[at.TALLY] = marks_TR.ctypes.data, tally_FR.ctypes.data
         self._steps.begin(table)
         head = plan.head
@@ -137,20 +158,14 @@ class CompiledNodeCalls:
             return None
         self._agreement.engaged = True
         rows.pack()
-        heard = self._exchange(table, rows.relay, rows.fill_own, begin, "dispatch")
-        verdict = GENERAL << 32 if self.leave_at == HEARD else steps.hear()
+        heard = self._exchange(table, rows.relay, rows.fill_own, begin, stage)
+        verdict = GENERAL << 32 if self.leave_at == MET else steps.hear()
         if verdict >> 32 == GENERAL:
-            request = DispatchRequest.plain(
-                x, given_idx, topk_weights, num_experts, expert_alignment, config, tag
-            )
             came = Came(table, rows)
-            told = self._hand_over(heard, came, "dispatch", tuple(marks_TR.sum(0).tolist()))
-            got, made, _ = self._engine.dispatch(request, _AT_ONCE, heard=told)
-            assert got.topk_idx is not None
-            assert got.topk_weights is not None
-            return got.x, got.topk_idx, got.topk_weights, got.num_tokens_per_expert, made
+            told = self._hand_over(heard, came, stage, tuple(marks_TR.sum(0).tolist()))
+            return self.dispatch(request, AT_ONCE, stage, told)
         if verdict:
-            raise self._enclosures.stray(verdict & LOW, "dispatch")
+            raise self._enclosures.stray(verdict & LOW, stage)
         num_rows = table[at.NUM_ROWS]
         recv_x = memory.empty(num_rows, hidden, dtype=x.dtype)
         recv_idx = memory.empty(num_rows, num_topk, dtype=torch.int64)
@@ -162,44 +177,45 @@ class CompiledNodeCalls:
         table[at.BITS] = bits.ctypes.data
         verdict = rows.take()
         if verdict:
-            raise self._enclosures.stray(verdict & LOW, "dispatch")
+            raise self._enclosures.stray(verdict & LOW, stage)
         steps.localise()
         self._agreement.number = number + 1
-        where = self.rank, self._engine.topology, self._engine.kernels
+        where = self._rank, self._core.topology, self._core.kernels
         ledger = MarkedLedger(marks_TR, tally_FR, bits, tokens_N, *where)
-        handle = Handle(self._engine.origin, number, *plan.shape, ledger)
-        statistics = self._engine.statistics
+        handle = Handle(self._core.origin, number, *plan.shape, ledger)
+        statistics = self._core.statistics
         first, num_local = at.BEFORE + say.PAYLOAD + 1, len(plan.per_expert)
         load = statistics.load(table[at.NUM_EXPERTS], num_local)
         load += heard[self._steps.slots_R, first : first + num_local].sum(0)
         sent_R, width = marks_TR.sum(0), plan.record_bytes
-        statistics.count("dispatch", begin, sent_R, tally_FR[at.CAME_ROWS], width, COMPILED)
-        return recv_x, recv_idx, recv_weights, plan.per_expert.tolist(), handle
+        statistics.count(stage, begin, sent_R, tally_FR[at.CAME_ROWS], width, COMPILED)
+        counts = plan.per_expert.tolist()
+        received = Received(recv_x, None, recv_idx, recv_weights, counts)
+        return received, handle, EventOverlap()
 
-    def forget(self) -> None:
-        """Make plans anew: the placement has changed."""
-        self._plans.clear()
-
-    def combine(self, x: Any, handle: Handle, out: Any, config: Config, tag: Any) -> Tensor | None:
-        """A combine of a contiguous CPU tensor, without weights and biases, that ends before it
-        returns; None as in `dispatch`.
+    def _combine_few(
+        self, request: CombineRequest, stage: str
+    ) -> tuple[Tensor, Tensor | None, EventOverlap] | None:
+        """A combine of a contiguous CPU tensor, without weights and biases; None as in
+        `_dispatch_few`.
         """
-        ledger = handle.ledger
-        if not (
-            type(ledger) is MarkedLedger
-            and out is None
-            and type(tag) is int
-            and lies_at(x, 2) != NOT_PLAIN
-            and x.shape[0] == ledger.num_rows
-            and handle.origin is self._engine.origin
-            and self._engine.worker.pending is None
-            and self.leave_at != POSTED
+        x, handle, topk_weights, bias, out, config, previous_event, tag = request
+        if (
+            not topk_weights is bias is out is previous_event is None
+            or type(handle) is not Handle
+            or type(handle.ledger) is not MarkedLedger
+            or type(tag) is not int
+            or lies_at(x, 2) == NOT_PLAIN
+            or x.shape[0] != handle.ledger.num_rows
+            or handle.origin is not self._core.origin
+            or self._core.worker.pending is not None
+            or self.leave_at == POSTED
         ):
             return None
-        hidden = x.shape[1]
-        key = x.dtype, hidden, tag
+        ledger, hidden = handle.ledger, x.shape[1]
+        key = stage, x.dtype, hidden, tag
         plan = self._plans.get(key)
-        if plan is None or plan.config is not config:
+        if plan is None or plan.config != config:
             plan = self._plan_combine(*key, config)
             if plan is None:
                 return None
@@ -212,7 +228,7 @@ class CompiledNodeCalls:
         number, num_tokens = self._agreement.number, ledger.num_tokens
         begin = time.monotonic_ns()
         try:
-            sums = self._engine.local.empty_sum(x, num_tokens)
+            sums = self._local.empty_sum(x, num_tokens)
         except SharedMemoryError:
             return None
         table[_OUT] = sums.data_ptr()
@@ -228,17 +244,15 @@ class CompiledNodeCalls:
         self._agreement.engaged = True
         made.pack()
         made.sum_for[0]()
-        heard = self._exchange(table, made.relay, None, begin, "combine")
-        if self.leave_at == HEARD or steps.hear():
-            told = self._hand_over(heard, Came(table, made), "combine", ())
-            return self._engine.combine(
-                x, handle, None, None, None, config, None, tag, _AT_ONCE, told
-            )[0]
+        heard = self._exchange(table, made.relay, None, begin, stage)
+        if self.leave_at == MET or steps.hear():
+            told = self._hand_over(heard, Came(table, made), stage, ())
+            return self.combine(request, AT_ONCE, stage, told)
         made.add_up[0]()
         self._agreement.number = number + 1
         came_R, went_R = ledger.tally_FR[at.CAME_ROWS], ledger.marks_TR.sum(0)
-        self._engine.statistics.count("combine", begin, came_R, went_R, width, COMPILED)
-        return sums
+        self._core.statistics.count(stage, begin, came_R, went_R, width, COMPILED)
+        return sums, None, EventOverlap()
 
     def _exchange(
         self, table: array[int], relay: Step, meanwhile: Step | None, begin: int, stage: str
@@ -259,6 +273,7 @@ class CompiledNodeCalls:
 
     def _plan_dispatch(
         self,
+        stage: str,
         dtype: torch.dtype,
         hidden: int,
         num_topk: int,
@@ -267,21 +282,22 @@ class CompiledNodeCalls:
         tag: int,
         config: Config,
     ) -> _Plan | None:
-        """None for a shape that only the engine can make calls of, or that is wrong."""
-        placement = find_placement(self._engine, num_experts, expert_alignment, config, tag)
-        if (
-            placement is None
-            or dtype not in ROW_DTYPES
-            or min(hidden, num_topk) < 1
-            or 1 + placement.most_experts > say.PAYLOAD_WORDS
-        ):
+        """None for a shape that only general calls can be made of, or that is wrong."""
+        try:
+            placement = self._local.placement(num_experts)
+            validate.integer("expert_alignment", expert_alignment, at_least=1)
+            self._check(config, tag)
+        except ValueError:
+            return None
+        fits = 1 + placement.most_experts <= say.PAYLOAD_WORDS
+        if dtype not in ROW_DTYPES or min(hidden, num_topk) < 1 or not fits:
             return None
         table, head, scratch = self._table(placement.num_experts)
         more = {"num_topk": num_topk, "num_experts": placement.num_experts, "tag": tag}
         buffer = self._agreement.buffer_id
-        call = Call.of_shape("dispatch", dtype, hidden, config, buffer=buffer, **more)
+        call = Call.of_shape(stage, dtype, hidden, config, buffer=buffer, **more)
         head[say.CALL : say.TOKENS] = call
-        per_expert, kept = tell_shape(table, placement, self.rank, num_topk, expert_alignment)
+        per_expert, kept = tell_routing(table, placement, self._rank, num_topk, expert_alignment)
         row_bytes = hidden * dtype.itemsize
         _write_widths(table, row_bytes, 8 * num_topk, 4 * num_topk, 4)
         return _Plan(
@@ -291,19 +307,23 @@ class CompiledNodeCalls:
             scratch,
             config,
             row_bytes + 12 * num_topk + 4,
-            (hidden, dtype if dtype in SUMMABLE else torch.bfloat16, config.num_channels),
+            (hidden, validate.combine_dtype(dtype), config.num_channels),
             per_expert,
             kept,
         )
 
     def _plan_combine(
-        self, dtype: torch.dtype, hidden: int, tag: int, config: Config
+        self, stage: str, dtype: torch.dtype, hidden: int, tag: int, config: Config
     ) -> _Plan | None:
-        if dtype not in SUMMABLE or hidden < 1 or not is_valid(self._engine, config, tag):
+        try:
+            self._check(config, tag)
+        except ValueError:
+            return None
+        if dtype not in SUMMABLE or hidden < 1:
             return None
         table, head, scratch = self._table(0)
         buffer = self._agreement.buffer_id
-        call = Call.of_shape("combine", dtype, hidden, config, buffer=buffer, tag=tag)
+        call = Call.of_shape(stage, dtype, hidden, config, buffer=buffer, tag=tag)
         head[say.CALL : say.TOKENS] = call
         row_bytes, table[at.IS_BACK] = hidden * dtype.itemsize, True
         _write_widths(table, row_bytes)
@@ -318,6 +338,10 @@ class CompiledNodeCalls:
             np.zeros(0, np.int64),
             (),
         )
+
+    def _check(self, config: Config, tag: int) -> None:
+        self._local.config(config)
+        validate.tag(tag)
 
     def _table(self, num_experts: int) -> tuple[array[int], np.ndarray, array[int]]:
         """A table, the message up to its payload, and scratch memory."""
@@ -334,19 +358,3 @@ def _write_widths(table: array[int], *widths: int) -> None:
     table[at.NUM_COLUMNS] = len(widths)
     for column, width in enumerate(widths):
         table[at.WIDTHS + column] = table[at.STRIDES + column] = width
-
-
-def compiled_node_calls(engine: Engine, kernels: Any) -> CompiledNodeCalls | None:
-    """The compiled calls of an engine between nodes, if its transport and its kernels have them.
-
-    TOKENYARD_COMPILED_CALLS=0 leaves them out, as it does those of one node.
-    """
-    transport = engine.transport
-    if (
-        not isinstance(transport, HierarchicalTransport)
-        or not hasattr(kernels, "nodes_dispatch")
-        or engine.topology.num_nodes == 1
-        or os.environ.get("TOKENYARD_COMPILED_CALLS") == "0"
-    ):
-        return None
-    return CompiledNodeCalls(engine, transport, kernels)

@@ -18,7 +18,7 @@ from tests.cases.compiled import (
     open_buffer,
     which_are_compiled,
 )
-from tests.cases.inside import HEARD, NOWHERE, POSTED, engine_of
+from tests.cases.inside import MET, NOWHERE, POSTED, engine_of
 from tests.cases.processes import Pools
 from tokenyard.testing import assert_same, run_virtual
 from tokenyard.transports.hierarchical.staging import Staging
@@ -42,7 +42,7 @@ def test_both_ways_are_alike(sizes: tuple[int, ...]) -> None:
 def test_one_rank_leaves_a_compiled_call(sizes: tuple[int, ...], processes: Pools) -> None:
     ranks = processes(sum(sizes))
     wanted = ranks.run(leave_and_go_on, sizes, NOWHERE)
-    for phase in (POSTED, HEARD):
+    for phase in (POSTED, MET):
         assert_same(ranks.run(leave_and_go_on, sizes, phase), wanted)
 
 
@@ -51,16 +51,10 @@ def test_plain_calls_are_compiled_and_others_are_the_engines() -> None:
         assert answer == {**dict.fromkeys(PLAIN, True), **dict.fromkeys(OTHER, False)}
 
 
-def test_a_switch_leaves_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOKENYARD_COMPILED_CALLS", "0")
-    run = run_virtual(which_are_compiled, 2, PLAIN, (1, 1))
-    assert run.results == [dict.fromkeys(PLAIN, False)] * 2
-
-
 def lie(group: Any, more: int) -> str:
     """Rank 1 tells of so many rows more than its parcel has."""
     with open_buffer(group, (1, 1)) as buffer:
-        compiled = engine_of(buffer).compiled
+        compiled = engine_of(buffer).calls
         given = inputs(group.rank())
         given["x"] = given["x"].to(torch.float16)
         buffer.dispatch(**given)

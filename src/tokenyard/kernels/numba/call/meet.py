@@ -1,0 +1,134 @@
+"""Messages and signals of a call: every rank posts one message, and hears those of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from tokenyard.kernels.numba.caching import njit
+from tokenyard.kernels.numba.counters import count_call, count_received, count_sent
+from tokenyard.kernels.numba.llvm.atomics import load_acquire
+from tokenyard.kernels.numba.llvm.pointers import INT64, copy_bytes, pointer
+from tokenyard.kernels.numba.signals import await_all, raise_signals, verdict
+from tokenyard.wire import call as at
+from tokenyard.wire import message as say
+from tokenyard.wire.signals import MAIL
+from tokenyard.wire.verdicts import DIFFERS, DONE, LATE
+
+Call = Callable[[], int]
+
+
+@njit(nogil=True, cache=True)
+def signal(table, kind):
+    """Raise this rank's next signal of a kind."""
+    words = pointer(table, INT64)
+    epochs = pointer(words[at.EPOCHS], INT64)
+    epochs[kind] += 1
+    raise_signals(pointer(words[at.OUT_LINES], INT64)[kind], words[at.SIZE], epochs[kind])
+
+
+@njit(nogil=True, cache=True)
+def passes(table, phase, kind):
+    """Whether a call is past a phase, in which it waits for the others' signals of a kind."""
+    words = pointer(table, INT64)
+    if words[at.PHASE] == phase:
+        epoch = pointer(words[at.EPOCHS], INT64)[kind]
+        lines, size = pointer(words[at.IN_LINES], INT64)[kind], words[at.SIZE]
+        patience, yields, waits = words[at.PATIENCE], words[at.YIELDS], words[at.WAITS]
+        if await_all(lines, size, epoch, 0, patience, yields, waits, -1, 0) == size:
+            words[at.PHASE] = phase + 1
+    return words[at.PHASE] > phase
+
+
+@njit(nogil=True, cache=True)
+def box_from(table, rank):
+    """The address of the last message that came from a rank."""
+    words = pointer(table, INT64)
+    turn = pointer(words[at.EPOCHS], INT64)[MAIL] & 1
+    return pointer(words[at.IN_BOXES], INT64)[turn] + rank * words[at.BOX_BYTES]
+
+
+@njit(nogil=True, cache=True)
+def post(table, first, count):
+    """Send HEAD to every rank, and behind it `count` of the words that TOLD has for that rank."""
+    words = pointer(table, INT64)
+    turn = (pointer(words[at.EPOCHS], INT64)[MAIL] + 1) & 1
+    boxes, head = pointer(pointer(words[at.OUT_BOXES], INT64)[turn], INT64), words[at.HEAD]
+    told = words[at.TOLD] + 8 * first
+    for r in range(words[at.SIZE]):
+        copy_bytes(boxes[r], head, 8 * say.PAYLOAD)
+        copy_bytes(boxes[r] + 8 * say.PAYLOAD, told + 8 * r * words[at.TOLD_WORDS], 8 * count)
+    signal(table, MAIL)
+
+
+@njit(nogil=True, cache=True)
+def same_call(theirs, mine):
+    """Whether the messages at two addresses are of one call, theirs with good input."""
+    told, own = pointer(theirs, INT64), pointer(mine, INT64)
+    for i in range(say.TOKENS):  # noqa: SIM110 - Numba compiles no generator here
+        if told[i] != own[i]:
+            return False
+    return True
+
+
+@njit(nogil=True, cache=True)
+def meet(table):
+    """Post the message, and hear all others: DONE once all ranks make the call that this one makes,
+    and HEARD has what they told. What does not fit a message follows in others, since ranks must
+    know first that they mean the same.
+    """
+    words = pointer(table, INT64)
+    size, width = words[at.SIZE], words[at.TOLD_WORDS]
+    room = words[at.BOX_BYTES] // 8 - say.PAYLOAD
+    while words[at.PHASE] < at.MET:
+        first = words[at.PART] * room
+        count = min(room, width - first)
+        if words[at.PHASE] == at.START:
+            post(table, first, count)
+            words[at.PHASE] = at.POSTED
+        if not passes(table, at.POSTED, MAIL):
+            return verdict(LATE, MAIL)
+        for r in range(size):
+            box = box_from(table, r)
+            if first == 0 and not same_call(box, words[at.HEAD]):
+                return verdict(DIFFERS, r)
+            copy_bytes(words[at.HEARD] + 8 * (r * width + first), box + 8 * say.PAYLOAD, 8 * count)
+        if first + count < width:
+            words[at.PART] += 1
+            words[at.PHASE] = at.START
+    return np.int64(DONE)
+
+
+@njit(nogil=True, cache=True)
+def find_segment(table, rank, identity):
+    """The address of what is known of a rank's segment: identity, address, size. 0 if nothing is,
+    or if the rank has given back segments that this rank is yet to unmap.
+    """
+    words = pointer(table, INT64)
+    drops = pointer(words[at.DROPS], INT64)[rank]
+    if load_acquire(drops) != pointer(words[at.SEEN_DROPS], INT64)[rank]:
+        return np.int64(0)
+    entry = words[at.KNOWN] + rank * (at.NUM_KNOWN * at.KNOWN_WORDS * 8)
+    for _ in range(at.NUM_KNOWN):
+        if pointer(entry, INT64)[0] == identity:
+            return entry
+        entry += at.KNOWN_WORDS * 8
+    return np.int64(0)
+
+
+@njit(nogil=True, cache=True)
+def count_rows(table, row_bytes, back):
+    """Count a call that has ended. Its rows are those of the ledger, which a combine sends back."""
+    words = pointer(table, INT64)
+    rank, size, counters = words[at.RANK], words[at.SIZE], words[at.COUNTERS]
+    if counters == 0:
+        return
+    sent = pointer(words[at.LEDGER], INT64)
+    count_call(counters, words[at.BEGAN])
+    for r in range(size):
+        there, here = sent[rank * size + r], sent[r * size + rank]
+        if back:
+            there, here = here, there
+        count_sent(counters, size, r, there, there * row_bytes)
+        count_received(counters, size, r, here)

@@ -1,1 +1,0 @@
-"""A whole dispatch, or combine, between ranks that share memory, in one compiled call."""
