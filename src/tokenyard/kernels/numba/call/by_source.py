@@ -185,8 +185,6 @@ def _place_rows(table):
             if found != DONE:
                 return found
             hear_experts(table)
-            if words[at.NUM_ROWS] > words[at.SRC_ROOM]:
-                return verdict(MORE_ROOM, words[at.NUM_ROWS])
         found = _read_offers(table)
         if found >> 32 == MORE_MEMORY:
             if words[at.END] > words[at.BLOCK_BYTES]:
@@ -203,6 +201,9 @@ def _place_rows(table):
         found = _read_offers(table)
         if found != DONE:
             return found
+    # Only now: a rank that asked for more rows than there is memory for has heard so by now.
+    if words[at.HANDLE] < 0 and words[at.NUM_ROWS] > words[at.SRC_ROOM]:
+        return verdict(MORE_ROOM, words[at.NUM_ROWS])
     return _find_places(table)
 
 
