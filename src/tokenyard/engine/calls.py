@@ -124,13 +124,17 @@ class SharedCalls:
     def dispatch(
         self, request: DispatchRequest, completion: Completion, stage: str
     ) -> tuple[Received, Handle, EventOverlap]:
-        plan, given = self._plain_plan(request, stage), None
-        if plan is None or completion is not AT_ONCE:
+        plan, given = None, None
+        if completion is AT_ONCE:
+            plan = self._seen_plan(request, stage)
+        if plan is None:
             try:
                 given = self._local.check(request)
                 plan = self._plan(given, stage, completion)
             except Exception as error:
                 self._core.reject(stage, error)
+            if completion is AT_ONCE and given.given is None and not given.num_worst_tokens:
+                self.plans.learn(request, stage, given, plan)
         table, begin = plan.table, time.monotonic_ns()
         num_tokens, room = table[at.NUM_TOKENS], table[at.ROOM]
         ledger = WrittenLedger(self._rank, self._size, num_tokens, room, plan.src_room)
@@ -164,39 +168,19 @@ class SharedCalls:
         self._count(stage, begin, ledger, plan)
         return received, handle, event
 
-    def _plain_plan(self, request: DispatchRequest, stage: str) -> Plan | None:
-        """The plan of a dispatch of contiguous CPU tensors that counts by itself, whose table knows
-        its tensors then; None if it is another, or of a shape that was not checked yet.
+    def _seen_plan(self, request: DispatchRequest, stage: str) -> Plan | None:
+        """The plan of a dispatch that counts by itself, of tensors like those of one before; its
+        table knows these then. None if it is another.
         """
-        x, topk_idx, topk_weights = request.x, request.topk_idx, request.topk_weights
-        num_experts, alignment, tag = request.num_experts, request.expert_alignment, request.tag
-        x_at, ids_at = lies_at(x, 2), lies_at(topk_idx, 2, torch.int64)
-        weights_at = lies_at(topk_weights, 2, torch.float32)
-        if (
-            x_at == NOT_PLAIN
-            or ids_at == NOT_PLAIN
-            or weights_at == NOT_PLAIN
-            or request.is_token_in_rank is not None
-            or request.previous_event is not None
-            or not type(num_experts) is type(alignment) is type(tag) is int
-            or request.num_worst_tokens
-            or self._local.choice is not None
-            or not self.plans.counts_ids
-        ):
+        if request.is_token_in_rank is not None or request.num_worst_tokens:
             return None
-        (num_tokens, hidden), ids_shape = x.shape, topk_idx.shape
-        num_topk = ids_shape[1]
-        if ids_shape[0] != num_tokens or topk_weights.shape != ids_shape:
+        plan = self.plans.find_seen(request, stage)
+        if plan is None:
             return None
-        shape = stage, x.dtype, hidden, num_topk, num_experts, alignment, tag, None, False
-        plan = self.plans.get(shape)
-        if plan is None or (plan.config is not request.config and plan.config != request.config):
-            return None
-        table = plan.table
-        numbers = self._local.token_numbers(num_tokens)
-        table[at.SOURCES], table[at.SOURCES + 1] = x_at, ids_at
-        table[at.SOURCES + 2], table[at.SOURCES + 3] = weights_at, numbers.data_ptr()
-        table[at.NUM_TOKENS], table[at.MARKS], table[at.WORST] = num_tokens, 0, 0
+        table, num_topk = plan.table, plan.shape.num_topk
+        num_tokens = table[at.NUM_TOKENS]
+        table[plan.ids_at + 2] = self._local.numbers_at(num_tokens)
+        table[at.MARKS] = table[at.WORST] = 0
         table[at.ROOM] = num_tokens * (num_topk if num_topk < self._size else self._size)
         return plan
 

@@ -29,7 +29,6 @@ from tokenyard.runtime.threads import in_threads, num_threads
 from tokenyard.shm.pool import rows
 from tokenyard.shm.shared_rows import NOTHING
 from tokenyard.types import KnownPairs
-from tokenyard.validate import NOT_PLAIN, lies_at
 from tokenyard.wire import call as at
 from tokenyard.wire import int64s
 from tokenyard.wire import message as say
@@ -148,9 +147,8 @@ class ParcelCalls:
         self._rank, self._size = core.rank, core.num_ranks
 
     def dispatch(self, request: DispatchRequest) -> tuple[RowsByExpert, Handle]:
-        columns = self._plain(request)
         try:
-            plan, columns = self._plan(request, columns)
+            plan, columns = self._plan(request)
         except Exception as error:
             self._core.reject(DISPATCH, error)
         table, shape = plan.table, plan.shape
@@ -195,29 +193,12 @@ class ParcelCalls:
         table[at.NUMBER] = self._agreement.number
         return hands_over
 
-    def _plain(self, request: DispatchRequest) -> Columns | None:
-        """x, scales, ids and weights as they were given, if nothing needs to be done to them."""
-        x, topk_idx, topk_weights = request.x, request.topk_idx, request.topk_weights
-        if (
-            lies_at(x, 2) == NOT_PLAIN
-            or lies_at(topk_idx, 2, torch.int64) == NOT_PLAIN
-            or lies_at(topk_weights, 2, torch.float32) == NOT_PLAIN
-            or not type(request.num_experts) is type(request.expert_alignment) is int
-            or type(request.tag) is not int
-            or self._local.choice is not None
-        ):
-            return None
-        shape = topk_idx.shape
-        if shape[0] != x.shape[0] or topk_weights.shape != shape:
-            return None
-        return Columns(x, None, topk_idx, topk_weights)
-
-    def _plan(self, request: DispatchRequest, columns: Columns | None) -> tuple[Plan, Columns]:
+    def _plan(self, request: DispatchRequest) -> tuple[Plan, Columns]:
         """The plan of a dispatch, whose table knows its tensors then."""
-        plan = None
-        if columns is not None:
-            plan = self._plans.get(_shape(columns, request))
-        if plan is None or plan.config != request.config:
+        plan = self._plans.find_seen(request, DISPATCH)
+        if plan is not None:
+            columns = Columns(request.x, None, request.topk_idx, request.topk_weights)
+        else:
             self._worker.drain()
             validate.require(request.topk_idx is not None, "topk_idx is None, want a torch.Tensor")
             validate.alignment(request.expert_alignment)
@@ -227,15 +208,13 @@ class ParcelCalls:
             columns = Columns(given.x, given.scales, given.topk_idx, given.topk_weights)
             shape = _shape(columns, request)
             plan = self._plans.find_dispatch(shape, given.placement, given.config)
-        assert columns is not None
-        table = plan.table
-        for place, column in enumerate(columns):
-            table[at.SOURCES + place] = 0 if column is None else column.data_ptr()
-        num_tokens, num_topk = columns.topk_idx.shape
-        table[at.NUM_TOKENS], table[at.ROOM] = num_tokens, num_tokens * min(num_topk, self._size)
-        if not self._plans.counts_ids:
-            placement = self._local.placement(request.num_experts)
-            plan.mark(self._local.count_ids(columns.topk_idx, placement))
+            self._plans.learn(request, DISPATCH, given, plan)
+            for place, column in enumerate(columns):
+                plan.table[at.SOURCES + place] = 0 if column is None else column.data_ptr()
+            plan.table[at.NUM_TOKENS] = len(given.x)
+            if not self._plans.counts_ids:
+                plan.mark(self._local.count_ids(columns.topk_idx, given.placement))
+        plan.table[at.ROOM] = plan.table[at.NUM_TOKENS] * min(plan.shape.num_topk, self._size)
         return plan, columns
 
     def _offer(self, plan: Plan, num_bytes: int) -> tuple[Lent | None, SharedMemoryError | None]:
@@ -250,7 +229,7 @@ class ParcelCalls:
 
     def _fill(self, x: Tensor, lent: Lent) -> None:
         """Copy the rows of a large parcel, which come first in it, in threads."""
-        copy = rows(lent.segment.array(), 0, x.shape[0], x.shape[1], x.dtype)
+        copy = rows(lent.array, 0, x.shape[0], x.shape[1], x.dtype)
         self._core.kernels.pack(as_bytes(x), None, as_bytes(copy))
 
     def combine(self, request: CombineRequest, weigh: Any) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -18,14 +19,17 @@ from tokenyard.engine.agreement import Call
 from tokenyard.engine.by_expert import DISPATCH as BY_EXPERT
 from tokenyard.topology import Placement
 from tokenyard.types import SCALE_DTYPES, Config, Layout
+from tokenyard.validate.alike import Like, like
 from tokenyard.wire import call as at
 from tokenyard.wire import int64s
 from tokenyard.wire import message as say
 
 if TYPE_CHECKING:
     from tokenyard.engine.core import Core
+    from tokenyard.engine.inputs import Checked, DispatchRequest
 
 MOST_PLANS = 64  # that are kept
+_MOST_SEEN = 1024  # kinds of tensors of dispatches
 _MOST_RANKS = 64  # a token's ranks are the bits of a word, where a call counts them
 
 Compiled = Callable[[], int]
@@ -95,6 +99,7 @@ class Plan:
         self.table[: len(words)] = array("q", words)
         self.head[say.CALL : say.TOKENS] = array("q", told)
         self.src_room = 0  # rows of a result that ledgers have room for, a number that grows
+        self.ids_at = -1  # the word of the address of ids, which that of weights follows
         self.like: list[Any] = []  # of a combine: sums of as many tokens as one had before
         self.per_expert = np.zeros(0, np.int64)
         table = self.table
@@ -187,9 +192,52 @@ class Plans:
         self._words = words
         self._known: dict[DispatchShape | CombineShape, Plan] = {}
         self.get: Callable[[Any], Plan | None] = self._known.get
+        self._local = core.local
+        self._seen: dict[Any, tuple[Plan, Like]] = {}
 
     def forget(self) -> None:
         self._known.clear()
+        self._seen.clear()
+
+    def find_seen(self, request: DispatchRequest, stage: str) -> Plan | None:
+        """The plan of a dispatch like one that was learnt; its table knows its tensors then."""
+        x, topk_idx, topk_weights = request.x, request.topk_idx, request.topk_weights
+        num_experts, alignment, tag = request.num_experts, request.expert_alignment, request.tag
+        if not type(num_experts) is type(alignment) is type(tag) is int:
+            return None
+        try:
+            num_tokens = x.shape[0]
+            plan, is_like = self._seen[stage, num_tokens, num_experts, alignment, tag]
+        except (AttributeError, IndexError, KeyError):
+            return None
+        if (
+            not is_like(x, topk_idx, topk_weights)
+            or (plan.config is not request.config and plan.config != request.config)
+            or request.previous_event is not None
+        ):
+            return None
+        table, ids, address = plan.table, plan.ids_at, x.data_ptr()
+        table[at.SOURCES], table[ids] = address, topk_idx.data_ptr()
+        table[ids + 1], table[at.NUM_TOKENS] = topk_weights.data_ptr(), num_tokens
+        return plan if address else None  # a tensor without memory
+
+    def learn(self, request: DispatchRequest, stage: str, given: Checked, plan: Plan) -> None:
+        """Remember what the tensors of a dispatch are like, if they can be read as they are."""
+        as_given = request.x, request.topk_idx, request.topk_weights
+        plain = given.x, given.topk_idx, given.topk_weights
+        if (
+            not self.counts_ids
+            or self._local.choice is not None
+            or given.scales is not None
+            or not all(map(is_, as_given, plain))
+        ):
+            return
+        if plain[1] is None or plain[2] is None:
+            return
+        if len(self._seen) >= _MOST_SEEN:
+            self._seen.clear()
+        key = stage, len(given.x), given.placement.num_experts, given.expert_alignment, given.tag
+        self._seen[key] = plan, like(given.x, plain[1], plain[2])
 
     def find_dispatch(self, shape: DispatchShape, placement: Placement, config: Config) -> Plan:
         """The plan of a shape that was checked."""
@@ -207,7 +255,7 @@ class Plans:
 
     def _keep(self, plan: Plan) -> Plan:
         if len(self._known) >= MOST_PLANS:
-            self._known.clear()
+            self.forget()
         self._known[plan.shape] = plan
         return plan
 
@@ -244,7 +292,7 @@ class Plans:
             plan.table, placement, self._rank, num_topk, shape.expert_alignment
         )
         plan.keep(kept)
-        plan.table[at.IDS] = ids
+        plan.table[at.IDS], plan.ids_at = ids, at.SOURCES + ids
         plan.take_scratch(self._size, placement.num_experts, max(num_topk, 0))
         load = self._statistics.load(placement.num_experts, len(plan.per_expert))
         plan.count(self._statistics.address(shape.stage), load)
