@@ -19,7 +19,7 @@ from torch import Tensor
 from tokenyard import validate
 from tokenyard.engine.by_expert import RowsByExpert
 from tokenyard.engine.core import Core
-from tokenyard.engine.inputs import SMALL, Checked, CombineRequest, DispatchRequest
+from tokenyard.engine.inputs import Checked, CombineRequest, DispatchRequest, fits
 from tokenyard.engine.ledger import WrittenLedger
 from tokenyard.engine.meeting import Meeting
 from tokenyard.engine.parcels import ParcelCalls
@@ -28,7 +28,6 @@ from tokenyard.engine.statistics import COMPILED
 from tokenyard.engine.turns import Turns
 from tokenyard.errors import SharedMemoryError
 from tokenyard.handle import Handle
-from tokenyard.runtime import memory as local_memory
 from tokenyard.runtime.completion import AT_ONCE, Completion
 from tokenyard.runtime.events import EventHandle, EventOverlap
 from tokenyard.runtime.memory import as_bytes
@@ -38,7 +37,6 @@ from tokenyard.shm.pool import SegmentPool, rows
 from tokenyard.shm.shared_rows import Room, SharedRows
 from tokenyard.transports import Sum
 from tokenyard.types import Received
-from tokenyard.validate import NOT_PLAIN, lies_at
 from tokenyard.wire import call as at
 from tokenyard.wire import message as say
 from tokenyard.wire.columns import column_offsets, row_widths
@@ -340,32 +338,24 @@ class SharedCalls:
         """The sums of a contiguous CPU tensor, without weights and biases; None if this is another
         combine, or one with bad input.
         """
-        x, handle, topk_weights, bias, out, config, previous_event, tag = request
-        if (
-            type(handle) is not Handle
-            or not topk_weights is bias is previous_event is None
-            or handle.origin is not self._core.origin
-            or type(tag) is not int
-            or self._worker.pending is not None
-        ):
+        x, handle, out, known = request.x, request.handle, request.out, self._core.origin
+        if type(handle) is not Handle or handle.origin is not known or self._worker.pending:
             return None
-        address, ledger = lies_at(x, 2), handle.ledger
-        if address == NOT_PLAIN or type(ledger) is not WrittenLedger:
+        ledger = handle.ledger
+        if type(ledger) is not WrittenLedger:
             return None
-        num_rows, hidden = x.shape
-        plan = self.plans.get((stage, x.dtype, hidden, 0, tag, 0))
-        num_tokens = ledger.num_tokens
+        num_rows, num_tokens = ledger.num_rows, ledger.num_tokens
+        plan = self.plans.find_seen_rows(request, stage, num_rows)
         if (
             plan is None
-            or num_rows != ledger.num_rows
-            or (plan.config is not config and plan.config != config)
             or num_threads(num_tokens, (ledger.num_copies + num_tokens) * plan.row_bytes) > 1
-            or not (out is None or self.fits(out, x, num_tokens, hidden))
+            or not (out is None or fits(out, x, num_tokens))
         ):
             return None
+        address = x.data_ptr()
         try:
             lent = self.turns.offer_rows(plan, address, num_rows * plan.row_bytes)
-            sums = self.sums_of(plan, num_tokens, x) if out is None else out
+            sums = plan.empty_sums(num_tokens, self.pool) if out is None else out
         except SharedMemoryError:
             return None
         table = plan.table
@@ -395,6 +385,8 @@ class SharedCalls:
         shape = CombineShape(stage, dtype, hidden, num_weights, request.tag, 0)
         find = self.plans.new_combine if completion.async_finish else self.plans.find_combine
         plan = find(shape, request.config)
+        if completion is AT_ONCE:
+            self.plans.learn_rows(request, plan, ledger.num_rows, first.rows_ND)
         table, num_tokens = plan.table, ledger.num_tokens
         moved = (ledger.num_copies + num_tokens) * plan.row_bytes
         # Weights are summed after x, by a function of another dtype.
@@ -484,26 +476,6 @@ class SharedCalls:
             copy = rows(block.array, begin, int(total), width, dtype)
             for part in (slice(0, before), slice(after, total)):
                 self._core.kernels.pack(as_bytes(one.rows_ND[part]), None, as_bytes(copy[part]))
-
-    def sums_of(self, plan: Plan, num_tokens: int, like: Tensor) -> Tensor:
-        """Memory for what a combine sums."""
-        hidden, dtype = like.shape[1], like.dtype
-        if num_tokens * plan.row_bytes >= SMALL:
-            return self.pool.rows(num_tokens, hidden, dtype)
-        if not plan.like or plan.like[0].shape[0] != num_tokens:
-            sums = local_memory.empty(num_tokens, hidden, dtype=dtype)
-            plan.like = [sums.detach()]  # the caller may resize sums, or give them a graph
-            return sums
-        return local_memory.empty_like(plan.like[0])
-
-    def fits(self, out: Any, x: Tensor, num_tokens: int, hidden: int) -> bool:
-        """Whether sums of x can be written there as they are."""
-        return (
-            lies_at(out, 2, x.dtype) != NOT_PLAIN
-            and out.shape == (num_tokens, hidden)
-            and not out.requires_grad
-            and not validate.overlap(out, x)
-        )
 
 
 def _tell_sources(plan: Plan, columns: Sequence[Tensor | None]) -> None:

@@ -331,6 +331,16 @@ class Preparation:
         return numbers.data_ptr()
 
 
+def fits(out: Any, rows: Tensor, num_tokens: int) -> bool:
+    """Whether sums of these rows can be written there as they are."""
+    return (
+        validate.lies_at(out, 2, rows.dtype) != validate.NOT_PLAIN
+        and out.shape == (num_tokens, rows.shape[1])
+        and not out.requires_grad
+        and not validate.overlap(out, rows)
+    )
+
+
 def wait(previous_event: Any) -> None:
     pending = validate.previous_event(previous_event)
     if pending is not None:

@@ -17,13 +17,14 @@ from torch import Tensor
 from tokenyard import validate
 from tokenyard.engine.by_expert import COMBINE, DISPATCH, RowsByExpert, check_rows
 from tokenyard.engine.core import Core
-from tokenyard.engine.inputs import CombineRequest, DispatchRequest
+from tokenyard.engine.inputs import CombineRequest, DispatchRequest, fits
 from tokenyard.engine.ledger import WrittenLedger
 from tokenyard.engine.meeting import Meeting
 from tokenyard.engine.plans import CallKernels, CombineShape, DispatchShape, Plan, Plans
 from tokenyard.engine.turns import Lent, Turns
 from tokenyard.errors import SharedMemoryError
 from tokenyard.handle import Handle
+from tokenyard.runtime import memory
 from tokenyard.runtime.memory import as_bytes
 from tokenyard.runtime.threads import in_threads, num_threads
 from tokenyard.shm.pool import rows
@@ -85,7 +86,7 @@ class ByExpert:
         self._plan, self._empty = plan, empty
         self.x: Tensor | None = None
         self._scales: Tensor | None = None
-        self.ends = torch.empty(plan.table[at.NUM_LOCAL], dtype=torch.int32, device="cpu")
+        self.ends = memory.empty_like(plan.ends)
         plan.table[at.ENDS], plan.table[at.RESULT_BYTES] = self.ends.data_ptr(), 0
         self._list(ledger)
 
@@ -232,27 +233,52 @@ class ParcelCalls:
         copy = rows(lent.array, 0, x.shape[0], x.shape[1], x.dtype)
         self._core.kernels.pack(as_bytes(x), None, as_bytes(copy))
 
-    def combine(self, request: CombineRequest, weigh: Any) -> Tensor:
-        core = self._core
-        try:
+    def _check_rows(
+        self, request: CombineRequest, weigh: Any
+    ) -> tuple[Handle, Plan, Tensor, Tensor]:
+        """The handle and the plan of a combine, whose table knows its rows then; and what it reads
+        and writes.
+        """
+        core, handle, out = self._core, request.handle, request.out
+        plan = None
+        if type(handle) is Handle and handle.origin is core.origin and type(weigh) is bool:
+            lists, num_tokens = handle.by_expert, handle.ledger.num_tokens
+            if type(lists) is Lists and type(handle.ledger) is WrittenLedger:
+                found = lists.num_rows, lists.num_topk
+                plan = self._plans.find_seen_rows(request, COMBINE, *found)
+        if plan is not None and (out is None or fits(out, request.x, num_tokens)):
+            known, y = handle, request.x
+        else:
             known, y, out = check_rows(core, request, weigh)
             core.local.config(request.config)
-            ledger, lists = known.ledger, known.by_expert
-            if type(ledger) is not WrittenLedger:
-                ledger = known.ledger = WrittenLedger.of(ledger, self._rank)
+            lists = known.by_expert
+            if type(known.ledger) is not WrittenLedger:
+                known.ledger = WrittenLedger.of(known.ledger, self._rank)
             if type(lists) is not Lists:
                 assert lists is not None
                 lists = known.by_expert = Lists.of(lists)
             tag = validate.tag(request.tag)
             shape = CombineShape(COMBINE, y.dtype, y.shape[1], 0, tag, lists.num_topk)
             plan = self._plans.find_combine(shape, request.config)
-            num_tokens, num_rows = ledger.num_tokens, ledger.num_rows
-            sums = core.local.empty_sum(y, num_tokens) if out is None else out
+            self._plans.learn_rows(request, plan, lists.num_rows, y)
+        if out is None:
+            out = plan.empty_sums(known.num_tokens, self._pool)
+        plan.table[at.SOURCES], plan.table[at.OUTS] = y.data_ptr(), out.data_ptr()
+        plan.table[at.WEIGH] = weigh
+        return known, plan, y, out
+
+    def combine(self, request: CombineRequest, weigh: Any) -> Tensor:
+        core = self._core
+        try:
+            known, plan, y, sums = self._check_rows(request, weigh)
         except Exception as error:
             core.reject(COMBINE, error)
+        ledger, lists = known.ledger, known.by_expert
+        assert type(ledger) is WrittenLedger
+        assert type(lists) is Lists
+        num_tokens, num_rows = ledger.num_tokens, ledger.num_rows
         table = plan.table
         lent, no_memory = self._offer(plan, num_rows * plan.row_bytes)
-        table[at.SOURCES], table[at.WEIGH], table[at.OUTS] = y.data_ptr(), weigh, sums.data_ptr()
         table[at.ROW_OF], table[at.FACTORS] = lists.row_of_at, lists.weights_at
         table[at.LEDGER], table[at.ROOM] = ledger.address, ledger.room
         table[at.NUM_TOKENS], table[at.NUM_COPIES] = num_tokens, ledger.num_copies

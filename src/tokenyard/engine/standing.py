@@ -16,7 +16,7 @@ from torch import Tensor
 from tokenyard import validate
 from tokenyard.engine.calls import BySource, SharedCalls
 from tokenyard.engine.core import Core
-from tokenyard.engine.inputs import SMALL
+from tokenyard.engine.inputs import fits
 from tokenyard.engine.ledger import WrittenLedger
 from tokenyard.engine.parcels import ByExpert
 from tokenyard.engine.plans import CombineShape, DispatchShape
@@ -154,8 +154,6 @@ class StandingPair:
         # Tensors that were checked, and can be read as they are: by the number of their rows.
         self._given: dict[int, Like] = {}
         self._rows: dict[int, Like] = {}
-        self._like = memory.empty(0, shape.hidden, dtype=shape.dtype)  # sums
-        self._num_like, self._num_small = 0, SMALL // shape.row_bytes
         calls.offers = True
 
     def dispatch(self, x: Any, topk_idx: Any, topk_weights: Any) -> PreparedRows:
@@ -250,8 +248,8 @@ class StandingPair:
             if weigh is not True:
                 validate.switch("weigh", weigh)
             if out is None:
-                out = self._empty_sums(num_tokens)
-            elif not self._calls.fits(out, y, num_tokens, self._shape.hidden):
+                out = turn.back.empty_sums(num_tokens, self._calls.pool)
+            elif not fits(out, y, num_tokens):
                 out = validate.out(out, num_tokens, y, [y])
             lent = turn.offer(y.data_ptr())
         except (ValueError, SharedMemoryError) as error:
@@ -282,15 +280,6 @@ class StandingPair:
         if plain is y:
             _learn(self._rows, num_rows, plain)
         return plain
-
-    def _empty_sums(self, num_tokens: int) -> Tensor:
-        shape = self._shape
-        if num_tokens >= self._num_small:
-            return self._calls.pool.rows(num_tokens, shape.hidden, shape.dtype)
-        if self._num_like != num_tokens:
-            self._num_like = num_tokens
-            self._like = memory.empty(num_tokens, shape.hidden, dtype=shape.dtype)
-        return memory.empty_like(self._like)
 
 
 def _learn(known: dict[int, Like], num_rows: int, *tensors: Tensor) -> None:
