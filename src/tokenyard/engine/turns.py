@@ -19,7 +19,7 @@ from tokenyard.shm.segment import Segment
 from tokenyard.wire import call as at
 from tokenyard.wire import message as say
 
-_KEPT = 1 << 20  # bytes of a block that stays lent
+KEPT = 1 << 20  # bytes of a block that stays lent
 _COPIED = 1 << 15  # bytes of rows that are copied though others could read them where they lie
 _BEGIN = say.SEGMENTS + say.SEGMENT_BEGIN
 
@@ -72,7 +72,7 @@ class Turns:
         return None
 
     def _take(self, turn: int, num_bytes: int) -> Lent:
-        if num_bytes > _KEPT:
+        if num_bytes > KEPT:
             return Lent(*self._pool.take(num_bytes), False)
         self._blocks[turn] = None  # so that its memory can be taken again
         self._blocks[turn] = lent = Lent(*self._pool.take(num_bytes), True)
