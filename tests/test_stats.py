@@ -91,16 +91,15 @@ def test_bytes_are_counted_by_link(name: str) -> None:
         assert stages["combine"]["bytes_sent"] == stages["combine"]["rows_sent"] * x
 
 
-def test_compiled_and_general_calls_count_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    def job(group: Any) -> dict[str, Any]:
-        with tokenyard.Buffer(group, transport="direct") as buffer:
+def test_compiled_and_general_calls_count_alike() -> None:
+    def job(group: Any, transport: str) -> dict[str, Any]:
+        with tokenyard.Buffer(group, transport=transport, kernels="numba") as buffer:
             for _ in range(3):
                 call(buffer, group.rank())
             return buffer.stats()
 
-    compiled = run_virtual(job, 2, timeout=scaled(120)).results
-    monkeypatch.setenv("TOKENYARD_COMPILED_CALLS", "0")
-    general = run_virtual(job, 2, timeout=scaled(120)).results
+    compiled = run_virtual(job, 2, "direct", timeout=scaled(120)).results
+    general = run_virtual(job, 2, "ring", timeout=scaled(120)).results
     for quick, slow in zip(compiled, general):
         for stats, way in ((quick, "compiled"), (slow, "general")):
             wanted = {"compiled": 0, "enclosed": 0, "general": 0, way: 3}

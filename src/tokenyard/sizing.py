@@ -25,6 +25,7 @@ import torch
 
 from tokenyard import validate
 from tokenyard.engine.inputs import SMALL
+from tokenyard.engine.turns import KEPT
 from tokenyard.low_latency.posts import control_bytes as post_bytes
 from tokenyard.runtime.pool import size_class
 from tokenyard.shm.control import ControlLayout
@@ -197,10 +198,10 @@ def _exchange(work: Workload, rows: int) -> Iterator[Part]:
     if shares:
         yield Part(
             "rows for a combine",
-            size_class(result),
+            size_class(result) * (1 if result > KEPT else 2),
             SHARED,
-            "a copy that other ranks can read of what experts gave as an ordinary tensor; none if "
-            "they write over the rows that arrived",
+            "a copy that other ranks can read of what experts gave as an ordinary tensor, two in "
+            "turn if it is small; none if they write over many rows that arrived",
         )
     shares = shares and sums >= SMALL
     yield Part(

@@ -317,10 +317,28 @@ class Preparation:
 
     def token_numbers(self, num_tokens: int) -> Tensor:
         """[T, 1] int32: 0, 1, 2, ..., made anew only if there were not as many."""
-        if num_tokens != self._numbers.shape[0]:
-            numbers = torch.arange(num_tokens, dtype=torch.int32, device=self._device)
+        if num_tokens > self._numbers.shape[0]:
+            with torch.inference_mode(False):
+                numbers = torch.arange(num_tokens, dtype=torch.int32, device=self._device)
             self._numbers = numbers[:, None]
-        return self._numbers
+        return self._numbers[:num_tokens]
+
+    def numbers_at(self, num_tokens: int) -> int:
+        """Where such numbers lie."""
+        numbers = self._numbers
+        if num_tokens > numbers.shape[0]:
+            numbers = self.token_numbers(num_tokens)
+        return numbers.data_ptr()
+
+
+def fits(out: Any, rows: Tensor, num_tokens: int) -> bool:
+    """Whether sums of these rows can be written there as they are."""
+    return (
+        validate.lies_at(out, 2, rows.dtype) != validate.NOT_PLAIN
+        and out.shape == (num_tokens, rows.shape[1])
+        and not out.requires_grad
+        and not validate.overlap(out, rows)
+    )
 
 
 def wait(previous_event: Any) -> None:

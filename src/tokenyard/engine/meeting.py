@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor
 
 from tokenyard import validate
 from tokenyard.engine.core import Core
+from tokenyard.engine.ledger import WrittenLedger
 from tokenyard.engine.plans import Plan
+from tokenyard.engine.statistics import COMPILED
 from tokenyard.errors import SharedMemoryError
+from tokenyard.runtime.completion import Completion
+from tokenyard.runtime.events import EventHandle, EventOverlap
+from tokenyard.runtime.threads import in_threads, num_threads
 from tokenyard.shm import shared_rows
 from tokenyard.wire import call as at
 from tokenyard.wire import message as say
@@ -23,6 +27,7 @@ class Meeting:
         node = core.transport.node
         assert node is not None
         self.node, self._agreement, self._rank = node, core.agreement, core.rank
+        self._core, self._worker = core, core.worker
 
     def enter(self, plan: Plan, stage: str) -> int:
         """Make a call until it is over, or until it needs what only its caller can give: 0, or the
@@ -93,5 +98,51 @@ class Meeting:
         agreement.confirm(stage, short)
         raise AssertionError("one rank has refused")
 
+    def begin(self, plan: Plan, completion: Completion, num_items: int, moved: int) -> bool:
+        """Write the words with which every call begins. Whether it hands over its rows."""
+        if not completion.async_finish and self._worker.pending is not None:
+            self._worker.drain()
+        hands_over = completion.async_finish or num_threads(num_items, moved) > 1
+        table = plan.table
+        table[at.PHASE], table[at.PART], table[at.HANDS_OVER] = at.START, 0, hands_over
+        table[at.NUMBER] = self._agreement.number
+        table[at.COUNTERS] = 0 if hands_over else plan.counters
+        return hands_over
 
-Part = Callable[[int, int], None]
+    def move(
+        self,
+        plan: Plan,
+        stage: str,
+        completion: Completion,
+        pending: EventHandle | None,
+        part: Any,
+        num_items: int,
+        num_bytes: int,
+        held: Any,
+    ) -> EventOverlap:
+        """Move rows, and end the call: now, or on the Buffer's thread. `held` lives until all ranks
+        have written, even if nobody wants the result any more.
+        """
+        self._agreement.number += 1
+
+        def work(held: Any = held) -> None:
+            in_threads(part, num_items, num_bytes)
+            plan.table[at.PHASE] = at.MOVED
+            verdict = self.end(plan, stage)
+            assert not verdict
+
+        return self._core.finish(work, completion, pending, (), stage)
+
+    def count(
+        self,
+        stage: str,
+        begin: int,
+        ledger: WrittenLedger,
+        plan: Plan,
+        back: bool = False,
+    ) -> None:
+        """Count a call that was handed over."""
+        sent, came = ledger.sent_RR[self._rank], ledger.sent_RR[:, self._rank]
+        if back:
+            sent, came = came, sent
+        self._core.statistics.count(stage, begin, sent, came, sum(plan.widths), COMPILED)

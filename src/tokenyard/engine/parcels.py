@@ -17,19 +17,19 @@ from torch import Tensor
 from tokenyard import validate
 from tokenyard.engine.by_expert import COMBINE, DISPATCH, RowsByExpert, check_rows
 from tokenyard.engine.core import Core
-from tokenyard.engine.inputs import CombineRequest, DispatchRequest
+from tokenyard.engine.inputs import CombineRequest, DispatchRequest, fits
 from tokenyard.engine.ledger import WrittenLedger
 from tokenyard.engine.meeting import Meeting
 from tokenyard.engine.plans import CallKernels, CombineShape, DispatchShape, Plan, Plans
 from tokenyard.engine.turns import Lent, Turns
 from tokenyard.errors import SharedMemoryError
 from tokenyard.handle import Handle
+from tokenyard.runtime import memory
 from tokenyard.runtime.memory import as_bytes
 from tokenyard.runtime.threads import in_threads, num_threads
 from tokenyard.shm.pool import rows
 from tokenyard.shm.shared_rows import NOTHING
 from tokenyard.types import KnownPairs
-from tokenyard.validate import NOT_PLAIN, lies_at
 from tokenyard.wire import call as at
 from tokenyard.wire import int64s
 from tokenyard.wire import message as say
@@ -86,7 +86,7 @@ class ByExpert:
         self._plan, self._empty = plan, empty
         self.x: Tensor | None = None
         self._scales: Tensor | None = None
-        self.ends = torch.empty(plan.table[at.NUM_LOCAL], dtype=torch.int32, device="cpu")
+        self.ends = memory.empty_like(plan.ends)
         plan.table[at.ENDS], plan.table[at.RESULT_BYTES] = self.ends.data_ptr(), 0
         self._list(ledger)
 
@@ -148,9 +148,8 @@ class ParcelCalls:
         self._rank, self._size = core.rank, core.num_ranks
 
     def dispatch(self, request: DispatchRequest) -> tuple[RowsByExpert, Handle]:
-        columns = self._plain(request)
         try:
-            plan, columns = self._plan(request, columns)
+            plan, columns = self._plan(request)
         except Exception as error:
             self._core.reject(DISPATCH, error)
         table, shape = plan.table, plan.shape
@@ -195,29 +194,12 @@ class ParcelCalls:
         table[at.NUMBER] = self._agreement.number
         return hands_over
 
-    def _plain(self, request: DispatchRequest) -> Columns | None:
-        """x, scales, ids and weights as they were given, if nothing needs to be done to them."""
-        x, topk_idx, topk_weights = request.x, request.topk_idx, request.topk_weights
-        if (
-            lies_at(x, 2) == NOT_PLAIN
-            or lies_at(topk_idx, 2, torch.int64) == NOT_PLAIN
-            or lies_at(topk_weights, 2, torch.float32) == NOT_PLAIN
-            or not type(request.num_experts) is type(request.expert_alignment) is int
-            or type(request.tag) is not int
-            or self._local.choice is not None
-        ):
-            return None
-        shape = topk_idx.shape
-        if shape[0] != x.shape[0] or topk_weights.shape != shape:
-            return None
-        return Columns(x, None, topk_idx, topk_weights)
-
-    def _plan(self, request: DispatchRequest, columns: Columns | None) -> tuple[Plan, Columns]:
+    def _plan(self, request: DispatchRequest) -> tuple[Plan, Columns]:
         """The plan of a dispatch, whose table knows its tensors then."""
-        plan = None
-        if columns is not None:
-            plan = self._plans.get(_shape(columns, request))
-        if plan is None or plan.config != request.config:
+        plan = self._plans.find_seen(request, DISPATCH)
+        if plan is not None:
+            columns = Columns(request.x, None, request.topk_idx, request.topk_weights)
+        else:
             self._worker.drain()
             validate.require(request.topk_idx is not None, "topk_idx is None, want a torch.Tensor")
             validate.alignment(request.expert_alignment)
@@ -227,15 +209,13 @@ class ParcelCalls:
             columns = Columns(given.x, given.scales, given.topk_idx, given.topk_weights)
             shape = _shape(columns, request)
             plan = self._plans.find_dispatch(shape, given.placement, given.config)
-        assert columns is not None
-        table = plan.table
-        for place, column in enumerate(columns):
-            table[at.SOURCES + place] = 0 if column is None else column.data_ptr()
-        num_tokens, num_topk = columns.topk_idx.shape
-        table[at.NUM_TOKENS], table[at.ROOM] = num_tokens, num_tokens * min(num_topk, self._size)
-        if not self._plans.counts_ids:
-            placement = self._local.placement(request.num_experts)
-            plan.mark(self._local.count_ids(columns.topk_idx, placement))
+            self._plans.learn(request, DISPATCH, given, plan)
+            for place, column in enumerate(columns):
+                plan.table[at.SOURCES + place] = 0 if column is None else column.data_ptr()
+            plan.table[at.NUM_TOKENS] = len(given.x)
+            if not self._plans.counts_ids:
+                plan.mark(self._local.count_ids(columns.topk_idx, given.placement))
+        plan.table[at.ROOM] = plan.table[at.NUM_TOKENS] * min(plan.shape.num_topk, self._size)
         return plan, columns
 
     def _offer(self, plan: Plan, num_bytes: int) -> tuple[Lent | None, SharedMemoryError | None]:
@@ -250,30 +230,55 @@ class ParcelCalls:
 
     def _fill(self, x: Tensor, lent: Lent) -> None:
         """Copy the rows of a large parcel, which come first in it, in threads."""
-        copy = rows(lent.segment.array(), 0, x.shape[0], x.shape[1], x.dtype)
+        copy = rows(lent.array, 0, x.shape[0], x.shape[1], x.dtype)
         self._core.kernels.pack(as_bytes(x), None, as_bytes(copy))
 
-    def combine(self, request: CombineRequest, weigh: Any) -> Tensor:
-        core = self._core
-        try:
+    def _check_rows(
+        self, request: CombineRequest, weigh: Any
+    ) -> tuple[Handle, Plan, Tensor, Tensor]:
+        """The handle and the plan of a combine, whose table knows its rows then; and what it reads
+        and writes.
+        """
+        core, handle, out = self._core, request.handle, request.out
+        plan = None
+        if type(handle) is Handle and handle.origin is core.origin and type(weigh) is bool:
+            lists, num_tokens = handle.by_expert, handle.ledger.num_tokens
+            if type(lists) is Lists and type(handle.ledger) is WrittenLedger:
+                found = lists.num_rows, lists.num_topk
+                plan = self._plans.find_seen_rows(request, COMBINE, *found)
+        if plan is not None and (out is None or fits(out, request.x, num_tokens)):
+            known, y = handle, request.x
+        else:
             known, y, out = check_rows(core, request, weigh)
             core.local.config(request.config)
-            ledger, lists = known.ledger, known.by_expert
-            if type(ledger) is not WrittenLedger:
-                ledger = known.ledger = WrittenLedger.of(ledger, self._rank)
+            lists = known.by_expert
+            if type(known.ledger) is not WrittenLedger:
+                known.ledger = WrittenLedger.of(known.ledger, self._rank)
             if type(lists) is not Lists:
                 assert lists is not None
                 lists = known.by_expert = Lists.of(lists)
             tag = validate.tag(request.tag)
             shape = CombineShape(COMBINE, y.dtype, y.shape[1], 0, tag, lists.num_topk)
             plan = self._plans.find_combine(shape, request.config)
-            num_tokens, num_rows = ledger.num_tokens, ledger.num_rows
-            sums = core.local.empty_sum(y, num_tokens) if out is None else out
+            self._plans.learn_rows(request, plan, lists.num_rows, y)
+        if out is None:
+            out = plan.empty_sums(known.num_tokens, self._pool)
+        plan.table[at.SOURCES], plan.table[at.OUTS] = y.data_ptr(), out.data_ptr()
+        plan.table[at.WEIGH] = weigh
+        return known, plan, y, out
+
+    def combine(self, request: CombineRequest, weigh: Any) -> Tensor:
+        core = self._core
+        try:
+            known, plan, y, sums = self._check_rows(request, weigh)
         except Exception as error:
             core.reject(COMBINE, error)
+        ledger, lists = known.ledger, known.by_expert
+        assert type(ledger) is WrittenLedger
+        assert type(lists) is Lists
+        num_tokens, num_rows = ledger.num_tokens, ledger.num_rows
         table = plan.table
         lent, no_memory = self._offer(plan, num_rows * plan.row_bytes)
-        table[at.SOURCES], table[at.WEIGH], table[at.OUTS] = y.data_ptr(), weigh, sums.data_ptr()
         table[at.ROW_OF], table[at.FACTORS] = lists.row_of_at, lists.weights_at
         table[at.LEDGER], table[at.ROOM] = ledger.address, ledger.room
         table[at.NUM_TOKENS], table[at.NUM_COPIES] = num_tokens, ledger.num_copies

@@ -8,16 +8,22 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tokenyard import validate
 from tokenyard.engine.agreement import Call
 from tokenyard.engine.by_expert import DISPATCH as BY_EXPERT
+from tokenyard.engine.inputs import SMALL, Checked, CombineRequest, DispatchRequest
+from tokenyard.runtime import memory
+from tokenyard.shm.pool import SegmentPool
 from tokenyard.topology import Placement
 from tokenyard.types import SCALE_DTYPES, Config, Layout
+from tokenyard.validate.alike import Like, like
 from tokenyard.wire import call as at
 from tokenyard.wire import int64s
 from tokenyard.wire import message as say
@@ -26,6 +32,7 @@ if TYPE_CHECKING:
     from tokenyard.engine.core import Core
 
 MOST_PLANS = 64  # that are kept
+_MOST_SEEN = 1024  # kinds of tensors of dispatches
 _MOST_RANKS = 64  # a token's ranks are the bits of a word, where a call counts them
 
 Compiled = Callable[[], int]
@@ -95,8 +102,12 @@ class Plan:
         self.table[: len(words)] = array("q", words)
         self.head[say.CALL : say.TOKENS] = array("q", told)
         self.src_room = 0  # rows of a result that ledgers have room for, a number that grows
-        self.like: list[Any] = []  # of a combine: sums of as many tokens as one had before
+        self.ids_at = -1  # the word of the address of ids, which that of weights follows
+        # Of a combine: sums of as many tokens as one had before.
+        self._like = memory.empty(0, shape.hidden, dtype=shape.dtype)
+        self._num_like, self._num_small = 0, SMALL // max(1, self.row_bytes)
         self.per_expert = np.zeros(0, np.int64)
+        self.ends = memory.empty(0, dtype=torch.int32)  # of each local expert's rows
         table = self.table
         table[at.HEAD], table[at.HANDLE], table[at.IDS] = int64s.address(self.head), -1, -1
         table[at.NUM_COLUMNS], table[at.ALIGNMENT] = len(widths), 1
@@ -140,6 +151,15 @@ class Plan:
         if layout is not None:
             self.pairs[:-1] = layout.num_tokens_per_expert
             self.table[at.MARKS] = layout.is_token_in_rank.data_ptr()
+
+    def empty_sums(self, num_tokens: int, pool: SegmentPool) -> Tensor:
+        """Memory for what a combine sums. Raises SharedMemoryError."""
+        if num_tokens >= self._num_small:
+            return pool.rows(num_tokens, self.shape.hidden, self.shape.dtype)
+        if self._num_like != num_tokens:
+            self._num_like = num_tokens
+            self._like = memory.empty(num_tokens, self.shape.hidden, dtype=self.shape.dtype)
+        return memory.empty_like(self._like)
 
     def keep(self, *values: Any) -> None:
         """What the table has addresses of."""
@@ -187,9 +207,75 @@ class Plans:
         self._words = words
         self._known: dict[DispatchShape | CombineShape, Plan] = {}
         self.get: Callable[[Any], Plan | None] = self._known.get
+        self._local = core.local
+        self._seen: dict[Any, tuple[Plan, Like]] = {}
 
     def forget(self) -> None:
         self._known.clear()
+        self._seen.clear()
+
+    def find_seen(self, request: DispatchRequest, stage: str) -> Plan | None:
+        """The plan of a dispatch like one that was learnt; its table knows its tensors then."""
+        x, topk_idx, topk_weights = request.x, request.topk_idx, request.topk_weights
+        num_experts, alignment, tag = request.num_experts, request.expert_alignment, request.tag
+        if not type(num_experts) is type(alignment) is type(tag) is int:
+            return None
+        try:
+            num_tokens = x.shape[0]
+            plan, is_like = self._seen[stage, num_tokens, num_experts, alignment, tag]
+        except (AttributeError, IndexError, KeyError):
+            return None
+        if (
+            not is_like(x, topk_idx, topk_weights)
+            or (plan.config is not request.config and plan.config != request.config)
+            or request.previous_event is not None
+        ):
+            return None
+        table, ids, address = plan.table, plan.ids_at, x.data_ptr()
+        table[at.SOURCES], table[ids] = address, topk_idx.data_ptr()
+        table[ids + 1], table[at.NUM_TOKENS] = topk_weights.data_ptr(), num_tokens
+        return plan if address else None  # a tensor without memory
+
+    def find_seen_rows(
+        self, request: CombineRequest, stage: str, num_rows: int, num_topk: int = 0
+    ) -> Plan | None:
+        """The plan of a combine of x alone, of rows like those of one that was learnt."""
+        tag, config, found = request.tag, request.config, None
+        if type(tag) is int and request.topk_weights is request.bias is None:
+            found = self._seen.get((stage, num_rows, num_topk, tag))
+        if found is None or request.previous_event is not None or not found[1](request.x):
+            return None
+        plan = found[0]
+        is_same = plan.config is config or plan.config == config
+        return plan if is_same and request.x.data_ptr() else None
+
+    def learn_rows(self, request: CombineRequest, plan: Plan, num_rows: int, x: Tensor) -> None:
+        """Remember what the rows of a combine are like, if they can be read as they are."""
+        if x is request.x and request.topk_weights is request.bias is None:
+            shape = plan.shape
+            assert isinstance(shape, CombineShape)
+            self._keep_seen((shape.stage, num_rows, shape.num_topk, shape.tag), plan, like(x))
+
+    def learn(self, request: DispatchRequest, stage: str, given: Checked, plan: Plan) -> None:
+        """Remember what the tensors of a dispatch are like, if they can be read as they are."""
+        as_given = request.x, request.topk_idx, request.topk_weights
+        plain = given.x, given.topk_idx, given.topk_weights
+        if (
+            not self.counts_ids
+            or self._local.choice is not None
+            or given.scales is not None
+            or not all(map(is_, as_given, plain))
+        ):
+            return
+        if plain[1] is None or plain[2] is None:
+            return
+        key = stage, len(given.x), given.placement.num_experts, given.expert_alignment, given.tag
+        self._keep_seen(key, plan, like(given.x, plain[1], plain[2]))
+
+    def _keep_seen(self, key: Any, plan: Plan, is_like: Like) -> None:
+        if len(self._seen) >= _MOST_SEEN:
+            self._seen.clear()
+        self._seen[key] = plan, is_like
 
     def find_dispatch(self, shape: DispatchShape, placement: Placement, config: Config) -> Plan:
         """The plan of a shape that was checked."""
@@ -207,7 +293,7 @@ class Plans:
 
     def _keep(self, plan: Plan) -> Plan:
         if len(self._known) >= MOST_PLANS:
-            self._known.clear()
+            self.forget()
         self._known[plan.shape] = plan
         return plan
 
@@ -244,7 +330,8 @@ class Plans:
             plan.table, placement, self._rank, num_topk, shape.expert_alignment
         )
         plan.keep(kept)
-        plan.table[at.IDS] = ids
+        plan.table[at.IDS], plan.ids_at = ids, at.SOURCES + ids
+        plan.ends = memory.empty(len(plan.per_expert), dtype=torch.int32)
         plan.take_scratch(self._size, placement.num_experts, max(num_topk, 0))
         load = self._statistics.load(placement.num_experts, len(plan.per_expert))
         plan.count(self._statistics.address(shape.stage), load)

@@ -7,15 +7,16 @@ The calls are those of `engine.calls` and `engine.parcels`, which others may mak
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 
 from tokenyard import validate
 from tokenyard.engine.calls import BySource, SharedCalls
 from tokenyard.engine.core import Core
-from tokenyard.engine.inputs import SMALL
+from tokenyard.engine.inputs import fits
 from tokenyard.engine.ledger import WrittenLedger
 from tokenyard.engine.parcels import ByExpert
 from tokenyard.engine.plans import CombineShape, DispatchShape
@@ -25,11 +26,12 @@ from tokenyard.errors import SharedMemoryError
 from tokenyard.runtime import memory
 from tokenyard.shm import shared_rows
 from tokenyard.shm.pool import rows
+from tokenyard.validate.alike import Like, like, like_none
 from tokenyard.wire import call as at
 from tokenyard.wire.columns import column_offsets
 from tokenyard.wire.verdicts import BAD
 
-_int64, _float32 = torch.int64, torch.float32
+_MOST_KNOWN = 1024  # numbers of rows whose tensors are known
 
 
 class _Turn:
@@ -52,6 +54,8 @@ class _Turn:
         self.back_table, self.sum = self.back.table, self.back.call
         self.table[at.ROOM] = room = most * min(num_topk, size)
         ledger = WrittenLedger(core.rank, size, most, room, size * most)
+        # The word that counts the rows of a result: N, or M by expert.
+        self.count = at.END if shape.by_expert else at.NUM_ROWS
         self.by_source: BySource | None = None
         self.by_expert: ByExpert | None = None
         if shape.by_expert:
@@ -63,6 +67,7 @@ class _Turn:
             self.by_source = BySource(self.plan, calls.pool, ledger, block)
         self._tell_back()
         self._seen: Tensor | None = None  # those of the last dispatch
+        self._num_seen = -1
 
     @staticmethod
     def _empty(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -76,7 +81,7 @@ class _Turn:
         return space
 
     def provides(self, verdict: int) -> bool:
-        self._seen = None
+        self._seen, self._num_seen = None, -1
         if not self._space().provides(verdict):
             return False
         self._tell_back()
@@ -90,15 +95,11 @@ class _Turn:
             lists = self.by_expert.lists
             table[at.ROW_OF], table[at.FACTORS] = lists.row_of_at, lists.weights_at
 
-    @property
-    def num_rows(self) -> int:
-        """N, or M of rows by expert."""
-        return self.table[at.NUM_ROWS] if self.by_expert is None else self.table[at.END]
-
     def rows(self) -> Tensor:
         """The rows of the last dispatch, in a tensor of the caller's own."""
-        num_rows = self.num_rows
-        if self._seen is None or self._seen.shape[0] != num_rows:
+        num_rows = self.table[self.count]
+        if self._num_seen != num_rows:
+            self._num_seen = num_rows
             if self.by_expert is not None:
                 self._seen = self.by_expert.room()[:num_rows]
             else:
@@ -106,6 +107,7 @@ class _Turn:
                 shape, array = self._shape, self.by_source.block.array
                 with torch.inference_mode(False):  # rows may be used outside of it
                     self._seen = rows(array, 0, num_rows, shape.hidden, shape.dtype)
+        assert self._seen is not None
         return self._seen.detach()  # a third of the time of a slice
 
     def per_expert(self) -> list[int]:
@@ -128,20 +130,18 @@ class _Turn:
             return self._turns.offer(self.back, num_bytes)
         return self._turns.offer_rows(self.back, address, num_bytes)
 
-    def offer_parcel(self, num_tokens: int) -> Lent | None:
-        """Offer memory for the tokens of a dispatch. By source there is none to offer."""
-        if self.by_expert is None:
-            return None
-        return self._turns.offer(self.plan, column_offsets(num_tokens, self.plan.widths)[-1])
+    def offer_parcel(self) -> Lent:
+        """Offer memory for the tokens of a dispatch by expert."""
+        num_bytes = column_offsets(self.table[at.NUM_TOKENS], self.plan.widths)[-1]
+        return self._turns.offer(self.plan, num_bytes)
 
 
 class StandingPair:
     def __init__(self, core: Core, calls: SharedCalls, shape: Shape) -> None:
         self._core, self._calls, self._shape = core, calls, shape
         self._agreement, self._worker, self._meeting = core.agreement, core.worker, calls.meeting
-        self._choice, self._counts_ids = core.local.choice, calls.plans.counts_ids
+        self._counts_ids = calls.plans.counts_ids
         self._dispatch_stage, self._combine_stage = shape.stages
-        self._dtype, self._hidden, self._num_topk = shape.dtype, shape.hidden, shape.num_topk
         self._each, self._turns = [_Turn(core, calls, shape) for _ in range(2)], calls.turns
         self._next = 0
         self._last: _Turn | None = None
@@ -151,71 +151,55 @@ class StandingPair:
         if not shape.by_expert:
             for turn in self._each:
                 turn.table[self._ids + 2] = self._numbers.data_ptr()
-        self._like = memory.empty(0, shape.hidden, dtype=shape.dtype)
+        # Tensors that were checked, and can be read as they are: by the number of their rows.
+        self._given: dict[int, Like] = {}
+        self._rows: dict[int, Like] = {}
         calls.offers = True
 
     def dispatch(self, x: Any, topk_idx: Any, topk_weights: Any) -> PreparedRows:
         turn = self._each[self._next]
         given = x, topk_idx, topk_weights
-        if (
-            self._choice is not None
-            or self._worker.pending is not None
-            or not self._counts_ids
-            or not self._tell(turn, x, topk_idx, topk_weights)
-        ):
-            given = self._make_plain(turn, x, topk_idx, topk_weights)
+        if self._worker.pending is not None or not self._tell(turn, x, topk_idx, topk_weights):
+            given = self._check(turn, x, topk_idx, topk_weights)
         self._next = 1 - self._next
-        table, agreement = turn.table, self._agreement
-        try:
-            lent = turn.offer_parcel(table[at.NUM_TOKENS])
-        except SharedMemoryError as error:
-            self._core.reject(self._dispatch_stage, error)
+        table, agreement, lent = turn.table, self._agreement, None
+        if turn.by_expert is not None:
+            try:
+                lent = turn.offer_parcel()
+            except SharedMemoryError as error:
+                self._core.reject(self._dispatch_stage, error)
         table[at.PHASE], table[at.PART], table[at.NUMBER] = at.START, 0, agreement.number
         agreement.engaged = True
         if verdict := turn.call():
             self._go_on(turn, verdict, given[1])
         else:
             agreement.number += 1
-        self._turns.give_back(lent)
+        if lent is not None:
+            self._turns.give_back(lent)
         self._last = turn
         return PreparedRows(turn.rows(), turn)
 
     def _tell(self, turn: _Turn, x: Any, topk_idx: Any, topk_weights: Any) -> bool:
-        """Write where plain tensors lie; False if they are not: contiguous, on CPU, of the dtypes
-        and sizes that were prepared, with values as they are in memory, and without a graph.
-        """
+        """Write where tensors like those of a dispatch before lie; False if they are not."""
         try:
-            if not (
-                type(x) is type(topk_idx) is type(topk_weights) is Tensor
-                and x.dtype is self._dtype
-                and topk_idx.dtype is _int64
-                and topk_weights.dtype is _float32
-                and x.is_contiguous()
-                and topk_idx.is_contiguous()
-                and topk_weights.is_contiguous()
-                and x.is_cpu
-                and topk_idx.is_cpu
-                and topk_weights.is_cpu
-                and not (x.is_neg() or topk_weights.is_neg())
-                and not ((x.requires_grad or topk_weights.requires_grad) and is_grad_enabled())
-            ):
+            num_tokens = x.shape[0]
+            if not self._given.get(num_tokens, like_none)(x, topk_idx, topk_weights):
                 return False
-            shape = topk_idx.shape
-            if topk_weights.shape != shape or len(shape) != 2 or shape[1] != self._num_topk:
-                return False
-            num_tokens = shape[0]
-            if num_tokens > self._shape.max_tokens or x.shape != (num_tokens, self._hidden):
-                return False
-            table, ids, at_x = turn.table, self._ids, x.data_ptr()
-            table[at.SOURCES], table[ids] = at_x, topk_idx.data_ptr()
-            table[ids + 1], table[at.NUM_TOKENS] = topk_weights.data_ptr(), num_tokens
-            return at_x != 0 or num_tokens == 0
-        except RuntimeError:  # of tensors without memory
+        except (AttributeError, IndexError):  # of what is no matrix at all
             return False
+        self._write(turn, num_tokens, x, topk_idx, topk_weights)
+        return turn.table[at.SOURCES] != 0  # that of a tensor without memory
 
-    def _make_plain(self, turn: _Turn, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[Any, ...]:
-        """The same for whatever tensors, after the checks of every dispatch, which copy them if
-        need be. Returns what must live until the call is over.
+    def _write(
+        self, turn: _Turn, num_tokens: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor
+    ) -> None:
+        table, ids = turn.table, self._ids
+        table[at.SOURCES], table[ids] = x.data_ptr(), topk_idx.data_ptr()
+        table[ids + 1], table[at.NUM_TOKENS] = topk_weights.data_ptr(), num_tokens
+
+    def _check(self, turn: _Turn, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[Any, ...]:
+        """Write where tensors lie, after the checks of every dispatch, which copy them if need be.
+        Returns what must live until the call is over.
         """
         core = self._core
         try:
@@ -223,15 +207,21 @@ class StandingPair:
             validate.require(topk_idx is not None, "topk_idx is None, want a torch.Tensor")
             self._shape.check(x, topk_idx)
             given = core.local.check(self._shape.request(x, topk_idx, topk_weights))
-            assert given.topk_idx is not None
-            assert given.topk_weights is not None
+            ids, weights = given.topk_idx, given.topk_weights
+            assert ids is not None
+            assert weights is not None
             if not self._counts_ids:
-                turn.plan.mark(core.local.count_ids(given.topk_idx, given.placement))
+                turn.plan.mark(core.local.count_ids(ids, given.placement))
         except Exception as error:
             core.reject(self._dispatch_stage, error)
-        plain = given.x.detach(), given.topk_idx, given.topk_weights.detach()
-        is_told = self._tell(turn, *plain)
-        assert is_told
+        plain, num_tokens = (given.x, ids, weights), len(given.x)
+        self._write(turn, num_tokens, *plain)
+        if (
+            self._counts_ids
+            and core.local.choice is None
+            and all(map(is_, plain, (x, topk_idx, topk_weights)))
+        ):
+            _learn(self._given, num_tokens, *plain)
         return plain
 
     def _go_on(self, turn: _Turn, verdict: int, topk_idx: Any) -> None:
@@ -245,30 +235,26 @@ class StandingPair:
             verdict = self._meeting.enter(plan, stage)
 
     def combine(self, y: Any, weigh: Any, out: Any) -> Tensor:
-        shape, turn, stage = self._shape, self._last, self._combine_stage
+        turn, stage = self._last, self._combine_stage
         try:
             if self._worker.pending is not None:
                 self._worker.drain()
             if turn is None:
                 raise nothing_dispatched()
-            wanted = turn.num_rows, self._hidden
-            address = _address(y, wanted, self._dtype)
-            if not address:
-                y = validate.rows("y", y, num_rows=wanted[0], dtypes=(self._dtype,)).detach()
-                if y.shape[1] != wanted[1]:
-                    raise ValueError(f"y has hidden {y.shape[1]}, want {wanted[1]}")
-                address = _address(y, wanted, self._dtype)
+            of = turn.table
+            num_rows, num_tokens = of[turn.count], of[at.NUM_TOKENS]
+            if not (self._rows.get(num_rows, like_none)(y) and y.data_ptr()):
+                y = self._check_rows(y, num_rows)
             if weigh is not True:
                 validate.switch("weigh", weigh)
-            num_tokens = turn.table[at.NUM_TOKENS]
             if out is None:
-                out = self._empty_sums(num_tokens)
-            elif not self._calls.fits(out, y, num_tokens, shape.hidden):
+                out = turn.back.empty_sums(num_tokens, self._calls.pool)
+            elif not fits(out, y, num_tokens):
                 out = validate.out(out, num_tokens, y, [y])
-            lent = turn.offer(address)
+            lent = turn.offer(y.data_ptr())
         except (ValueError, SharedMemoryError) as error:
             self._core.reject(stage, error)
-        table, of, agreement = turn.back_table, turn.table, self._agreement
+        table, agreement = turn.back_table, self._agreement
         table[at.NUM_TOKENS], table[at.OUTS] = num_tokens, out.data_ptr()
         table[at.NUM_ROWS], table[at.NUM_COPIES] = of[at.NUM_ROWS], of[at.NUM_COPIES]
         table[at.HANDLE], table[at.WEIGH] = of[at.NUMBER], weigh
@@ -281,33 +267,23 @@ class StandingPair:
                 verdict = self._meeting.enter(turn.back, stage)
         else:
             agreement.number += 1
-        self._turns.give_back(lent)
+        if lent is not None:
+            self._turns.give_back(lent)
         return out
 
-    def _empty_sums(self, num_tokens: int) -> Tensor:
+    def _check_rows(self, y: Any, num_rows: int) -> Tensor:
+        """The rows of a combine as they can be read."""
         shape = self._shape
-        if num_tokens * shape.row_bytes >= SMALL:
-            return self._calls.pool.rows(num_tokens, shape.hidden, shape.dtype)
-        if self._like.shape[0] != num_tokens:
-            self._like = memory.empty(num_tokens, shape.hidden, dtype=shape.dtype)
-        return memory.empty_like(self._like)
+        plain = validate.rows("y", y, num_rows=num_rows, dtypes=(shape.dtype,))
+        if plain.shape[1] != shape.hidden:
+            raise ValueError(f"y has hidden {plain.shape[1]}, want {shape.hidden}")
+        if plain is y:
+            _learn(self._rows, num_rows, plain)
+        return plain
 
 
-def _address(x: Any, shape: tuple[int, int], dtype: torch.dtype) -> int:
-    """Where a plain CPU tensor of this shape lies: contiguous, with values as they are in memory,
-    and without a graph. 0 if it is not plain, something else if it has no elements.
-    """
-    try:
-        if not (
-            type(x) is Tensor
-            and x.dtype is dtype
-            and x.shape == shape
-            and x.is_cpu
-            and not (x.requires_grad and is_grad_enabled())
-            and x.is_contiguous()
-            and not x.is_neg()
-        ):
-            return 0
-        return x.data_ptr() if shape[0] else 1
-    except RuntimeError:  # of tensors without memory
-        return 0
+def _learn(known: dict[int, Like], num_rows: int, *tensors: Tensor) -> None:
+    """Remember what tensors of so many rows are like."""
+    if len(known) >= _MOST_KNOWN:
+        known.clear()
+    known[num_rows] = like(*tensors)

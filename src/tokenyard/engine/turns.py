@@ -11,8 +11,6 @@ for that call alone.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from tokenyard.engine.plans import Plan
@@ -21,22 +19,27 @@ from tokenyard.shm.segment import Segment
 from tokenyard.wire import call as at
 from tokenyard.wire import message as say
 
-_KEPT = 1 << 20  # bytes of a block that stays lent
+KEPT = 1 << 20  # bytes of a block that stays lent
+_COPIED = 1 << 15  # bytes of rows that are copied though others could read them where they lie
+_BEGIN = say.SEGMENTS + say.SEGMENT_BEGIN
 
 
-class Lent(NamedTuple):
-    """A block of one call."""
+class Lent:
+    """A block that a call offers."""
 
-    segment: Segment
-    array: np.ndarray | None  # keeps what is lent for one call alone
-    awaits: bool  # whether the call ends when all have read it
+    __slots__ = ("address", "array", "awaits", "fd", "identity", "size", "stays")
+
+    def __init__(self, segment: Segment, array: np.ndarray, stays: bool) -> None:
+        """`stays` says that others may know it from an earlier call."""
+        self.address, self.array, self.stays = segment.address, array, stays
+        self.fd, self.size, self.identity = segment.told
+        self.awaits = 1  # whether the call ends when all have read it
 
 
 class Turns:
     def __init__(self, pool: SegmentPool) -> None:
         self._pool, self._turn = pool, 0
-        self._blocks: list[tuple[Segment, np.ndarray] | None] = [None, None]
-        self._known = [False, False]  # to all ranks
+        self._blocks: list[Lent | None] = [None, None]
 
     @property
     def are_used(self) -> bool:
@@ -44,37 +47,38 @@ class Turns:
 
     def offer(self, plan: Plan, num_bytes: int) -> Lent:
         """Offer a block in the next call of a plan. Raises SharedMemoryError."""
-        lent, table, head = self._take(num_bytes), plan.table, plan.head
-        table[at.BLOCK], table[at.AWAITS] = lent.segment.address, lent.awaits
-        head[say.HOW], head[say.SEGMENTS + say.SEGMENT_BEGIN] = say.READY, 0
-        head[say.SEGMENTS], head[say.SEGMENTS + 1], head[say.SEGMENTS + 2] = lent.segment.told
+        self._turn = turn = 1 - self._turn
+        lent, table, head = self._blocks[turn], plan.table, plan.head
+        if lent is None or lent.size < num_bytes:
+            lent = self._take(turn, num_bytes)
+        table[at.BLOCK], table[at.AWAITS] = lent.address, lent.awaits
+        head[say.HOW], head[_BEGIN], head[say.SEGMENTS] = say.READY, 0, lent.fd
+        head[say.SEGMENTS + 1], head[say.SEGMENTS + 2] = lent.size, lent.identity
         return lent
 
     def offer_rows(self, plan: Plan, address: int, num_bytes: int) -> Lent | None:
-        """The same of rows that others shall read: where they lie, if they can be read there; else
-        in a block, to which the call copies them.
+        """The same of rows that others shall read: in a block, to which the call copies them; or
+        where they lie, if those are many, and can be read there. The caller may write there again
+        when the call has ended, so it would wait until all have read: copying little is quicker.
         """
-        table, head, segment = plan.table, plan.head, self._pool.find(address, num_bytes)
+        table, head = plan.table, plan.head
+        segment = self._pool.find(address, num_bytes) if num_bytes > _COPIED else None
         if segment is None:
             table[at.BEGINS] = 0
             return self.offer(plan, num_bytes)
         table[at.BLOCK], table[at.BEGINS], table[at.AWAITS] = segment.address, -1, 1
-        head[say.HOW], head[say.SEGMENTS + say.SEGMENT_BEGIN] = say.READY, address - segment.address
+        head[say.HOW], head[_BEGIN] = say.READY, address - segment.address
         head[say.SEGMENTS], head[say.SEGMENTS + 1], head[say.SEGMENTS + 2] = segment.told
         return None
 
-    def _take(self, num_bytes: int) -> Lent:
-        if num_bytes > _KEPT:
-            return Lent(*self._pool.take(num_bytes), True)
-        self._turn = turn = 1 - self._turn
-        block = self._blocks[turn]
-        if block is None or block[0].size < num_bytes:
-            self._blocks[turn] = block = None  # so that its memory can be taken again
-            self._blocks[turn] = block = self._pool.take(num_bytes)
-            self._known[turn] = False
-        return Lent(block[0], None, not self._known[turn])
+    def _take(self, turn: int, num_bytes: int) -> Lent:
+        if num_bytes > KEPT:
+            return Lent(*self._pool.take(num_bytes), False)
+        self._blocks[turn] = None  # so that its memory can be taken again
+        self._blocks[turn] = lent = Lent(*self._pool.take(num_bytes), True)
+        return lent
 
     def give_back(self, lent: Lent | None) -> None:
         """The call that it was lent for has ended."""
-        if lent is not None and lent.array is None:
-            self._known[self._turn] = True
+        if lent is not None and lent.stays:
+            lent.awaits = 0
