@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -91,16 +92,17 @@ def test_bytes_are_counted_by_link(name: str) -> None:
         assert stages["combine"]["bytes_sent"] == stages["combine"]["rows_sent"] * x
 
 
-def test_compiled_and_general_calls_count_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    def job(group: Any) -> dict[str, Any]:
-        with tokenyard.Buffer(group, transport="direct") as buffer:
+def test_compiled_and_general_calls_count_alike() -> None:
+    def job(group: Any, transport: str) -> dict[str, Any]:
+        with tokenyard.Buffer(group, transport=transport) as buffer:
             for _ in range(3):
                 call(buffer, group.rank())
             return buffer.stats()
 
-    compiled = run_virtual(job, 2, timeout=scaled(120)).results
-    monkeypatch.setenv("TOKENYARD_COMPILED_CALLS", "0")
-    general = run_virtual(job, 2, timeout=scaled(120)).results
+    compiled, general = (
+        run_virtual(partial(job, transport=name), 2, timeout=scaled(120)).results
+        for name in ("direct", "ring")
+    )
     for quick, slow in zip(compiled, general):
         for stats, way in ((quick, "compiled"), (slow, "general")):
             wanted = {"compiled": 0, "enclosed": 0, "general": 0, way: 3}

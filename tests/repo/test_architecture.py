@@ -235,8 +235,8 @@ OWN_KERNELS = {
     "numba": {
         "between_nodes",
         "caching",
+        "call",
         "counters",
-        "exchange",
         "llvm",
         "logfmt",
         "progress",
