@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -58,6 +59,29 @@ def return_early(group: Any) -> bool:
 def test_a_call_returns_before_its_rows_move(ranks: Processes) -> None:
     """How much sooner, `tokenyard bench dispatch` measures."""
     assert ranks.run(return_early) == [True] * 3
+
+
+def call_after_a_slow_one(group: Any) -> None:
+    """The first rank's asynchronous rows are late, so it has not used up the others' signals."""
+    num_tokens = 300 if group.rank() else 1  # the others write for longer than the first rank
+    x, (idx, weights) = (
+        numbered_tokens(num_tokens, 2048),
+        routing("uniform", num_tokens, 3, EXPERTS),
+    )
+    given: dict[str, Any] = {"topk_idx": idx, "topk_weights": weights, "num_experts": EXPERTS}
+    with tokenyard.Buffer(group) as buffer:
+        want = buffer.dispatch(x, **given)
+        for _ in range(5):
+            if group.rank() == 0:
+                worker_of(buffer).submit(lambda: time.sleep(0.1))
+            got = buffer.dispatch(torch.full_like(x, -1), **given, async_finish=True)
+            time.sleep(0.05)
+            assert_same(buffer.dispatch(x, **given)[:3], want[:3])
+            got.event.current_stream_wait()
+
+
+def test_a_call_waits_for_the_asynchronous_one_before_it(processes: Pools) -> None:
+    processes(2).run(call_after_a_slow_one)
 
 
 def test_work_is_done_in_order_and_not_at_all_after_a_failure() -> None:

@@ -6,6 +6,7 @@ from tools.faults.fault import Fault
 
 _LIVENESS = "shm/liveness.py"
 _POOL = "runtime/pool.py"
+_PARCELS = "kernels/numba/call/by_expert.py"
 _RING = "kernels/numba/ring/"
 _SLOTS = "kernels/numba/low_latency/"
 
@@ -22,8 +23,8 @@ FAULTS = (
         "fence-missing-after-a-scatter",
         "fences",
         "kernels/numba/rows.py",
-        "copy_row(target, row, width, much and width >= _LONG_ROW)\n    fence_stores()\n",
-        "copy_row(target, row, width, much and width >= _LONG_ROW)\n",
+        "begin, end, streaming, targets.ctypes.data)\n    fence_stores()\n",
+        "begin, end, streaming, targets.ctypes.data)\n",
         first="tests/kernels/test_fences.py",
     ),
     Fault(
@@ -192,26 +193,34 @@ FAULTS = (
         first="tests/faults/test_low_latency_breaks.py",
     ),
     Fault(
-        "by-expert-takes-its-own-alignment-for-all",
+        "by-expert-pads-what-is-aligned",
         "by expert",
-        "engine/pair_counts.py",
-        "alignment_R1 = np.maximum(told_RM[:, -1:], 1)",
-        "alignment_R1 = np.maximum(told_RM[rank, -1:], 1)",
+        _PARCELS,
+        "end += (per_expert[e] + alignment - 1) // alignment * alignment",
+        "end += (per_expert[e] + alignment) // alignment * alignment",
         first="tests/transports/test_by_expert.py::test_ranks_may_align_differently",
     ),
     Fault(
         "by-expert-first-row-of-padding-stays",
         "by expert",
-        "engine/by_expert.py",
-        "column[begin + count : end].view(torch.uint8).zero_()",
-        "column[begin + count + 1 : end].view(torch.uint8).zero_()",
+        _PARCELS,
+        "_zero(words[at.RESULT] + used * width, (end - used) * width)",
+        "_zero(words[at.RESULT] + (used + 1) * width, (end - used - 1) * width)",
         first="tests/transports/test_by_expert.py::test_ranks_may_align_differently",
+    ),
+    Fault(
+        "by-expert-believes-any-expert-of-a-parcel",
+        "by expert",
+        _PARCELS,
+        "if expert >= num_experts or expert < -1:",
+        "if expert < -1:",
+        first="tests/faults/test_by_expert.py",
     ),
     Fault(
         "by-expert-weighs-whatever-was-asked",
         "by expert",
-        "kernels/numba/reduce.py",
-        "factors[count] = weights[i] if kinds[r] == WEIGHED else 1",
+        "kernels/numba/call/sums.py",
+        "factors[count] = weights[i] if words[at.WEIGH] != 0 else 1",
         "factors[count] = weights[i]",
         first="tests/transports/test_by_expert.py::test_virtual_ranks_that_share_memory",
     ),

@@ -42,7 +42,7 @@ def _triton(*paths: str) -> Stage:
 _OTHERS = ("all_gather", "combine_out", "direct", "offers", "properties", "replicas", "symmetric")
 _CONFORMANCE = "tests/transports/test_conformance.py", "tests/transports/test_by_expert.py"
 _NODES = (
-    "tests/engine/test_compiled_nodes.py",
+    "tests/engine/test_nodes.py",
     "tests/transports/test_hierarchical.py",
     "tests/transports/test_enclosed.py",
 )
@@ -91,9 +91,9 @@ STAGES: dict[str, tuple[Stage, ...]] = {
     ),
     "engine/by_expert.py": _EXCHANGE,
     "engine/choice.py": _COPIES,
-    "engine/compiled_nodes.py": (_quick("tests/test_stats.py"), *_BETWEEN_NODES),
     "engine/lane_order.py": (_quick("tests/elastic"), _processes("tests/elastic"), _FUZZ),
-    "engine/pair_counts.py": _EXCHANGE,
+    "engine/nodes.py": (_quick("tests/test_stats.py"), *_BETWEEN_NODES),
+    "engine/parcels.py": _EXCHANGE,
     "hybrid_ep/": (_quick("tests/hybrid_ep"), _processes("tests/hybrid_ep"), _FUZZ),
     "integrations/transformers/": (_all("tests/integrations"), _all("tests/wrappers")),
     "integrations/vllm/": (
@@ -102,7 +102,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
     ),
     "kernels/numba/": (_quick("tests/kernels"), *_EXCHANGE),
     "kernels/numba/between_nodes/": _BETWEEN_NODES,
-    "kernels/numba/exchange/": (_quick("tests/engine", "tests/test_stats.py"), *_EXCHANGE),
+    "kernels/numba/call/": (_quick("tests/engine", "tests/test_stats.py"), *_EXCHANGE),
     "kernels/numba/layout.py": (_quick("tests/kernels"), _quick("tests/elastic"), *_EXCHANGE),
     "kernels/numba/low_latency/": _LOW_LATENCY,
     "kernels/numba/ring/": (

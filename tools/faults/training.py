@@ -26,7 +26,7 @@ FAULTS = (
     Fault(
         "replicas-old-handles-stay-good",
         "replicas",
-        "engine/stages.py",
+        "engine/core.py",
         '        self.origin = self.origin._replace(place=digest(f"{self.origin.place} {mark}"))\n',
         "",
         first="tests/engine/test_rebalance.py",

@@ -1,4 +1,4 @@
-"""Memory that a rank offers to the others in calls of few rows: two blocks, used in turn.
+"""Memory that a rank offers to the others for rows that they read: two blocks, used in turn.
 
 Nothing says that the others have read a block. But a rank posts its next message, of whatever call,
 only when it has read all blocks of this one. So whoever has heard all messages of a later call

@@ -70,7 +70,7 @@ def lies_at(value: Any, num_axes: int, dtype: torch.dtype | None = None) -> int:
     address is 0 if it has neither elements nor memory.
 
     NOT_PLAIN if it is something else, if its memory does not hold what it means (see `held`), or if
-    somebody wants its gradient. Calls of few tokens ask this of each tensor, every time.
+    somebody wants its gradient. Calls ask this of each tensor, every time.
     """
     if (
         type(value) is not Tensor

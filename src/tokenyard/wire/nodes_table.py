@@ -1,7 +1,7 @@
 """What the compiled steps of a call between nodes are told: a table of int64, with a name for every
 word.
 
-Both ways of a call fill it: `engine.compiled_nodes`, and the engine's through
+Both ways of a call fill it: `engine.nodes`, and the engine's through
 `transports.hierarchical.enclosed`. The words of a Buffer and of a shape are written once, those of
 the staging when it has grown, and before each call the few that differ from call to call. Addresses
 are of memory that the caller keeps until the call is over. Letters are as in `types`; L ranks share

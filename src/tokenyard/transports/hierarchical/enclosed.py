@@ -16,7 +16,7 @@ of the node have begun the call in between, and so have ended the one before it.
 from what ranks wanted to enclose, which all ranks hear: so all know how much the others can take.
 
 The steps of a call are compiled, and read a table (`steps`). The engine's calls have one table
-here; those of `engine.compiled_nodes` have one for each shape.
+here; those of `engine.nodes` have one for each shape.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The steps of a call of few rows between nodes, compiled.
 
-`transports.hierarchical.enclosed` makes them for the engine, and `engine.compiled_nodes` makes them
+`transports.hierarchical.enclosed` makes them for the engine, and `engine.nodes` makes them
 with steps of its own before and after, so that a rank may make a call this way while another makes
 it that way. Between the steps Python exchanges messages with other nodes and with the ranks of its
 own.
