@@ -206,12 +206,16 @@ class StandingPair:
             num_tokens = shape[0]
             if num_tokens > self._shape.max_tokens or x.shape != (num_tokens, self._hidden):
                 return False
-            table, ids, at_x = turn.table, self._ids, x.data_ptr()
-            table[at.SOURCES], table[ids] = at_x, topk_idx.data_ptr()
-            table[ids + 1], table[at.NUM_TOKENS] = topk_weights.data_ptr(), num_tokens
-            return at_x != 0 or num_tokens == 0
+            return self._write(turn, x, topk_idx, topk_weights) != 0 or num_tokens == 0
         except RuntimeError:  # of tensors without memory
             return False
+
+    def _write(self, turn: _Turn, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> int:
+        """Write where tensors lie. Returns where x does."""
+        table, ids, at_x = turn.table, self._ids, x.data_ptr()
+        table[at.SOURCES], table[ids] = at_x, topk_idx.data_ptr()
+        table[ids + 1], table[at.NUM_TOKENS] = topk_weights.data_ptr(), x.shape[0]
+        return at_x
 
     def _make_plain(self, turn: _Turn, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[Any, ...]:
         """The same for whatever tensors, after the checks of every dispatch, which copy them if
@@ -229,9 +233,8 @@ class StandingPair:
                 turn.plan.mark(core.local.count_ids(given.topk_idx, given.placement))
         except Exception as error:
             core.reject(self._dispatch_stage, error)
-        plain = given.x.detach(), given.topk_idx, given.topk_weights.detach()
-        is_told = self._tell(turn, *plain)
-        assert is_told
+        plain = given.x, given.topk_idx, given.topk_weights
+        self._write(turn, *plain)
         return plain
 
     def _go_on(self, turn: _Turn, verdict: int, topk_idx: Any) -> None:
@@ -257,7 +260,7 @@ class StandingPair:
                 y = validate.rows("y", y, num_rows=wanted[0], dtypes=(self._dtype,)).detach()
                 if y.shape[1] != wanted[1]:
                     raise ValueError(f"y has hidden {y.shape[1]}, want {wanted[1]}")
-                address = _address(y, wanted, self._dtype)
+                address = y.data_ptr()
             if weigh is not True:
                 validate.switch("weigh", weigh)
             num_tokens = turn.table[at.NUM_TOKENS]
