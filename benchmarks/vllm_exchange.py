@@ -84,12 +84,12 @@ def ways(
 
     # Experts that do nothing say the same every time, and in memory that is not the exchange's.
     arrived = exchange.send(x, ids, weights, NUM_EXPERTS)
-    y, out = arrived.rows.x.clone(), torch.empty_like(x)
-    exchange.send_back(y, arrived, arrived.weights)
+    y, out = arrived.x.clone(), torch.empty_like(x)
+    exchange.send_back(y, arrived)
 
     def for_the_kernel() -> Tensor:
         arrived = exchange.send(x, ids, weights, NUM_EXPERTS)
-        return exchange.send_back(y, arrived, arrived.weights, out)
+        return exchange.send_back(y, arrived, out=out)
 
     assert torch.equal(for_the_kernel(), x * NUM_TOPK), type(exchange).__name__
     return {"exchange": move, "for the kernel": for_the_kernel}

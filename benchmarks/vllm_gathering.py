@@ -43,8 +43,14 @@ class GatheringExchange(Exchange):
         num_local = self.experts(num_experts).num_local
         grouped = permute(all_x, self._locals[ids], num_local)
         begin = most * self.buffer.rank
-        own: Any = slice(begin, begin + num_tokens)  # this rank's tokens among those of all
-        return Arrived(rows=grouped, weights=weights, handle=own)
+
+        def combine(y: Tensor, weigh: bool = True, out: Tensor | None = None) -> Tensor:
+            sums = unpermute(y, grouped.row_of, weights=weights if weigh else None)
+            self.add_up(sums)
+            mine = sums[begin : begin + num_tokens]  # this rank's tokens among those of all
+            return mine if out is None else out.copy_(mine)
+
+        return Arrived(grouped.x, grouped.scales, grouped.offsets, combine)
 
     def gather_all(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # Ids and weights are one message, of a dtype that vLLM's collectives move.
@@ -52,15 +58,6 @@ class GatheringExchange(Exchange):
         all_x, all_routing = self.all_gather(x), self.all_gather(routing)
         all_ids, all_weights = all_routing.chunk(2, 1)
         return all_x, all_ids.view(torch.int32), all_weights.contiguous()
-
-    def send_back(
-        self, y: Tensor, arrived: Arrived, weights: Tensor | None, out: Tensor | None = None
-    ) -> Tensor:
-        own: Any = arrived.handle
-        sums = unpermute(y, arrived.rows.row_of, weights=weights)
-        self.add_up(sums)
-        mine = sums[own]
-        return mine if out is None else out.copy_(mine)
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Nothing: a request warms these up."""

@@ -235,6 +235,10 @@ def test_some_ranks_may_make_ordinary_calls(by_expert: bool) -> None:
     run_virtual(mixed, 3, by_expert)
 
 
+class Kind(Tensor):
+    """A kind of tensor of its own."""
+
+
 @torch.no_grad()
 def unusual(group: Any, by_expert: bool) -> None:
     """Tensors that are not plain are made plain."""
@@ -251,11 +255,13 @@ def unusual(group: Any, by_expert: bool) -> None:
             (x, ids.t().contiguous().t(), weights.t().contiguous().t()),
             (torch._neg_view(-x), ids, weights),
             (torch.nn.Parameter(x), ids, weights),
+            (x.as_subclass(Kind), ids.as_subclass(Kind), weights.as_subclass(Kind)),
             (x.clone().requires_grad_(), ids, weights.clone().requires_grad_()),
         ):
             assert_same(step.dispatch(*given).x, want)
             assert not step.combine(want.clone().requires_grad_()).requires_grad
             assert_same(step.combine(torch._neg_view(-want)), sums)
+            assert_same(step.combine(want.as_subclass(Kind)), sums)
             assert_same(step.combine(torch.stack([want, want], 2)[:, :, 1]), sums)
 
 

@@ -9,7 +9,7 @@ combined, _, _ = buffer.combine(experts(received), handle)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,7 @@ from tokenyard.hardware import Hardware
 from tokenyard.lifetime import Lifetime
 from tokenyard.low_latency.calls import LowLatencyCalls
 from tokenyard.opening import Options, check_group, default_timeout, open_engine
-from tokenyard.prepared import Prepared
+from tokenyard.prepared import Few, Prepared, few_of
 from tokenyard.replicas import Moves, Replicas, replicas_of
 from tokenyard.results import (
     Combined,
@@ -122,6 +122,8 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
         engine, low_latency = open_engine(group, options)
         self._opened(engine, low_latency)
         self.group_size = engine.num_ranks
+        config = partial(Buffer.get_dispatch_config, engine.num_ranks)
+        self._few: Few | None = few_of(engine, self._use, config)
 
     def get_dispatch_layout(
         self,
@@ -398,9 +400,15 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
         """
         with self._use as engine:
             moves = rebalance(engine, placement)
+            if self._few is not None:
+                self._few.forget()
             if self._low_latency is not None:
                 self._low_latency.forget()
         return moves
+
+    def _close(self) -> None:
+        self._few = None
+        super()._close()
 
     @property
     def replicas(self) -> Replicas | None:

@@ -7,6 +7,7 @@ out = step.combine(experts(rows.x, rows.offsets))
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,12 +15,18 @@ from torch import Tensor
 
 from tokenyard import recording
 from tokenyard.engine.calls import SharedCalls
-from tokenyard.engine.prepared import OrdinaryPair, Pair, PreparedRows, Shape
+from tokenyard.engine.inputs import CombineRequest
+from tokenyard.engine.prepared import OrdinaryPair, Pair, PreparedRows, Shape, checked_shape
 from tokenyard.engine.standing import StandingPair
+from tokenyard.runtime.threads import num_threads
+from tokenyard.types import Config
 
 if TYPE_CHECKING:
     from tokenyard.engine.engine import Engine
-    from tokenyard.lifetime import Lifetime
+    from tokenyard.lifetime import Lifetime, Use
+
+_FEW = 128  # tokens
+_MOST_SHAPES = 32
 
 
 class Prepared:
@@ -67,3 +74,101 @@ class Prepared:
         if isinstance(engine.calls, SharedCalls):
             return StandingPair(engine, engine.calls, self._shape)
         return OrdinaryPair(engine, self._shape)
+
+
+class Few:
+    """The exchanges by expert that layers of a Buffer prepare by themselves, where they have few
+    tokens and the Buffer's calls are compiled. Rows that somebody still holds when their memory's
+    turn comes stay as they are. To other ranks it is all the same.
+    """
+
+    def __init__(self, use: Use, config: Callable[[], Config]) -> None:
+        """`config` gives that of all calls now."""
+        self._use, self._config = use, config
+        self._idle: dict[Shape, list[StandingPair]] = {}
+
+    def forget(self) -> None:
+        """Experts have moved."""
+        self._idle = {}
+
+    def dispatch(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, num_experts: int, tag: int
+    ) -> Step | None:
+        """What dispatch_by_expert does; None if that is as quick, or if no such shape can be
+        prepared.
+        """
+        if x.dim() != 2 or topk_idx.dim() != 2:
+            return None
+        (num_tokens, hidden), num_topk = x.shape, topk_idx.shape[1]
+        shape = Shape(
+            _FEW, hidden, num_topk, num_experts, x.dtype, True, 1, self._config(), tag, True
+        )
+        if (
+            num_tokens > _FEW
+            or num_threads(num_tokens, num_tokens * num_topk * shape.row_bytes) > 1
+        ):
+            return None
+        self._use.stage = shape.stages[0]
+        with self._use as engine:
+            if shape not in self._idle and len(self._idle) == _MOST_SHAPES:
+                self.forget()
+            idle = self._idle.setdefault(shape, [])
+            try:
+                pair = idle.pop() if idle else _new_pair(engine, shape)
+            except ValueError:
+                return None
+            rows = pair.dispatch(x, topk_idx, topk_weights)
+        if (notes := recording.active) is not None:
+            notes.note(engine, x, topk_idx, topk_weights, num_experts)
+        return Step(self._use, shape, pair, idle, rows)
+
+
+class Step:
+    """A dispatch of a layer, and its combine, after which the exchange is free for the next.
+
+    x is [M, D] by (expert, source rank, token), offsets [L] int32, where each expert's rows end.
+    """
+
+    __slots__ = ("_back_to", "_pair", "_shape", "_use", "offsets", "x")
+
+    def __init__(
+        self,
+        use: Use,
+        shape: Shape,
+        pair: StandingPair,
+        back_to: list[StandingPair],
+        rows: PreparedRows,
+    ) -> None:
+        self._use, self._shape, self._pair, self._back_to = use, shape, pair, back_to
+        offsets = rows.offsets
+        assert offsets is not None
+        self.x, self.offsets = rows.x, offsets
+
+    def combine(self, y: Tensor, *, weigh: bool = True, out: Tensor | None = None) -> Tensor:
+        """What combine_by_expert does, once."""
+        shape, pair = self._shape, self._pair
+        self._use.stage = shape.stages[1]
+        with self._use as engine:
+            if (
+                type(y) is Tensor
+                and y.dtype is shape.dtype
+                and y.shape[1:] == (shape.hidden,)
+                and num_threads(y.shape[0], y.shape[0] * shape.row_bytes) == 1
+            ):
+                sums = pair.combine(y, weigh, out)
+            else:  # what experts may return too, or what threads share, where much has come
+                request = CombineRequest.plain(y, pair.handle(), out, shape.config, shape.tag)
+                sums = engine.calls.combine_by_expert(request, weigh)
+            self._back_to.append(pair)
+        return sums
+
+
+def _new_pair(engine: Engine, shape: Shape) -> StandingPair:
+    assert isinstance(engine.calls, SharedCalls)
+    with torch.inference_mode(False):  # its memory may be used outside of it
+        return StandingPair(engine, engine.calls, checked_shape(engine, shape))
+
+
+def few_of(engine: Engine, use: Use, config: Callable[[], Config]) -> Few | None:
+    """None where calls are not compiled."""
+    return Few(use, config) if isinstance(engine.calls, SharedCalls) else None

@@ -116,6 +116,19 @@ def test_generation_of_own_tokens(two_ranks: Processes, kind: str) -> None:
         assert got.tolist() == generated(kind, rank).tolist()
 
 
+@KINDS
+def test_generation_prepares_its_exchange(two_ranks: Processes, kind: str) -> None:
+    """By itself, and nobody notices: the same bits, of whatever somebody keeps."""
+    want = two_ranks.run(jobs.generate_and_keep, kind, "ordinary")
+    for how in ("prepared", "half"):
+        for rank, (got, due) in enumerate(
+            zip(two_ranks.run(jobs.generate_and_keep, kind, how), want)
+        ):
+            is_taken = how == "prepared" or rank == 0
+            assert got[0] == len(due[3]) * is_taken >= 12 * is_taken
+            assert_same(got[1:], due[1:])
+
+
 @cache
 def generated(kind: str, rank: int) -> Tensor:
     tokens = jobs.continued(jobs.whole_model(kind), rank, 64)

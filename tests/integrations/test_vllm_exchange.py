@@ -13,6 +13,7 @@ from torch import Tensor
 
 import tokenyard
 from tests.cases.clock import scaled
+from tests.cases.nn.few import ordinary, watched
 from tokenyard import routing
 from tokenyard.integrations.vllm.exchange import Exchange
 from tokenyard.integrations.vllm.settings import Settings
@@ -57,12 +58,12 @@ def through_experts(
         x, ids, weights = tokens_of(buffer.rank, tokens[buffer.rank], num_experts, num_topk)
         first = even_split(num_experts, ep_size).index(ep_ranks[buffer.rank])
         arrived = exchange.send(x, ids, weights, num_experts)
-        y = fake_experts(arrived.rows, first)
+        y = fake_experts(arrived, first)
         if not overlap:
-            return exchange.send_back(y, arrived, arrived.weights)
+            return exchange.send_back(y, arrived)
         workspace = torch.cat([y, y.new_zeros(len(x), HIDDEN)])
         out = workspace[len(y) // 2 :][: len(x)]
-        return exchange.send_back(workspace[: len(y)], arrived, arrived.weights, out)
+        return exchange.send_back(workspace[: len(y)], arrived, out=out)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +98,39 @@ def test_tensor_parallel_ranks_take_their_own_experts(num_experts: int, tp_rank:
     for rank, out in enumerate(got):
         x, ids, weights = tokens_of(rank, case[2 + rank], num_experts, 4)
         assert_same(out, expected(x, ids, weights, known))
+
+
+@torch.inference_mode()
+def steps(group: Any, tp_rank: int, dtype: torch.dtype) -> None:
+    """Few tokens go by an exchange that is prepared: the same bits, and what is kept stays."""
+    settings = Settings(enabled=True, transport="direct", timeout=scaled(60))
+    exchange = Exchange(group, [tp_rank, 2 + tp_rank], 4, settings)
+    with exchange.buffer as buffer:
+        exchange.warm_up(dtype)
+        kept = []
+        with watched(buffer) as taken:
+            for turn, tokens in enumerate([(3, 1), (0, 2), (128, 5), (200, 4), (1, 1), (3, 1)]):
+                x, ids, weights = tokens_of(buffer.rank + 10 * turn, tokens[buffer.rank], 8, 4)
+                given = x.to(dtype), ids, weights, 8
+
+                def there_and_back(given: Any = given, turn: int = turn) -> list[Tensor]:
+                    arrived = exchange.send(*given)
+                    weigh, y = turn % 2 == 0, arrived.x * 2
+                    out = torch.empty_like(given[0]) if turn % 3 else None
+                    return [arrived.x, arrived.offsets, exchange.send_back(y, arrived, weigh, out)]
+
+                with ordinary(buffer):
+                    want = there_and_back()
+                kept.append((there_and_back(), want))
+        for got, want in kept:
+            assert_same(got, want)
+        assert taken == [[3, 0, 128, 1, 3], [1, 2, 5, 4, 1, 1]][buffer.rank]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tp_rank", [0, 1])
+def test_few_tokens(tp_rank: int, dtype: torch.dtype) -> None:
+    run_virtual(steps, 2, tp_rank, dtype)
 
 
 def test_expert_map_is_vllms() -> None:

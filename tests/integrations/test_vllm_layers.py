@@ -209,7 +209,7 @@ def test_results_do_not_depend_on_the_rank() -> None:
         with exchange.buffer:
             x, weights, ids = inputs(5, 6)
             arrived = exchange.send(x, ids, weights, EXPERTS)
-            return exchange.send_back(arrived.rows.x.sin(), arrived, arrived.weights)
+            return exchange.send_back(arrived.x.sin(), arrived)
 
     first, second = run_virtual(job, 2).results
     assert_same(first, second)

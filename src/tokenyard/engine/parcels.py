@@ -138,6 +138,24 @@ class Columns(NamedTuple):
     topk_weights: Tensor
 
 
+def handle_of(core: Core, plan: Plan, ledger: WrittenLedger, lists: Lists) -> Handle:
+    """That of a plan's last dispatch, which has written these."""
+    table, shape = plan.table, plan.shape
+    ledger.num_tokens, ledger.num_rows = table[at.NUM_TOKENS], table[at.NUM_ROWS]
+    ledger.num_copies = table[at.NUM_COPIES]
+    lists.num_rows, lists.num_came = table[at.END], ledger.num_rows
+    return Handle(
+        core.origin,
+        table[at.NUMBER],
+        shape.hidden,
+        plan.combine_dtype,
+        plan.num_channels,
+        ledger,
+        None,
+        lists,
+    )
+
+
 class ParcelCalls:
     def __init__(
         self, core: Core, kernels: CallKernels, meeting: Meeting, plans: Plans, turns: Turns
@@ -170,20 +188,7 @@ class ParcelCalls:
             elif not space.provides(verdict):
                 self._meeting.refuse(verdict, plan, DISPATCH, columns.topk_idx, no_memory)
         self._turns.give_back(lent)
-        ledger, lists, got = space.ledger, space.lists, space.rows()
-        ledger.num_rows, ledger.num_copies = table[at.NUM_ROWS], table[at.NUM_COPIES]
-        lists.num_rows, lists.num_came = table[at.END], ledger.num_rows
-        handle = Handle(
-            self._core.origin,
-            table[at.NUMBER],
-            shape.hidden,
-            plan.combine_dtype,
-            plan.num_channels,
-            ledger,
-            None,
-            lists,
-        )
-        return got, handle
+        return space.rows(), handle_of(self._core, plan, space.ledger, space.lists)
 
     def begin(self, plan: Plan, num_items: int, moved: int) -> bool:
         """Write the words with which every call begins. Whether threads move its rows."""

@@ -38,6 +38,8 @@ class Shape(NamedTuple):
     by_expert: bool
     expert_alignment: int
     config: Config
+    tag: int = -1
+    leaves_rows: bool = False  # to whoever holds them when their memory's turn comes: by expert
 
     @property
     def row_bytes(self) -> int:
@@ -50,7 +52,7 @@ class Shape(NamedTuple):
 
     def request(self, x: Any, topk_idx: Any, topk_weights: Any) -> DispatchRequest:
         routing = topk_idx, topk_weights, self.num_experts, self.expert_alignment
-        return DispatchRequest.plain(x, *routing, self.config, -1)
+        return DispatchRequest.plain(x, *routing, self.config, self.tag)
 
     def check(self, x: Any, topk_idx: Any) -> None:
         """Raises ValueError if a dispatch is none that was prepared. Leaves what is no matrix at
@@ -180,11 +182,11 @@ class OrdinaryPair:
         return PreparedRows(got.x, lists)
 
     def combine(self, y: Any, weigh: Any, out: Any) -> Tensor:
-        engine, config, stage = self._engine, self._shape.config, self._shape.stages[1]
+        engine, shape, stage = self._engine, self._shape, self._shape.stages[1]
         if self._handle is None:
             engine.reject(stage, nothing_dispatched())
-        request = CombineRequest.plain(y, self._handle, out, config, -1)
-        if self._shape.by_expert:
+        request = CombineRequest.plain(y, self._handle, out, shape.config, shape.tag)
+        if shape.by_expert:
             return engine.calls.combine_by_expert(request, weigh)
         return engine.calls.combine(request, AT_ONCE, stage)[0]
 

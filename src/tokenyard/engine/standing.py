@@ -7,9 +7,12 @@ The calls are those of `engine.calls` and `engine.parcels`, which others may mak
 
 from __future__ import annotations
 
+import sys
+from copy import copy
 from operator import is_
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,11 +21,12 @@ from tokenyard.engine.calls import BySource, SharedCalls
 from tokenyard.engine.core import Core
 from tokenyard.engine.inputs import fits
 from tokenyard.engine.ledger import WrittenLedger
-from tokenyard.engine.parcels import ByExpert
+from tokenyard.engine.parcels import ByExpert, handle_of
 from tokenyard.engine.plans import CombineShape, DispatchShape
 from tokenyard.engine.prepared import PreparedRows, Shape, nothing_dispatched
 from tokenyard.engine.turns import Lent
 from tokenyard.errors import SharedMemoryError
+from tokenyard.handle import Handle
 from tokenyard.runtime import memory
 from tokenyard.shm import shared_rows
 from tokenyard.shm.pool import rows
@@ -42,13 +46,13 @@ class _Turn:
         size, most, num_topk = core.num_ranks, shape.max_tokens, shape.num_topk
         dispatch, combine = shape.stages
         placement = core.local.placement(shape.num_experts)
-        more = num_topk, placement.num_experts, shape.expert_alignment, -1, None
+        more = num_topk, placement.num_experts, shape.expert_alignment, shape.tag, None
         self.plan = calls.plans.new_dispatch(
             DispatchShape(dispatch, shape.dtype, shape.hidden, *more), placement, shape.config
         )
         pairs = num_topk if shape.by_expert else 0
         self.back = calls.plans.new_combine(
-            CombineShape(combine, shape.dtype, shape.hidden, 0, -1, pairs), shape.config
+            CombineShape(combine, shape.dtype, shape.hidden, 0, shape.tag, pairs), shape.config
         )
         self.table, self.call = self.plan.table, self.plan.call
         self.back_table, self.sum = self.back.table, self.back.call
@@ -58,6 +62,7 @@ class _Turn:
         self.count = at.END if shape.by_expert else at.NUM_ROWS
         self.by_source: BySource | None = None
         self.by_expert: ByExpert | None = None
+        self._array: np.ndarray | None = None  # in which rows by expert lie
         if shape.by_expert:
             self.by_expert = ByExpert(self.plan, self._empty, ledger)
         else:
@@ -69,11 +74,20 @@ class _Turn:
         self._seen: Tensor | None = None  # those of the last dispatch
         self._num_seen = -1
 
-    @staticmethod
-    def _empty(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    def _empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """Room for so many rows, and some more, so that it is soon large enough."""
-        with torch.inference_mode(False):  # the next rows may be used outside of it
-            return memory.empty(num_rows + num_rows // 4, width, dtype=dtype)
+        num_rows += num_rows // 4
+        self._array = memory.empty(num_rows * width * dtype.itemsize).numpy()
+        self._alone = sys.getrefcount(self._array) + 1  # that of the tensor
+        return rows(self._array, 0, num_rows, width, dtype)
+
+    def leave_rows(self) -> None:
+        """If somebody still holds rows of this turn's last dispatch, take other memory for the
+        next. Each `rows` is of a storage of its own, which holds the array until it dies.
+        """
+        if self._array is not None and sys.getrefcount(self._array) > self._alone:
+            assert self.by_expert is not None
+            self.by_expert.grow(self.table[at.END])
 
     def _space(self) -> BySource | ByExpert:
         space = self.by_expert or self.by_source
@@ -99,14 +113,13 @@ class _Turn:
         """The rows of the last dispatch, in a tensor of the caller's own."""
         num_rows = self.table[self.count]
         if self._num_seen != num_rows:
-            self._num_seen = num_rows
-            if self.by_expert is not None:
-                self._seen = self.by_expert.room()[:num_rows]
-            else:
-                assert self.by_source is not None
-                shape, array = self._shape, self.by_source.block.array
-                with torch.inference_mode(False):  # rows may be used outside of it
-                    self._seen = rows(array, 0, num_rows, shape.hidden, shape.dtype)
+            shape = self._shape
+            array = self._array if self.by_source is None else self.by_source.block.array
+            with torch.inference_mode(False):  # rows may be used outside of it
+                seen = rows(array, 0, num_rows, shape.hidden, shape.dtype)
+            if shape.leaves_rows:
+                return seen
+            self._seen, self._num_seen = seen, num_rows
         assert self._seen is not None
         return self._seen.detach()  # a third of the time of a slice
 
@@ -114,7 +127,7 @@ class _Turn:
         return self.plan.per_expert.tolist()
 
     def offsets(self) -> Tensor | None:
-        return None if self.by_expert is None else self.by_expert.ends.detach()
+        return None if self.by_expert is None else self.by_expert.ends.clone()
 
     def topk_idx(self, num_rows: int) -> Tensor | None:
         return None if self.by_source is None else self.by_source.rows().topk_idx
@@ -159,6 +172,8 @@ class StandingPair:
     def dispatch(self, x: Any, topk_idx: Any, topk_weights: Any) -> PreparedRows:
         turn = self._each[self._next]
         given = x, topk_idx, topk_weights
+        if self._shape.leaves_rows:
+            turn.leave_rows()
         if self._worker.pending is not None or not self._tell(turn, x, topk_idx, topk_weights):
             given = self._check(turn, x, topk_idx, topk_weights)
         self._next = 1 - self._next
@@ -270,6 +285,13 @@ class StandingPair:
         if lent is not None:
             self._turns.give_back(lent)
         return out
+
+    def handle(self) -> Handle:
+        """That of the last dispatch by expert, good until the next but one."""
+        assert self._last is not None
+        space = self._last.by_expert
+        assert space is not None
+        return handle_of(self._core, self._last.plan, copy(space.ledger), copy(space.lists))
 
     def _check_rows(self, y: Any, num_rows: int) -> Tensor:
         """The rows of a combine as they can be read."""

@@ -22,6 +22,7 @@ on all ranks or on none, and likewise y of a combine. Ranks that differ raise Ca
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -122,6 +123,36 @@ def combine_by_expert(buffer: Buffer, y: Tensor, rows: RowsByExpert, num_tokens:
     return operators.combine_by_expert(
         y, rows.row_of, rows.topk_weights, rows.ticket, number, num_tokens, graph
     )
+
+
+def few_through_experts(
+    buffer: Buffer,
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    num_experts: int,
+    experts: Callable[[Tensor, Tensor], Tensor],
+    *,
+    place: int | None = None,
+) -> Tensor | None:
+    """[T, D]: dispatch_by_expert, y = experts(x [M, D], offsets [L]) and combine_by_expert, if
+    tokens are few, no gradient is wanted and the Buffer can prepare such an exchange; else None.
+
+    Results are the same to the bit, other ranks may make the other calls, and x stays as it is for
+    as long as somebody holds it.
+    """
+    given = x, topk_idx, topk_weights
+    if torch.is_grad_enabled() or operators.is_looked_at(given) or (few := buffer._few) is None:
+        return None
+    if place is not None:
+        buffer.require_placement(num_experts, place)
+    with operators.same_on_all_ranks("x or topk_weights of dispatch_by_expert", False):
+        step = few.dispatch(*given, num_experts, tag=0)
+    if step is None:
+        return None
+    y = experts(step.x, step.offsets)
+    with operators.same_on_all_ranks("y or topk_weights of combine_by_expert", False):
+        return step.combine(y)
 
 
 def permute(

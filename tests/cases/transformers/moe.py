@@ -27,9 +27,11 @@ with warnings.catch_warnings():
     from transformers.utils.logging import disable_progress_bar
 
 from tests.cases.clock import scaled
+from tests.cases.nn.few import ordinary, watched
 from tokenyard import PeerInputError, PeerLeft, Replicas
 from tokenyard.integrations.transformers import (
     expert_parallel,
+    experts,
     from_pretrained,
     save_pretrained,
 )
@@ -171,6 +173,33 @@ def generate(group: Any, kind: str, tokens: Any, num_tokens: int) -> Tensor:
 
 def continued(model: Any, rank: int, num_tokens: int) -> Tensor:
     return model.generate(tokens_of(rank), max_new_tokens=num_tokens, do_sample=False)
+
+
+def generate_and_keep(group: Any, kind: str, how: str) -> tuple[Any, ...]:
+    """What generation says, and all that is kept of it: the hidden states of all layers and steps,
+    and what the experts were given. How many calls went by an exchange that was prepared, or, if
+    `how` is "ordinary", that all calls were others; "half" is so for the later of two ranks.
+    """
+    model = expert_parallel(whole_model(kind), group)
+    buffer, seen = model.tokenyard_buffer, []
+    through = experts.through_experts
+
+    def keeping(module: Any, x: Tensor, offsets: Tensor) -> Tensor:
+        seen.append((x, offsets))
+        return through(module, x, offsets)
+
+    is_ordinary = how == "ordinary" or (how == "half" and group.rank() == 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts, "through_experts", keeping)
+        with ordinary(buffer) if is_ordinary else watched(buffer) as taken:
+            got = model.generate(
+                tokens_of(group.rank()),
+                max_new_tokens=12,
+                do_sample=False,
+                output_hidden_states=True,
+                return_dict_in_generate=True,
+            )
+    return len(taken or ()), got.sequences, got.hidden_states, seen
 
 
 def save(group: Any, kind: str, path: str, uneven: bool) -> str:

@@ -66,12 +66,18 @@ def run_by_expert(
     """
     plan = _plan_of(module)
     if plan.everyone is None:
+
+        def experts(x: Tensor, offsets: Tensor) -> Tensor:
+            return through(module, x, offsets).to(x.dtype)
+
         x, weights = x.contiguous(), topk_weights.float()
-        rows = functional.dispatch_by_expert(
-            plan.buffer, x, topk_idx, weights, plan.num_experts, place=plan.place
-        )
-        y = through(module, rows.x, rows.offsets).to(x.dtype)
-        return functional.combine_by_expert(plan.buffer, y, rows, len(x))
+        given = plan.buffer, x, topk_idx, weights, plan.num_experts
+        sums = functional.few_through_experts(*given, experts, place=plan.place)
+        if sums is None:
+            rows = functional.dispatch_by_expert(*given, place=plan.place)
+            y = experts(rows.x, rows.offsets)
+            sums = functional.combine_by_expert(plan.buffer, y, rows, len(x))
+        return sums
 
     def run(module: Experts, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         grouped = functional.permute(x, topk_idx, module.num_experts)

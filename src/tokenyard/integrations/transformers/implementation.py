@@ -53,11 +53,16 @@ class TokenyardEP(EPImplementation):
             x, topk_idx, weights = (
                 slice_of_rank(self.same_batch, one) for one in (x, topk_idx, weights)
             )
-        rows = functional.dispatch_by_expert(
-            self.buffer, x, topk_idx, weights, self.num_experts, place=self.place
-        )
-        y = self._through_experts(rows.x, rows.offsets).to(x.dtype)
-        sums = functional.combine_by_expert(self.buffer, y, rows, len(x))
+
+        def experts(x: Tensor, offsets: Tensor) -> Tensor:
+            return self._through_experts(x, offsets).to(x.dtype)
+
+        given = self.buffer, x, topk_idx, weights, self.num_experts
+        sums = functional.few_through_experts(*given, experts, place=self.place)
+        if sums is None:
+            rows = functional.dispatch_by_expert(*given, place=self.place)
+            y = experts(rows.x, rows.offsets)
+            sums = functional.combine_by_expert(self.buffer, y, rows, len(x))
         if self.same_batch is None:
             return sums
         return join_slices(self.same_batch, sums, len(hidden_states))

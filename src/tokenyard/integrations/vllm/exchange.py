@@ -8,8 +8,8 @@ to the experts that these ranks own, and vLLM adds up the results of the TP rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,16 +21,15 @@ from tokenyard.handle import Handle
 from tokenyard.integrations.vllm.settings import Settings
 from tokenyard.results import Rows
 from tokenyard.topology import Placement
-from tokenyard.types import Permuted
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Arrived:
-    """What came to this rank's experts."""
+class Arrived(NamedTuple):
+    """What came to this rank's experts: rows, one a (token, local expert), by expert."""
 
-    rows: Permuted  # one a (token, local expert), by expert
-    weights: Tensor  # [N, K] float32, of rows.row_of
-    handle: Handle
+    x: Tensor
+    scales: Tensor | None
+    offsets: Tensor
+    combine: Callable[..., Tensor]  # `Buffer.combine_by_expert` with their handle
 
 
 class Experts(NamedTuple):
@@ -71,30 +70,29 @@ class Exchange:
     def send(self, x: Rows, topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> Arrived:
         """Each token to the ranks of its experts; and there a row for each (token, expert)."""
         experts, topk_ids = self.experts(num_experts), topk_ids.to(torch.int64)
-        got = self.buffer.dispatch_by_expert(
-            x,
-            topk_ids if experts.known_as is None else experts.known_as[topk_ids],
-            topk_weights.float(),
-            num_experts=experts.num_known,
-        )
-        by_expert = got.handle.by_expert
-        assert by_expert is not None
+        if experts.known_as is not None:
+            topk_ids = experts.known_as[topk_ids]
+        weights, few = topk_weights.float(), self.buffer._few
+        if few is not None and isinstance(x, Tensor):
+            step = few.dispatch(x, topk_ids, weights, experts.num_known, tag=-1)
+            if step is not None:
+                return Arrived(step.x, None, step.offsets, step.combine)
+        got = self.buffer.dispatch_by_expert(x, topk_ids, weights, num_experts=experts.num_known)
         values, scales = got.x if isinstance(got.x, tuple) else (got.x, None)
-        rows = Permuted(x=values, scales=scales, row_of=by_expert.row_of, offsets=got.offsets)
-        return Arrived(rows=rows, weights=by_expert.topk_weights, handle=got.handle)
+        combine = partial(self.buffer.combine_by_expert, handle=got.handle)
+        return Arrived(values, scales, got.offsets, combine)
 
     def send_back(
-        self, y: Tensor, arrived: Arrived, weights: Tensor | None, out: Tensor | None = None
+        self, y: Tensor, arrived: Arrived, weigh: bool = True, out: Tensor | None = None
     ) -> Tensor:
-        """[T, D] the sums of what experts made of each token's rows, y [M, D], times weights, which
-        are those that arrived, or None. They are written to `out`, if it is given.
+        """[T, D] the sums of what experts made of each token's rows, y [M, D], times the weights
+        that were sent, if `weigh`. They are written to `out`, if it is given.
         """
-        weigh, handle = weights is not None, arrived.handle
         if out is None:
-            return self.buffer.combine_by_expert(y, handle, weigh=weigh)
+            return arrived.combine(y, weigh=weigh)
         if out.dtype == y.dtype and out.is_contiguous() and not validate.overlap(out, y):
-            return self.buffer.combine_by_expert(y, handle, weigh=weigh, out=out)
-        return out.copy_(self.buffer.combine_by_expert(y, handle, weigh=weigh))
+            return arrived.combine(y, weigh=weigh, out=out)
+        return out.copy_(arrived.combine(y, weigh=weigh))
 
     def gather(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Handle]:
         """Each of these [T, ...] of all ranks, by rank; and the way back for their sums."""
@@ -109,4 +107,4 @@ class Exchange:
         weights = torch.ones(1, self.ep_size, dtype=torch.float32, device="cpu")
         with recording.paused():
             arrived = self.send(x, ids, weights, self.ep_size)
-        self.send_back(arrived.rows.x, arrived, arrived.weights)
+        self.send_back(arrived.x, arrived)

@@ -91,7 +91,7 @@ class _OneExpertARow(mk.FusedMoEPrepareAndFinalizeModular):
 
     def _bring(
         self, x: Tensor, scales: Tensor | None, topk_ids: Tensor, weights: Tensor, places: Any
-    ) -> Permuted:
+    ) -> Permuted | Arrived:
         """The rows of this rank's experts, by expert. `scales` if each row of x has its own."""
         raise NotImplementedError
 
@@ -123,15 +123,15 @@ class ExchangingPrepareAndFinalize(_OneExpertARow):
 
     def _bring(
         self, x: Tensor, scales: Tensor | None, topk_ids: Tensor, weights: Tensor, places: int
-    ) -> Permuted:
+    ) -> Arrived:
         sent = x.contiguous() if scales is None else (x.contiguous(), scales)
         self._arrived = self._exchange.send(sent, topk_ids, weights, places)
-        return self._arrived.rows
+        return self._arrived
 
     def _take_back(self, y: Tensor, weigh: bool, output: Tensor) -> None:
         arrived, self._arrived = self._arrived, None
         assert arrived is not None
-        self._exchange.send_back(y, arrived, arrived.weights if weigh else None, out=output)
+        self._exchange.send_back(y, arrived, weigh, out=output)
 
 
 class LocalPrepareAndFinalize(_OneExpertARow):

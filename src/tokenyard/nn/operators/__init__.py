@@ -17,12 +17,14 @@ others.
 """
 
 from tokenyard.nn.operators.by_expert import combine_by_expert, dispatch_by_expert
+from tokenyard.nn.operators.define import is_looked_at
 from tokenyard.nn.operators.exchange import (
     combine,
     combine_both,
     dispatch,
     dispatch_again,
     gather_over_ranks,
+    same_on_all_ranks,
     sum_over_ranks,
 )
 from tokenyard.nn.operators.grouped import grouped_mm, grouped_outer
@@ -38,7 +40,9 @@ __all__ = [
     "gather_over_ranks",
     "grouped_mm",
     "grouped_outer",
+    "is_looked_at",
     "permute",
+    "same_on_all_ranks",
     "spread",
     "sum_over_ranks",
     "unpermute",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _functorch as functorch
+from torch.autograd import forward_ad
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -26,7 +27,7 @@ class Operator:
         self.register_autograd = self.operator.register_autograd
 
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling() or _is_looked_at(args):
+        if is_looked_at(args):
             return self.operator(*args)
         return self.function(*args)
 
@@ -35,10 +36,12 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
     return lambda function: Operator(name, function)
 
 
-def _is_looked_at(args: tuple[Any, ...]) -> bool:
-    """By autograd, a mode, a transform, a profiler, or a kind of tensor of its own."""
+def is_looked_at(args: tuple[Any, ...]) -> bool:
+    """By a compiler, autograd, a mode, a transform, a profiler, or a kind of tensor of its own."""
     if (
-        torch._C._len_torch_dispatch_stack()
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or forward_ad._current_level >= 0
         or functorch.peek_interpreter_stack() is not None
         or torch.autograd._profiler_enabled()
     ):
