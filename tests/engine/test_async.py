@@ -84,6 +84,29 @@ def test_a_call_waits_for_the_asynchronous_one_before_it(processes: Pools) -> No
     processes(2).run(call_after_a_slow_one)
 
 
+def call_with_more_tokens(group: Any) -> None:
+    """While the thread still has to write the tokens of the rows of a call before."""
+    with tokenyard.Buffer(group, transport="direct") as buffer:
+        gate, sizes, calls = threading.Event(), (300, 20_000, 301), []
+        worker_of(buffer).submit(lambda: gate.wait(scaled(60)))
+        for num_tokens in sizes:
+            idx, weights = routing("uniform", num_tokens, 3, EXPERTS)
+            given: dict[str, Any] = {"topk_idx": idx, "topk_weights": weights}
+            x = numbered_tokens(num_tokens, 8)
+            calls.append(buffer.dispatch(x, **given, num_experts=EXPERTS, async_finish=True))
+        others = [torch.full((size, 1), -7, dtype=torch.int32) for size in range(1, 600)]
+        gate.set()
+        for got, num_tokens in zip(calls, sizes):
+            got.event.current_stream_wait()
+            handle: Any = got.handle
+            assert_same(got.recv_x, numbered_tokens(num_tokens, 8)[handle.recv_src_idx.long()])
+        assert len(others) == 599
+
+
+def test_the_thread_reads_what_was_when_the_call_was_made() -> None:
+    run_virtual(call_with_more_tokens, 1)
+
+
 def test_work_is_done_in_order_and_not_at_all_after_a_failure() -> None:
     worker, done, gate = Worker("test"), [], threading.Event()
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import time
 from array import array
+from functools import partial
 from typing import Any
 
 import pytest
@@ -177,3 +180,31 @@ def test_a_rank_whose_parcel_is_not_what_it_told_is_named(what: str) -> None:
         for rank, text in enumerate(ranks.run(lie_of_parcels, what)):
             if rank != CULPRIT:
                 assert "rank 1 wrote what no rank writes" in text
+
+
+def late(make_known: Any, *told: Any) -> None:
+    time.sleep(0.5)
+    make_known(*told)
+
+
+def leave_right_after(group: Any) -> list[float]:
+    """Rank 0 sends tokens in its last call alone, and rank 1 is slow to map what is new to it."""
+    buffer = tokenyard.Buffer(group, transport="direct")
+    given: dict[str, Any] = {"num_experts": 4}
+    for turn in range(3):
+        num_tokens = 4 if group.rank() or turn == 2 else 0
+        if group.rank() and turn == 2:
+            attached = engine_of(buffer).transport.node.attached
+            attached.make_known = partial(late, attached.make_known)
+        ids = torch.arange(num_tokens)[:, None] % 4
+        x, weights = torch.ones(num_tokens, 16), torch.ones(num_tokens, 1)
+        rows: Any = buffer.dispatch_by_expert(x, ids, weights, **given).x
+    if group.rank() == 0:
+        os._exit(0)
+    return [float(rows.sum())]
+
+
+def test_a_rank_may_end_when_its_rows_have_been_told_of() -> None:
+    with Processes(2, timeout=scaled(120)) as pair:
+        _, came = pair.run(leave_right_after, may_die=True)
+    assert came == [4 * 16.0]

@@ -36,8 +36,7 @@
  *   ONE_BLOCK     one block, which each call uses again
  *   TURN_TWICE    a call that did not send its message has used up a turn
  *   NO_AWAITS     end a call that tells of a block for the first time before all have read it
- *   KNOWN_UNREAD  take a block as known to a rank that had nothing to read there, and has not mapped it. (At
- *                 81ebaf0 the code does this: `_find_parcels` and `_find_rows` pass by a rank that sent no rows.)
+ *   KNOWN_UNREAD  take a block as known to a rank that had nothing to read there, and has not mapped it.
  *   POST_FIRST    send the message before the block is filled
  *   BLOCK_FENCE   send it without waiting for streamed stores
  *   READ_UNPOSTED read a block before the message has come that tells of it

@@ -97,7 +97,7 @@ class SharedCalls:
         self._agreement, self._worker, self._local = core.agreement, core.worker, core.local
         self._rank, self._size = core.rank, core.num_ranks
         self.plans = Plans(core, kernels)
-        self.room, self.turns = Room(self.pool), Turns(self.pool)
+        self.room, self.turns = Room(self.pool), Turns(self.pool, core.agreement)
         self._sums = SumCalls(core, kernels, self.meeting, self.plans, self.turns)
         self._by_expert = ParcelCalls(core, kernels, self.meeting, self.plans, self.turns)
 
@@ -194,6 +194,8 @@ class SharedCalls:
         find = self.plans.new_dispatch if completion.async_finish else self.plans.find_dispatch
         plan = find(shape, given.placement, given.config)
         numbers = self._local.token_numbers(given.x.shape[0])
+        if completion.async_finish:  # the thread reads them, whatever later calls make of theirs
+            plan.keep(numbers)
         columns = given.x, given.scales, given.topk_idx, given.topk_weights, numbers
         _tell_sources(plan, columns)
         layout, table = given.given, plan.table
@@ -227,7 +229,7 @@ class SharedCalls:
                 _AGAIN, given.dtype, given.shape[1], -1, 0, 1, -1, beside_x, is_cached=True
             )
             find = self.plans.new_dispatch if completion.async_finish else self.plans.find_dispatch
-            plan = find(shape, self._local.placement(self._local.any_num_experts), config)
+            plan = find(shape, self._local.any_placement, config)
         except Exception as error:
             core.reject(_AGAIN, error)
         _tell_sources(plan, columns)

@@ -194,6 +194,12 @@ class Preparation:
         return [replicas.rank_of_slot[copies[0]] for copies in replicas.copies]
 
     @property
+    def any_placement(self) -> Placement:
+        """For a call whose rows go to no expert."""
+        given = self.given_placement
+        return self.placement(self._num_ranks) if given is None else given
+
+    @property
     def any_num_experts(self) -> int:
         """A number of experts that a call may name: for one whose rows go to no expert."""
         given = self.given_placement

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from tokenyard.engine.agreement import Agreement
 from tokenyard.engine.plans import Plan
 from tokenyard.shm.pool import SegmentPool
 from tokenyard.shm.segment import Segment
@@ -37,8 +38,9 @@ class Lent:
 
 
 class Turns:
-    def __init__(self, pool: SegmentPool) -> None:
-        self._pool, self._turn = pool, 0
+    def __init__(self, pool: SegmentPool, agreement: Agreement) -> None:
+        self._pool, self._agreement = pool, agreement
+        self._turn, self._number = 0, -1  # of the block that was offered last, and of its call
         self._blocks: list[Lent | None] = [None, None]
 
     @property
@@ -47,7 +49,9 @@ class Turns:
 
     def offer(self, plan: Plan, num_bytes: int) -> Lent:
         """Offer a block in the next call of a plan. Raises SharedMemoryError."""
-        self._turn = turn = 1 - self._turn
+        if self._number != self._agreement.number:  # else an interrupted call is made again
+            self._turn, self._number = 1 - self._turn, self._agreement.number
+        turn = self._turn
         lent, table, head = self._blocks[turn], plan.table, plan.head
         if lent is None or lent.size < num_bytes:
             lent = self._take(turn, num_bytes)

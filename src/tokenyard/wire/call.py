@@ -68,7 +68,7 @@ WORST = 49  # as many rows as there must be. 0: as many as come
 SOURCES = 50  # [C] addresses of the columns
 BLOCK = 55  # address of the memory offered: where rows arrive, or lie for others to read
 BLOCK_BYTES = 56
-AWAITS = 57  # 1: the call ends when all have read the block; ONCE: and those after it do not
+AWAITS = 57  # 1: the call ends when all have read the block
 LEDGER = 58  # address of the memory of `engine.ledger.WrittenLedger`
 ROOM = 59  # rows that the ledger has room for: those that are sent
 SRC_ROOM = 60  # and those that arrive
@@ -111,8 +111,6 @@ ARRIVED = 8  # all rows of others are where they shall be
 SUMMED = 9  # the sums are made
 READ = 10  # that others' rows were read is signalled
 OVER = 11
-
-ONCE = 2  # of AWAITS
 
 NUM_KNOWN = 8  # segments of one rank
 KNOWN_WORDS = 3  # identity, address, size

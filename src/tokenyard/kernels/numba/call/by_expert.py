@@ -82,7 +82,7 @@ def _find_parcels(table):
         theirs = pointer(box_from(table, r), INT64)
         if theirs[say.SEGMENTS] == say.NO_MEMORY:
             return verdict(NO_MEMORY, r)
-        if r == rank or tokens[r] == 0:
+        if r == rank:
             continue
         entry = find_segment(table, r, theirs[say.SEGMENTS + say.SEGMENT_IDENTITY])
         if entry == 0:
@@ -273,8 +273,6 @@ def _dispatch_kernel(table):
         words[at.PHASE] = at.READ
     if words[at.AWAITS] != 0 and not passes(table, at.READ, READ):
         return verdict(LATE, READ)
-    if words[at.AWAITS] == at.ONCE:
-        words[at.AWAITS] = 0
     words[at.PHASE] = at.OVER
     return np.int64(DONE)
 

@@ -141,8 +141,6 @@ def _find_rows(table):
                 own = words[at.BLOCK] if shares else words[at.SOURCES + c]
                 places[c * size + r] = own + own_first * width
                 continue
-            if count == 0:
-                continue
             entry = find_segment(table, r, theirs[told + say.SEGMENT_IDENTITY])
             if entry == 0:
                 return verdict(MAP, r)
@@ -262,8 +260,6 @@ def _combine_kernel(like, wide, table):
         words[at.PHASE] = at.READ
     if words[at.AWAITS] != 0 and not passes(table, at.READ, READ):
         return verdict(LATE, READ)
-    if words[at.AWAITS] == at.ONCE:
-        words[at.AWAITS] = 0
     words[at.PHASE] = at.OVER
     return np.int64(DONE)
 
