@@ -21,6 +21,7 @@ from tokenyard.low_latency.handle import STAGE_OF, PendingCombine
 from tokenyard.low_latency.mismatch import posts_differ
 from tokenyard.low_latency.posts import Differs, Post, PostKernels, Posts, words
 from tokenyard.shm.attached import Mapped
+from tokenyard.shm.mailbox import YIELDS
 from tokenyard.shm.node import SharedNode
 from tokenyard.shm.segment import Segment
 from tokenyard.types import ROW_DTYPES
@@ -381,7 +382,7 @@ class SharedSlots:
     def make_calls(self, post: Post, shape: SlotShape, dtype: torch.dtype | None) -> Halves:
         send_table, receive_table = new_table(shape), new_table(shape)
         for table in (send_table, receive_table):
-            table[at.PATIENCE] = self._node.mailbox.patience
+            table[at.PATIENCE], table[at.YIELDS] = self._node.mailbox.patience, YIELDS
             table[at.WAITS] = self._node.mailbox.waits.address
             table[at.MASKED] = self.posts.masked
             table[at.FLAGS] = self.posts.flags

@@ -19,7 +19,7 @@ from tokenyard.wire.slots import SlotShape
 # The ranks, and the words that they share.
 RANK = 0  # this rank
 SIZE = 1  # R
-PATIENCE = 2  # pauses that a call waits for one rank before it returns LATE
+PATIENCE = 2  # pauses that a call waits for one rank
 MASKED = 3  # address of [R]: not 0 for the ranks that this rank leaves out
 FLAGS = 4  # address of [R] addresses: of each rank's word that says whether it leaves this one out
 READS = 5  # address of [R] addresses: of each rank's word that says which call it has read
@@ -75,7 +75,8 @@ COUNTERS = 48  # address of the counters of the stage
 LOAD = 49  # address of [L]: rows of each local expert so far
 BEGAN = 50  # when this half of a call began
 BEGAN_FOR = 51  # the number of that call
-TABLE_WORDS = 52
+YIELDS = 52  # turns of its core that a call gives away after PATIENCE, before it returns LATE
+TABLE_WORDS = 53
 
 # What a rank knows of another: words of PEERS. A segment is known by identity, address and size.
 PEER_POST = 0  # address of the rank's post
