@@ -101,5 +101,4 @@ class PendingCombine(NamedTuple):
     topk_idx: Tensor  # [T, K] int64
     weights: Tensor  # [T, K] float32
     handle: LowLatencyHandle
-    picked: Tensor  # [T, K] int64, for the place of each pair's row among those of its expert
     zero_copy: bool

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import math
 import weakref
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, from_numpy
 
-from tokenyard.low_latency.handle import LowLatencyHandle
 from tokenyard.runtime import memory
 from tokenyard.types import round_up
 from tokenyard.wire.columns import LINE
 from tokenyard.wire.fp8 import NO_CAST
-from tokenyard.wire.slots import SlotResults
+from tokenyard.wire.slots import SlotShape
 
 _SMALL = 1 << 20  # bytes that may lie idle in the memory of a result
+
+
+class Arrived(NamedTuple):
+    """What a dispatch brings."""
+
+    x: Tensor  # [L, S, D]
+    scales: Tensor | None  # [L, S, scales], FP8 only
+    counts: Tensor  # [L] int32
 
 
 class Results:
@@ -31,9 +39,8 @@ class Results:
         self._begins = [0] * 2  # addresses of it
         self._lent: list[tuple[int, weakref.ref[np.ndarray]] | None] = [None] * 2
 
-    def take(self, handle: LowLatencyHandle) -> SlotResults:
+    def take(self, shape: SlotShape, number: int) -> Arrived:
         """Memory for what arrives. Rows and scales are the result whose life is watched."""
-        shape, number = handle.shape, handle.number
         num_local, num_slots, _ = shape.x_shape
         x_bytes = round_up(num_local * num_slots * shape.row_bytes, LINE)
         array, _ = self.lend(x_bytes + num_local * num_slots * shape.scale_bytes, number)
@@ -41,12 +48,10 @@ class Results:
         if shape.cast != NO_CAST:
             width = shape.scale_bytes // 4
             scales = _view(array, x_bytes, (num_local, num_slots, width), shape.scales_dtype)
-        return SlotResults(
+        return Arrived(
             _view(array, 0, shape.x_shape, shape.row_dtype),
             scales,
             from_numpy(memory.empty_array(num_local, np.int32)),
-            handle.src_info,
-            handle.layout_range,
         )
 
     def release(self, number: int) -> None:
