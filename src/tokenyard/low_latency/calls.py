@@ -13,7 +13,7 @@ from tokenyard.errors import BufferClosed
 from tokenyard.low_latency import forks
 from tokenyard.low_latency.engine import LowLatency
 from tokenyard.low_latency.handle import STAGE_OF, LowLatencyHandle
-from tokenyard.low_latency.inputs import Fp8, most_bytes
+from tokenyard.low_latency.inputs import most_bytes
 from tokenyard.runtime.completion import AT_ONCE, Completion, RecvHook
 from tokenyard.runtime.events import EventOverlap
 from tokenyard.wire.slots import COMBINE, DISPATCH
@@ -96,7 +96,7 @@ class LowLatencyCalls:
                 num_max_dispatch_tokens_per_rank,
                 num_experts,
                 cumulative_local_expert_recv_stats,
-                Fp8(use_fp8, round_scale, use_ue8m0),
+                (use_fp8, round_scale, use_ue8m0),
                 completion,
             )
         if (notes := recording.active) is not None:

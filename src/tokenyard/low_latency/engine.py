@@ -113,7 +113,10 @@ class LowLatency:
         """`totals`, if given, are increased by each expert's count."""
         number = self._begin(DISPATCH)
         try:
-            self._settle(DISPATCH, number, completion)
+            if self._unread:
+                self._settle(DISPATCH, number)
+            if completion is not AT_ONCE:
+                self._inputs.completion(completion)
             x, topk_idx, shape = self._inputs.tokens(x, topk_idx, num_max, num_experts, fp8)
             if totals is not None:
                 totals = counters(
@@ -149,13 +152,20 @@ class LowLatency:
     ) -> tuple[Tensor, EventOverlap, RecvHook | None]:
         number = self._begin(COMBINE)
         try:
-            self._settle(COMBINE, number, completion)
+            if self._unread:
+                self._settle(COMBINE, number)
+            if completion is not AT_ONCE:
+                self._inputs.completion(completion)
             known, y, topk_idx, weights = self._inputs.rows(x, topk_idx, topk_weights, handle)
             if use_logfmt:
                 logfmt.check(y, zero_copy)
             if zero_copy:
                 y = self._lent(known, y)
-            sums = out = self._inputs.out(out, topk_idx.shape[0], y)
+            if out is None:
+                out = memory.empty(known.num_tokens, known.shape.hidden, dtype=y.dtype)
+            else:
+                validate.out(out, known.num_tokens, y)
+            sums = out
             if use_logfmt:
                 y = logfmt.cast(self._kernels, y, known)
                 sums = memory.empty(*out.shape, dtype=y.dtype)
@@ -201,7 +211,7 @@ class LowLatency:
             self.refuse(DISPATCH, error)
         x = torch.empty(0, width, dtype=torch.bfloat16, device="cpu")
         topk_idx = torch.empty(0, 1, dtype=torch.int64, device="cpu")
-        plain = Fp8(False, False, False)
+        plain = False, False, False
         self.dispatch(x, topk_idx, num_max, num_experts, None, plain, AT_ONCE)
 
     def refuse(self, kind: int, error: Exception) -> NoReturn:
@@ -259,23 +269,22 @@ class LowLatency:
         self.numbers[kind] += 1
         return self.numbers[kind]
 
-    def _settle(self, kind: int, number: int, completion: Completion) -> None:
+    def _settle(self, kind: int, number: int) -> None:
         """What was sent two calls ago must have been received here: this call uses its place."""
-        unread = self._unread.pop((kind, number % 2), None) if self._unread else None
-        if unread is not None:
-            self._worker.drain()
-            earlier, reference = unread
-            hook = reference()
-            if hook is None:  # nobody can call it any more
-                self.slots.skip(kind, earlier)
-            elif not hook.is_over:
-                self._unread[kind, number % 2] = unread
-                raise _Unread(
-                    f"the hook of call {earlier} was not called yet, want it called before call "
-                    f"{number}: there are two buffers"
-                )
-        if completion is not AT_ONCE:
-            self._inputs.completion(completion)
+        unread = self._unread.pop((kind, number % 2), None)
+        if unread is None:
+            return
+        self._worker.drain()
+        earlier, reference = unread
+        hook = reference()
+        if hook is None:  # nobody can call it any more
+            self.slots.skip(kind, earlier)
+        elif not hook.is_over:
+            self._unread[kind, number % 2] = unread
+            raise _Unread(
+                f"the hook of call {earlier} was not called yet, want it called before call "
+                f"{number}: there are two buffers"
+            )
 
     def _end(
         self, kind: int, number: int, receive: Callable[[], None], completion: Completion
@@ -288,10 +297,11 @@ class LowLatency:
                 way = self._worker.submit(travel)
                 travel = way.current_stream_wait
             receive = partial(_one_by_one, travel, receive)
-        if not completion.is_later:
-            self._worker.drain()
+        if completion is AT_ONCE or not completion.is_later:
+            if self._worker.pending is not None:
+                self._worker.drain()
             self._receive(kind, number, receive)
-            return EventOverlap(None), None
+            return EventOverlap(), None
         hook = RecvHook(partial(self._receive, kind, number, receive), way)
         self._unread[kind, number % 2] = number, weakref.ref(hook)
         if completion.return_recv_hook:

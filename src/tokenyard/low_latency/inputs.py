@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from typing import Any, NamedTuple
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from torch import Tensor
 from tokenyard import validate
 from tokenyard.engine.inputs import Preparation
 from tokenyard.low_latency.handle import LowLatencyHandle
-from tokenyard.runtime import memory
 from tokenyard.runtime.completion import Completion
 from tokenyard.types import ROW_DTYPES, round_up
 from tokenyard.validate import lies_at
@@ -22,21 +21,14 @@ _WORDS = 1 << 16  # bytes of control segments, and of rounding to pages
 _CASTABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class Fp8(NamedTuple):
-    """How rows are to be cast, as DeepEP says it."""
-
-    use_fp8: bool
-    round_scale: bool
-    use_ue8m0: bool
-
-    def cast(self) -> int:
-        if not self.use_fp8:
-            return NO_CAST
-        validate.require(
-            self.round_scale or not self.use_ue8m0,
-            "use_ue8m0 is True with round_scale=False, want round_scale=True",
-        )
-        return PACKED if self.use_ue8m0 else ROUNDED if self.round_scale else PLAIN
+# How rows are to be cast: use_fp8, round_scale and use_ue8m0, as DeepEP says it.
+Fp8 = tuple[bool, bool, bool]
+_CASTS: dict[Fp8, int] = {
+    **dict.fromkeys(product((False,), (False, True), (False, True)), NO_CAST),
+    (True, False, False): PLAIN,
+    (True, True, False): ROUNDED,
+    (True, True, True): PACKED,
+}
 
 
 class Inputs:
@@ -62,15 +54,16 @@ class Inputs:
                 f"handle is {validate.kind(handle)}, want the handle that low_latency_dispatch "
                 "returned"
             )
-        given, what = self._local.given_placement, f"handle is of dispatch call {handle.number}"
         if handle.buffer_id != self._buffer_id:
             raise ValueError(
-                f"{what} on another Buffer or rank, want one that this Buffer's "
-                "low_latency_dispatch returned here"
+                f"handle is of dispatch call {handle.number} on another Buffer or rank, want one "
+                "that this Buffer's low_latency_dispatch returned here"
             )
+        given = self._local.given_placement
         if given is not None and handle.shape.placement is not given:
             raise ValueError(
-                f"{what}, before the Buffer was rebalanced, want one of a dispatch since then"
+                f"handle is of dispatch call {handle.number}, before the Buffer was rebalanced, "
+                "want one of a dispatch since then"
             )
         return handle
 
@@ -78,13 +71,21 @@ class Inputs:
         self, x: Any, topk_idx: Any, num_max: Any, num_experts: Any, fp8: Fp8
     ) -> tuple[Tensor, Tensor, SlotShape]:
         """Plain tensors of sizes that were seen before need no more than this look."""
-        cast = fp8.cast()
-        with suppress(TypeError):  # no numbers
+        try:
             if lies_at(x, 2) >= 0 and lies_at(topk_idx, 2, torch.int64) >= 0:
                 (num_tokens, hidden), (num_ids, num_topk) = x.shape, topk_idx.shape
-                shape = self._shapes.get((num_max, hidden, num_topk, num_experts, x.dtype, cast))
+                key = num_max, hidden, num_topk, num_experts, x.dtype, _CASTS[fp8]
+                shape = self._shapes.get(key)
                 if shape is not None and num_tokens == num_ids <= num_max:
                     return x, topk_idx, shape
+        except (KeyError, TypeError):  # no cast, or no numbers
+            pass
+        use_fp8, rounds, packs = map(bool, fp8)
+        validate.require(
+            rounds or not (use_fp8 and packs),
+            "use_ue8m0 is True with round_scale=False, want round_scale=True",
+        )
+        cast = _CASTS[use_fp8, rounds, packs]
         x, topk_idx = self._check_tokens(x, topk_idx, num_max, cast)
         return x, topk_idx, self._shape(x, topk_idx.shape[1], num_max, num_experts, cast)
 
@@ -142,12 +143,6 @@ class Inputs:
             f"topk_idx has top-k {topk_idx.shape[1]}, want {num_topk}, that of the dispatch",
         )
         return y.contiguous(), topk_idx, validate.topk_weights(topk_weights, topk_idx.shape)
-
-    def out(self, out: Any, num_tokens: int, y: Tensor) -> Tensor:
-        if out is None:
-            return memory.empty(num_tokens, y.shape[2], dtype=y.dtype)
-        validate.out(out, num_tokens, y)
-        return out
 
     def completion(self, completion: Completion) -> None:
         validate.require(

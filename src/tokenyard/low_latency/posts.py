@@ -100,7 +100,7 @@ class PostKernels(SignalKernels, Protocol):
 class Post(NamedTuple):
     """Where the words of one kind and of even or odd calls are. `arrays` keeps the tables alive."""
 
-    place: int  # among the four, see `_place`
+    place: int  # among the four: each kind of call has two, which its calls use in turn
     stage: str  # what its calls are called
     own: int  # this rank's post
     read: int  # this rank's number of the last call that it has read
@@ -152,7 +152,7 @@ class Posts:
 
     def of(self, kind: int, number: int) -> Post:
         """The post of a call, by its kind and number."""
-        return self._posts[_place(kind, number)]
+        return self._posts[2 * kind + number % 2]
 
     def _post(self, controls: list[int], place: int) -> Post:
         posts = np.array([base + place * _POST for base in controls], np.int64)
@@ -182,8 +182,7 @@ class Posts:
 
     def begin(self, kind: int, number: int) -> Post:
         """The post of a call which this rank is about to send."""
-        self.made[kind] = number
-        place = _place(kind, number)
+        self.made[kind], place = number, 2 * kind + number % 2
         self.before[place] = self.mails[MAIL], self.made[1 - kind]
         return self._posts[place]
 
@@ -214,11 +213,6 @@ class Posts:
         last = max(number, self.owed[post.place])
         words(post.read + _UNREAD, 1)[0] = last
         self._kernels.signal(post.read, last)
-
-    def pay(self, post: Post, number: int) -> None:
-        """This rank has read the call: a later one that failed for lack of that is done too."""
-        if self.owed[post.place] > number:
-            self.done(post, number)
 
     def wait_to_send(self, post: Post, number: int) -> None:
         self._wait(post, post.reads, number - 2, number)
@@ -386,11 +380,6 @@ class Posts:
 
     def _has(self, signals: int, rank: int, number: int) -> bool:
         return self._kernels.await_signals(signals + 8 * rank, 1, number, 0, 1) == 1
-
-
-def _place(kind: int, number: int) -> int:
-    """Each kind of call has two posts, which its calls use in turn."""
-    return 2 * kind + number % 2
 
 
 def words(address: int, count: int) -> np.ndarray:

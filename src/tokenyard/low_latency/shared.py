@@ -19,7 +19,7 @@ from tokenyard.engine.statistics import Statistics
 from tokenyard.errors import PeerDied, PeerLeft
 from tokenyard.low_latency.handle import LowLatencyHandle, PendingCombine
 from tokenyard.low_latency.mismatch import posts_differ
-from tokenyard.low_latency.posts import Differs, Post, PostKernels, Posts, words
+from tokenyard.low_latency.posts import Post, PostKernels, Posts, words
 from tokenyard.low_latency.results import Arrived
 from tokenyard.shm.attached import Mapped
 from tokenyard.shm.mailbox import YIELDS
@@ -76,6 +76,7 @@ class Calls(NamedTuple):
     receive: Call
     table: array[int]  # `wire.call_table`
     terms: tuple[int, ...]  # of the post
+    most: int  # bytes of a block that these calls may need
     picked: array[int] | None  # of a combine: each pair's place among those of its expert
     load: np.ndarray
 
@@ -107,7 +108,7 @@ class SharedSlots:
         # By post, shape, and the dtype of the rows of a combine.
         self._calls: dict[tuple[int, SlotShape, torch.dtype | None], Calls] = {}
         self._sent: list[Calls | None] = [None] * 4  # by post: those that have sent, and receive
-        self._told: list[tuple[int, ...]] = [()] * 4  # by post: what its head says
+        self._said: list[Calls | None] = [None] * 4  # by post: those that its head tells of
 
     def send_dispatch(
         self,
@@ -120,10 +121,11 @@ class SharedSlots:
     ) -> int:
         """Lay tokens out and say so. -1, or the place of a bad pair, as `stage_slots` gives it."""
         shape, post = handle.shape, self.posts.begin(DISPATCH, number)
-        block = self._block(post, number, shape.block_bytes, shape.block_bytes)
-        calls = self._begin(post, number, shape, None)
-        table = calls.table
-        self._say(post, calls, *block.told)
+        calls = self._find_calls(post, shape, None)
+        block, table = self._block(post, number, shape.block_bytes, calls.most), calls.table
+        if self._said[post.place] is not calls:
+            self._say(post, calls, *block.told)
+        table[at.NUMBER] = number
         table[at.NUM_TOKENS] = handle.num_tokens
         table[at.X], table[at.TOPK_IDX] = x.data_ptr(), topk_idx.data_ptr()
         table[at.LAYOUT_RANGE], table[at.SENT], table[at.SRC_INFO] = handle.addresses
@@ -139,29 +141,31 @@ class SharedSlots:
         table[at.SCALES] = 0 if out.scales is None else out.scales.data_ptr()
         table[at.COUNTS] = out.counts.data_ptr()
         table[at.TOTALS] = 0 if totals is None else totals.data_ptr()
-        self._note_new(post.place, number, block.identity)
+        if block.identity not in self.mapped:
+            self._new[post.place] = number, {block.identity}
         return -1
 
     def send_combine(self, number: int, y: Tensor, back: PendingCombine, out: Tensor) -> int:
         """Lay rows out and say so. -1, or the place of a pair that dispatch did not send."""
         handle, shape = back.handle, back.handle.shape
-        post, row_bytes = self.posts.begin(COMBINE, number), shape.hidden * y.element_size()
-        tables, room = self._size * shape.table_bytes, 0
-        most = tables + self._size * shape.most_back * row_bytes
+        post, room = self.posts.begin(COMBINE, number), 0
+        calls = self._find_calls(post, shape, back.dtype)
+        table, tables = calls.table, self._size * shape.table_bytes
+        row_bytes = table[at.ROW_BYTES]
         given = self._node.pool.find(y.data_ptr(), y.nbytes) if back.zero_copy else None
-        calls = self._begin(post, number, shape, y.dtype)
-        table = calls.table
+        table[at.NUMBER] = number
         table[at.HANDLE], table[at.NUM_TOKENS] = handle.number, handle.num_tokens
         table[at.TOPK_IDX], table[at.WEIGHTS] = back.topk_idx.data_ptr(), back.weights.data_ptr()
         table[at.LAYOUT_RANGE], table[at.SENT], _ = handle.addresses
         table[at.Y], table[at.OUT] = y.data_ptr(), out.data_ptr()
         table[at.COPIES_OWN] = back.own is None
         while True:
-            block = self._block(post, number, tables + room * row_bytes, most)
-            if given is None:
-                self._say(post, calls, *block.told, *block.told, tables)
-            else:
+            block = self._block(post, number, tables + room * row_bytes, calls.most)
+            if given is not None:
                 self._say(post, calls, *block.told, *given.told, y.data_ptr() - given.address)
+                self._said[post.place] = None
+            elif self._said[post.place] is not calls:
+                self._say(post, calls, *block.told, *block.told, tables)
             table[at.BLOCK] = block.address
             table[at.ROWS] = block.address + tables if given is None else 0
             table[at.ROOM] = (block.size - tables) // row_bytes
@@ -179,7 +183,9 @@ class SharedSlots:
         if back.own is None:
             table[at.Y] = 0
         self._lent[number % 2] = None if given is None else y
-        self._note_new(post.place, number, block.identity, (given or block).identity)
+        named = {block.identity, (given or block).identity}
+        if not named <= self.mapped:
+            self._new[post.place] = number, named
         return -1
 
     def receive(self, kind: int, number: int, held: object, waits: Tensor | None) -> None:
@@ -191,28 +197,22 @@ class SharedSlots:
         assert calls is not None
         while code := calls.receive():
             self._answer(code, post, number)
-        self._after_reading(post, number)
+        if self._new or self.posts.owed[post.place]:
+            self._after_reading(post, number)
 
-    def _begin(self, post: Post, number: int, shape: SlotShape, dtype: torch.dtype | None) -> Calls:
+    def _find_calls(self, post: Post, shape: SlotShape, dtype: torch.dtype | None) -> Calls:
         """The compiled calls of a dispatch, or of a combine if the dtype of its rows is given."""
-        key = post.place, shape, dtype
-        calls = self._calls.get(key)
+        calls = self._calls.get((post.place, shape, dtype))
         if calls is None:
-            calls = self._calls[key] = self._make_calls(*key)
-        calls.table[at.NUMBER] = number
+            calls = self._calls[post.place, shape, dtype] = self._make_calls(post, shape, dtype)
         self._sent[post.place] = calls
         return calls
 
     def _say(self, post: Post, calls: Calls, *told: int) -> None:
-        """Let the post say which call this is, and where its block, and its rows, lie."""
-        told = calls.table[at.SIGNATURE], *told
-        if self._told[post.place] != told:
-            self._told[post.place], head = told, post.head
-            head[SIGNATURE : SIGNATURE + len(told)] = told
-            head[TERMS : TERMS + len(calls.terms)] = calls.terms
-
-    def watch(self, differs: Differs) -> None:
-        self.posts.watch(differs)
+        """Let the post say which calls these are, and where their block, and their rows, lie."""
+        self._said[post.place], head = calls, post.head
+        head[SIGNATURE], head[FD : FD + len(told)] = calls.table[at.SIGNATURE], told
+        head[TERMS : TERMS + len(calls.terms)] = calls.terms
 
     def combine_buffer(self, shape: SlotShape, dtype: torch.dtype) -> Tensor:
         """[L, S, D] that others can read. The pool gives it out again once its combine was read."""
@@ -280,10 +280,6 @@ class SharedSlots:
                 self._held[post.place, rank, to] = mapped
                 known[to : to + 3] = told[-1], mapped.address, mapped.array.size
 
-    def _note_new(self, place: int, number: int, *named: int) -> None:
-        if not self.mapped.issuperset(named):
-            self._new[place] = number, set(named)
-
     def wait_to_leave(self, seconds: float) -> None:
         """Wait until all ranks have mapped what this rank named in calls that it has ended."""
         deadline = time.monotonic() + seconds
@@ -295,7 +291,8 @@ class SharedSlots:
         rank could close its Buffer, or end, before a slow rank has mapped the segment. If another
         rank waits for this one meanwhile, a later call waits instead.
         """
-        self.posts.pay(post, number)
+        if self.posts.owed[post.place] > number:  # a later call failed while this was unread
+            self.posts.done(post, number)
         for place, (named, identities) in self._new.copy().items():
             if not self.posts.wait_until_read(place, named, post, number):
                 return
@@ -327,6 +324,7 @@ class SharedSlots:
             block = self.blocks[place] = self._arrays[place] = None
             if is_larger:  # the pool trims itself only when it is asked for more
                 self._node.pool.trim()
+        self._said[place] = None
         block, self._arrays[place] = self._node.pool.take(num_bytes)
         self.blocks[place] = block
         return block
@@ -335,9 +333,9 @@ class SharedSlots:
         """Make tables anew: shapes of before will hardly come again."""
         self._calls.clear()
 
-    def _make_calls(self, place: int, shape: SlotShape, dtype: torch.dtype | None) -> Calls:
+    def _make_calls(self, post: Post, shape: SlotShape, dtype: torch.dtype | None) -> Calls:
         """With all words in their table that follow from the arguments."""
-        post, table, terms = self.posts[place], new_table(shape), shape.terms
+        table, terms, most, picked = new_table(shape), shape.terms, shape.block_bytes, None
         table[at.PATIENCE], table[at.YIELDS] = self._node.mailbox.patience, YIELDS
         table[at.WAITS] = self._node.mailbox.waits.address
         table[at.MASKED], table[at.FLAGS] = self.posts.masked, self.posts.flags
@@ -347,15 +345,15 @@ class SharedSlots:
         table[at.COUNTERS] = self._statistics.address(post.stage)
         load = self._statistics.load(shape.placement.num_experts, shape.num_local)
         table[at.LOAD] = load.ctypes.data
-        picked, address = None, int64s.address(table)
         if dtype is None:
-            send, receive = self._kernels.dispatch_calls(shape, address)
+            send, receive = self._kernels.dispatch_calls(shape, int64s.address(table))
         else:
             code = ROW_DTYPES.index(dtype)
             terms = *terms[:DTYPE_TERM], code, *terms[DTYPE_TERM + 1 :]
             table[at.SIGNATURE] ^= 2 + code
-            table[at.ROW_BYTES] = shape.hidden * dtype.itemsize
+            row_bytes = table[at.ROW_BYTES] = shape.hidden * dtype.itemsize
+            most = self._size * (shape.table_bytes + shape.most_back * row_bytes)
             picked = int64s.new(shape.num_max * shape.num_topk)
             table[at.PICKED] = int64s.address(picked)
-            send, receive = self._kernels.combine_calls(dtype, address)
-        return Calls(send, receive, table, terms, picked, load)
+            send, receive = self._kernels.combine_calls(dtype, int64s.address(table))
+        return Calls(send, receive, table, terms, most, picked, load)
