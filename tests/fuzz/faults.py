@@ -44,17 +44,8 @@ POINTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "Links.stream": ("tokenyard.transports.hierarchical.links", "Links.stream", ("hierarchical",)),
     "gloo": ("tokenyard.comm.torch_dist", "_TorchExchange.start", _GLOO),
     "send_dispatch": ("tokenyard.low_latency.shared", "SharedSlots.send_dispatch", ("low",)),
-    "receive_dispatch": (
-        "tokenyard.low_latency.shared",
-        "SharedSlots.receive_dispatch",
-        ("low",),
-    ),
     "send_combine": ("tokenyard.low_latency.shared", "SharedSlots.send_combine", ("low",)),
-    "receive_combine": (
-        "tokenyard.low_latency.shared",
-        "SharedSlots.receive_combine",
-        ("low",),
-    ),
+    "receive": ("tokenyard.low_latency.shared", "SharedSlots.receive", ("low",)),
     "travel": ("tokenyard.low_latency.exchanged", "ExchangedSlots.travel", _GLOO),
 }
 

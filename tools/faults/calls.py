@@ -118,7 +118,7 @@ FAULTS = (
     Fault(
         "compiled-dispatch-overtakes-the-thread",
         "async",
-        "engine/calls.py",
+        "engine/meeting.py",
         "if not completion.async_finish and self._worker.pending is not None:",
         "if not completion.async_finish and self._worker.pending is None:",
         first="tests/engine/test_async.py",

@@ -13,8 +13,8 @@ from tokenyard.errors import BufferClosed
 from tokenyard.low_latency import forks
 from tokenyard.low_latency.engine import LowLatency
 from tokenyard.low_latency.handle import STAGE_OF, LowLatencyHandle
-from tokenyard.low_latency.inputs import Fp8, most_bytes
-from tokenyard.runtime.completion import Completion, RecvHook
+from tokenyard.low_latency.inputs import most_bytes
+from tokenyard.runtime.completion import AT_ONCE, Completion, RecvHook
 from tokenyard.runtime.events import EventOverlap
 from tokenyard.wire.slots import COMBINE, DISPATCH
 
@@ -76,14 +76,9 @@ class LowLatencyCalls:
         (int32, one a local expert), and the nanoseconds until each rank's tokens were there to
         dispatch_wait_recv_cost_stats (int64, one a rank).
         """
-        completion = None
+        completion = AT_ONCE
         wrong = forks.check_dispatch(fork) if fork else None
-        if (
-            async_finish
-            or return_recv_hook
-            or cumulative_local_expert_recv_stats is not None
-            or dispatch_wait_recv_cost_stats is not None
-        ):
+        if async_finish or return_recv_hook or dispatch_wait_recv_cost_stats is not None:
             completion = Completion(
                 async_finish, False, return_recv_hook, dispatch_wait_recv_cost_stats
             )
@@ -95,23 +90,14 @@ class LowLatencyCalls:
                 engine.refuse(DISPATCH, ValueError(wrong))
             if engine.local.choice is not None:
                 topk_idx = engine.chosen(DISPATCH, topk_idx)
-            if completion is None and engine.quick is not None:
-                casts = use_fp8, round_scale, use_ue8m0
-                quick = engine.quick.dispatch(
-                    engine, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, casts
-                )
-                if quick is not None:
-                    if (notes := recording.active) is not None:
-                        notes.note(opened, x, chosen, None, num_experts)
-                    return LowLatencyDispatched(*quick, EventOverlap(), None)
             got, handle, event, later = engine.dispatch(
                 x,
                 topk_idx,
                 num_max_dispatch_tokens_per_rank,
                 num_experts,
                 cumulative_local_expert_recv_stats,
-                Fp8(use_fp8, round_scale, use_ue8m0),
-                completion or Completion(),
+                (use_fp8, round_scale, use_ue8m0),
+                completion,
             )
         if (notes := recording.active) is not None:
             notes.note(opened, x, chosen, None, num_experts)
@@ -142,8 +128,12 @@ class LowLatencyCalls:
 
         With use_logfmt the rows, of bfloat16, lose what DeepEP's LogFMT loses (see `logfmt`).
         """
-        is_plain = not (use_logfmt or zero_copy or async_finish or return_recv_hook)
+        completion = AT_ONCE
         wrong = forks.check_combine(fork, x) if fork else None
+        if async_finish or return_recv_hook or combine_wait_recv_cost_stats is not None:
+            completion = Completion(
+                async_finish, False, return_recv_hook, combine_wait_recv_cost_stats
+            )
         self._use.stage = STAGE_OF[COMBINE]
         with self._use:
             engine = self._low_latency or self._open_low_latency(is_open=True)
@@ -151,18 +141,6 @@ class LowLatencyCalls:
                 engine.refuse(COMBINE, ValueError(wrong))
             if engine.local.choice is not None:
                 topk_idx = engine.chosen(COMBINE, topk_idx)
-            if (
-                is_plain
-                and out is combine_wait_recv_cost_stats is None
-                and type(handle) is LowLatencyHandle
-                and engine.quick is not None
-            ):
-                sums = engine.quick.combine(engine, x, topk_idx, topk_weights, handle)
-                if sums is not None:
-                    return LowLatencyCombined(sums, EventOverlap(), None)
-            completion = Completion(
-                async_finish, False, return_recv_hook, combine_wait_recv_cost_stats
-            )
             combined, event, later = engine.combine(
                 x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, out, completion
             )

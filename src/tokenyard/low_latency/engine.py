@@ -9,20 +9,18 @@ Where ranks share no memory they agree before rows travel, as in every other cal
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from torch import Tensor, from_numpy
+from torch import Tensor
 
 from tokenyard import validate
 from tokenyard.comm.base import Communicator
-from tokenyard.engine.agreement import Call, Terms, stage_in
+from tokenyard.engine.agreement import stage_in
 from tokenyard.engine.engine import Engine
 from tokenyard.engine.failure import raised_on_all_ranks
 from tokenyard.engine.mismatch import STAGES, differ
@@ -32,14 +30,12 @@ from tokenyard.low_latency import logfmt
 from tokenyard.low_latency.exchanged import ExchangedSlots
 from tokenyard.low_latency.handle import STAGE_OF, LowLatencyHandle, PendingCombine
 from tokenyard.low_latency.inputs import Fp8, Inputs, bad_pair, counters, unsent_pair
-from tokenyard.low_latency.quick import QuickCalls
-from tokenyard.low_latency.results import Results
+from tokenyard.low_latency.results import Arrived, Results
 from tokenyard.low_latency.shared import SharedSlots
 from tokenyard.runtime import memory
-from tokenyard.runtime.completion import Completion, RecvEvent, RecvHook
+from tokenyard.runtime.completion import AT_ONCE, Completion, RecvEvent, RecvHook
 from tokenyard.runtime.events import EventOverlap
-from tokenyard.types import ROW_DTYPES
-from tokenyard.wire.slots import COMBINE, DISPATCH, SlotResults, SlotShape, Stray
+from tokenyard.wire.slots import COMBINE, DISPATCH, Stray
 
 _LEAVING = 5.0  # seconds that a Buffer waits, when it is closed, for others to map its memory
 
@@ -62,13 +58,12 @@ class LowLatency:
         """
         self._rank, self._size = engine.rank, engine.num_ranks
         self._kernels = kernels
-        self._agreement, self.worker = engine.agreement, engine.worker
+        self._agreement, self._worker = engine.agreement, engine.worker
         self._failure = engine.failure  # after which nothing may be called again
-        self.buffer_id, self._shrink = engine.buffer_id, enable_shrink
+        self._buffer_id, self._shrink = engine.buffer_id, enable_shrink
         stage = "Buffer (low latency)"
         self.slots = _open_exchange(engine, kernels, enable_shrink, stage, connect_all)
-        watch = getattr(self.slots, "watch", None)
-        if watch is not None:
+        if isinstance(self.slots, SharedSlots):
             own = weakref.WeakMethod(self._differs)  # slots must not keep who keeps them
 
             def differs(stage: str, rank: int, theirs: int | np.ndarray) -> None:
@@ -76,22 +71,19 @@ class LowLatency:
                 assert tell is not None, "a call that waits in the slots holds this object"
                 tell(stage, rank, theirs)
 
-            watch(differs)
+            self.slots.posts.watch(differs)
         # True from where a call has a number until it has ended, or has told all other ranks why it
         # will not. If an exception leaves the call in between, this rank is out of step with them.
         self.engaged = False
         self.numbers = [0, 0]  # calls so far, by kind
-        self.unread: dict[tuple[int, int], tuple[int, weakref.ref[RecvHook]]] = {}
-        self.inputs = Inputs(engine.local, self._rank, self._size, self.buffer_id, num_bytes)
+        self._unread: dict[tuple[int, int], tuple[int, weakref.ref[RecvHook]]] = {}
+        self._inputs = Inputs(engine.local, self._rank, self._size, self._buffer_id, num_bytes)
         self.local = engine.local
-        self.results = Results()
-        self.quick = QuickCalls(self.slots) if isinstance(self.slots, SharedSlots) else None
+        self._results = Results()
 
     def forget(self) -> None:
         """Make plans anew: the placement has changed. What was sent can still be received."""
-        self.inputs.forget()
-        if self.quick is not None:
-            self.quick.forget()
+        self._inputs.forget()
         if isinstance(self.slots, SharedSlots):
             self.slots.forget()
 
@@ -105,9 +97,8 @@ class LowLatency:
 
     def wait_to_leave(self) -> None:
         """Before the Buffer is closed: wait until all ranks have mapped memory that it named."""
-        wait = getattr(self.slots, "wait_to_leave", None)
-        if wait is not None:
-            wait(_LEAVING)
+        if isinstance(self.slots, SharedSlots):
+            self.slots.wait_to_leave(_LEAVING)
 
     def dispatch(
         self,
@@ -118,36 +109,35 @@ class LowLatency:
         totals: Any,
         fp8: Fp8,
         completion: Completion,
-    ) -> tuple[SlotResults, LowLatencyHandle, EventOverlap, RecvHook | None]:
+    ) -> tuple[Arrived, LowLatencyHandle, EventOverlap, RecvHook | None]:
         """`totals`, if given, are increased by each expert's count."""
-        number, stage = self._begin(DISPATCH), STAGE_OF[DISPATCH]
+        number = self._begin(DISPATCH)
         try:
-            self._settle(DISPATCH, number)
-            self.inputs.completion(completion)
-            x, topk_idx, shape = self.inputs.tokens(x, topk_idx, num_max, num_experts, fp8)
+            if self._unread:
+                self._settle(DISPATCH, number)
+            if completion is not AT_ONCE:
+                self._inputs.completion(completion)
+            x, topk_idx, shape = self._inputs.tokens(x, topk_idx, num_max, num_experts, fp8)
             if totals is not None:
                 totals = counters(
                     "cumulative_local_expert_recv_stats", totals, shape.num_local, torch.int32
                 )
-            handle = LowLatencyHandle(shape, topk_idx.shape[0], self.buffer_id, number)
-            out = self.results.take(handle)
-            bad = self.slots.send_dispatch(number, x, topk_idx, shape, handle.sent, stage)
+            handle = LowLatencyHandle(shape, topk_idx.shape[0], self._buffer_id, number)
+            out = self._results.take(shape, number)
+            bad = self.slots.send_dispatch(number, x, topk_idx, handle, out, totals)
             if bad != -1:
                 raise bad_pair(topk_idx, bad, shape)
-            self._agree(DISPATCH, number, shape, shape.dtype)
         except (PeerError, CallMismatch, PeerInputError) as error:  # the other ranks know already
             self._take_back(DISPATCH, number, error)
             raise
         except Exception as error:
             raise self._fail(DISPATCH, number, error) from None
 
-        receive = partial(
-            self.slots.receive_dispatch, number, shape, out, totals, completion.waits, stage
-        )
-        event, hook = self._end(DISPATCH, number, receive, completion)
+        held = out, totals, handle.memory
+        receive = partial(self.slots.receive, DISPATCH, number, held, completion.waits)
+        event, handle.hook = self._end(DISPATCH, number, receive, completion)
         self.engaged = False
-        handle.hook = hook
-        return out, handle, event, hook
+        return out, handle, event, handle.hook
 
     def combine(
         self,
@@ -160,28 +150,32 @@ class LowLatency:
         out: Any,
         completion: Completion,
     ) -> tuple[Tensor, EventOverlap, RecvHook | None]:
-        number, stage = self._begin(COMBINE), STAGE_OF[COMBINE]
+        number = self._begin(COMBINE)
         try:
-            self._settle(COMBINE, number)
-            self.inputs.completion(completion)
-            known, y, topk_idx, weights = self.inputs.rows(x, topk_idx, topk_weights, handle)
+            if self._unread:
+                self._settle(COMBINE, number)
+            if completion is not AT_ONCE:
+                self._inputs.completion(completion)
+            known, y, topk_idx, weights = self._inputs.rows(x, topk_idx, topk_weights, handle)
             if use_logfmt:
                 logfmt.check(y, zero_copy)
             if zero_copy:
                 y = self._lent(known, y)
-            sums = out = self.inputs.out(out, topk_idx.shape[0], y)
+            if out is None:
+                out = memory.empty(known.num_tokens, known.shape.hidden, dtype=y.dtype)
+            else:
+                validate.out(out, known.num_tokens, y)
+            sums = out
             if use_logfmt:
                 y = logfmt.cast(self._kernels, y, known)
                 sums = memory.empty(*out.shape, dtype=y.dtype)
-            picked = from_numpy(memory.empty_array(tuple(topk_idx.shape), np.int64))
-            back = PendingCombine(y, y.dtype, topk_idx, weights, known, picked, zero_copy)
+            back = PendingCombine(y, y.dtype, topk_idx, weights, known, zero_copy)
             if completion.is_later:  # the user may write to his tensors once this has returned
                 own = y if zero_copy or use_logfmt else None
                 back = back._replace(own=own, topk_idx=topk_idx.clone(), weights=weights.clone())
-            bad = self.slots.send_combine(number, y, back, stage)
+            bad = self.slots.send_combine(number, y, back, sums)
             if bad != -1:
                 raise unsent_pair(topk_idx, bad)
-            self._agree(COMBINE, number, known.shape, y.dtype, known.number)
         except (PeerError, CallMismatch, PeerInputError) as error:
             self._take_back(COMBINE, number, error)
             raise
@@ -189,23 +183,17 @@ class LowLatency:
             raise self._fail(COMBINE, number, error) from None
 
         known.lent = ()
-        receive = partial(self.slots.receive_combine, number, back, sums, completion.waits, stage)
+        receive = partial(self.slots.receive, COMBINE, number, (back, sums), completion.waits)
         if use_logfmt:
             receive = partial(logfmt.receive_and_round, receive, sums, out)
         event, hook = self._end(COMBINE, number, receive, completion)
         self.engaged = False
         return out, event, hook
 
-    def go_on(self, kind: int, number: int, receive: Callable[..., None], *given: Any) -> None:
-        """Receive what a quick call (`quick.py`) has sent, and could not receive at once."""
-        self._end(
-            kind, number, partial(receive, number, *given, None, STAGE_OF[kind]), Completion()
-        )
-
     def combine_buffer(self, handle: Any) -> Tensor:
         """[L, S, D] for the experts' output, where combine finds it without copying."""
         try:
-            known = self.inputs.known(handle)
+            known = self._inputs.known(handle)
         except ValueError as error:
             raise self._agreement.named("get_next_low_latency_combine_buffer", error) from None
         dtype = known.shape.dtype
@@ -223,8 +211,8 @@ class LowLatency:
             self.refuse(DISPATCH, error)
         x = torch.empty(0, width, dtype=torch.bfloat16, device="cpu")
         topk_idx = torch.empty(0, 1, dtype=torch.int64, device="cpu")
-        plain = Fp8(False, False, False)
-        self.dispatch(x, topk_idx, num_max, num_experts, None, plain, Completion())
+        plain = False, False, False
+        self.dispatch(x, topk_idx, num_max, num_experts, None, plain, AT_ONCE)
 
     def refuse(self, kind: int, error: Exception) -> NoReturn:
         """Make no call, since this rank was given what it cannot do. All ranks raise."""
@@ -260,7 +248,7 @@ class LowLatency:
 
     def _let_receives_end(self) -> None:
         """An asynchronous one knows nothing of the post of a rank that it began without."""
-        self.worker.drain()
+        self._worker.drain()
 
     def query_masks(self, status: Any) -> None:
         self._check_shrink()
@@ -276,23 +264,23 @@ class LowLatency:
 
     def _begin(self, kind: int) -> int:
         if self.slots.moves_alone:
-            self.worker.drain()
+            self._worker.drain()
         self.engaged = True
         self.numbers[kind] += 1
         return self.numbers[kind]
 
     def _settle(self, kind: int, number: int) -> None:
         """What was sent two calls ago must have been received here: this call uses its place."""
-        unread = self.unread.pop((kind, number % 2), None)
+        unread = self._unread.pop((kind, number % 2), None)
         if unread is None:
             return
-        self.worker.drain()
+        self._worker.drain()
         earlier, reference = unread
         hook = reference()
         if hook is None:  # nobody can call it any more
             self.slots.skip(kind, earlier)
         elif not hook.is_over:
-            self.unread[kind, number % 2] = unread
+            self._unread[kind, number % 2] = unread
             raise _Unread(
                 f"the hook of call {earlier} was not called yet, want it called before call "
                 f"{number}: there are two buffers"
@@ -302,40 +290,37 @@ class LowLatency:
         self, kind: int, number: int, receive: Callable[[], None], completion: Completion
     ) -> tuple[EventOverlap, RecvHook | None]:
         """Receive now, on the Buffer's thread, or when the hook is called."""
-        travel: Callable[[], None] = partial(self.slots.travel, kind, number, STAGE_OF[kind])
         way = None
-        if completion.return_recv_hook and self.slots.travels:
-            way = self.worker.submit(travel)
-            travel = way.current_stream_wait
-
-        # Results may have been made in inference mode, which writing to them needs too.
-        mode = torch.inference_mode if completion.is_later or self.slots.travels else nullcontext
-
-        def work() -> None:
-            try:
-                with mode():
-                    travel()
-                    receive()
-            except BaseException as error:
-                if kind == DISPATCH:
-                    self.results.release(number)
-                if isinstance(error, Stray):
-                    error = self._stray(error, STAGE_OF[kind])
-                if raised_on_all_ranks(error):
-                    self.engaged = False
-                else:
-                    self._failure.give_up(error)
-                raise error
-
-        if not completion.is_later:
-            self.worker.drain()
-            work()
-            return EventOverlap(None), None
-        hook = RecvHook(work, way)
-        self.unread[kind, number % 2] = number, weakref.ref(hook)
+        if isinstance(self.slots, ExchangedSlots):
+            travel: Callable[[], None] = partial(self.slots.travel, kind, number)
+            if completion.return_recv_hook:
+                way = self._worker.submit(travel)
+                travel = way.current_stream_wait
+            receive = partial(_one_by_one, travel, receive)
+        if completion is AT_ONCE or not completion.is_later:
+            if self._worker.pending is not None:
+                self._worker.drain()
+            self._receive(kind, number, receive)
+            return EventOverlap(), None
+        hook = RecvHook(partial(self._receive, kind, number, receive), way)
+        self._unread[kind, number % 2] = number, weakref.ref(hook)
         if completion.return_recv_hook:
             return EventOverlap(None), hook
-        return EventOverlap(RecvEvent(self.worker.submit(hook.on_thread), hook)), hook
+        return EventOverlap(RecvEvent(self._worker.submit(hook.on_thread), hook)), hook
+
+    def _receive(self, kind: int, number: int, receive: Callable[[], None]) -> None:
+        try:
+            receive()
+        except BaseException as error:
+            if kind == DISPATCH:
+                self._results.release(number)
+            if isinstance(error, Stray):
+                error = self._stray(error, STAGE_OF[kind])
+            if raised_on_all_ranks(error):
+                self.engaged = False
+            else:
+                self._failure.give_up(error)
+            raise error
 
     def _differs(self, stage: str, rank: int, theirs: int | np.ndarray) -> None:
         """A rank has gone on to another call than this. Neither call can be undone: each rank waits
@@ -356,14 +341,14 @@ class LowLatency:
         """Tell the others, and give back what to raise here."""
         stage = STAGE_OF[kind]
         if kind == DISPATCH:
-            self.results.release(number)
+            self._results.release(number)
         unread = isinstance(error, _Unread)
         named = self._agreement.named(stage, ValueError(*error.args) if unread else error)
         if self.slots.travels:
             self._take_back(kind, number, None)
             self.engaged = False  # from here on the agreement is
             self._agreement.meet(stage, named)  # where the other ranks are; it raises
-        self.slots.fail(kind, number, str(named), stage, unread)
+        self.slots.fail(kind, number, str(named), unread)
         self.engaged = False
         return named
 
@@ -375,30 +360,13 @@ class LowLatency:
             self.slots.skip(kind, number)
             self.numbers[kind] = number - 1
             if kind == DISPATCH:
-                self.results.release(number)
+                self._results.release(number)
 
-    def _agree(
-        self, kind: int, number: int, shape: SlotShape, dtype: torch.dtype, handle: int = -1
-    ) -> None:
-        """Where ranks exchange rows they meet first, as in any call: so those of other calls, or of
-        other sizes, find out, and each knows what comes from whom.
-        """
-        if isinstance(self.slots, SharedSlots):
-            return
-        call = Call(
-            stage=STAGES.index(STAGE_OF[kind]),
-            handle=handle,
-            hidden=shape.hidden,
-            dtype=ROW_DTYPES.index(dtype),
-            num_topk=shape.num_topk,
-            num_experts=shape.placement.num_experts,
-            num_max=shape.num_max,
-            cast=shape.cast,
-        )
-        terms = Terms(call, payload=self.slots.rows_to(kind, number))
-        begin = time.perf_counter_ns()
-        told = self._agreement.meet(STAGE_OF[kind], terms).payload
-        self.slots.expect(kind, number, told, time.perf_counter_ns() - begin)
+
+def _one_by_one(travel: Callable[[], None], receive: Callable[[], None]) -> None:
+    with torch.inference_mode():  # results may have been made in it, which writing to them needs
+        travel()
+        receive()
 
 
 def _open_exchange(
@@ -419,4 +387,4 @@ def _open_exchange(
             f"enable_shrink is True on transport {transport.name!r}, want ranks that share memory "
             "(direct or ring): nobody can be left out of a collective"
         )
-    return ExchangedSlots(transport, kernels, connect_all(), engine.statistics)
+    return ExchangedSlots(transport, kernels, connect_all(), engine.agreement, engine.statistics)

@@ -1,8 +1,8 @@
 """The low-latency mode's exchange where ranks share no memory: rows, on connections of its own.
 
 Ranks agree before rows travel, as in every other call: each tells the others what it calls, and how
-many rows go to each of them (see `LowLatency`). So a call has two exchanges, and all ranks know of
-bad input and of differences before any row moves.
+many rows go to each of them. So a call has two exchanges, and all ranks know of bad input and of
+differences before any row moves.
 
 A dispatch sends records. A record is a token that an expert of the receiver gets: its number, and
 the part of the sender's block that belongs to it. A combine sends each rank one piece: a table that
@@ -21,14 +21,17 @@ import torch
 from torch import Tensor
 
 from tokenyard.comm.base import Communicator, Exchange
+from tokenyard.engine.agreement import Agreement, Call, Terms
+from tokenyard.engine.mismatch import STAGES
 from tokenyard.engine.statistics import Statistics
 from tokenyard.kernels.base import SlotKernels
-from tokenyard.low_latency.handle import STAGE_OF, PendingCombine
+from tokenyard.low_latency.handle import STAGE_OF, LowLatencyHandle, PendingCombine
+from tokenyard.low_latency.results import Arrived
 from tokenyard.runtime import memory
 from tokenyard.runtime.memory import as_bytes
 from tokenyard.transports.base import Transport
 from tokenyard.transports.collective import pack_records, unpack_records
-from tokenyard.types import round_up
+from tokenyard.types import ROW_DTYPES, round_up
 from tokenyard.wire.fp8 import NO_CAST
 from tokenyard.wire.slots import COMBINE, DISPATCH, SlotPairs, SlotResults, SlotShape
 from tokenyard.wire.verdicts import LOW
@@ -43,6 +46,7 @@ class _Mail:
     sent_NB: Tensor
     rows_to: list[int]
     row_bytes: int
+    take: Callable[[_Mail], None]  # what is done with what came
     # The number of rows of sent_NB that so many rows of the call take.
     units: Callable[[int], int] = int
     rows_from: list[int] = field(default_factory=list)
@@ -63,39 +67,41 @@ class ExchangedSlots:
         transport: Transport,
         kernels: SlotKernels,
         own: Communicator,
+        agreement: Agreement,
         statistics: Statistics,
     ) -> None:
         """`own` are connections that nobody else uses."""
         self._statistics = statistics
         self.moves_alone = transport.moves_alone
-        self._kernels, self._own = kernels, own
+        self._kernels, self._own, self._agreement = kernels, own, agreement
         self._mail: dict[tuple[int, int], _Mail] = {}  # by kind and number of a call
 
     def send_dispatch(
-        self, number: int, x: Tensor, topk_idx: Tensor, shape: SlotShape, sent: Tensor, stage: str
+        self,
+        number: int,
+        x: Tensor,
+        topk_idx: Tensor,
+        handle: LowLatencyHandle,
+        out: Arrived,
+        totals: Tensor | None,
     ) -> int:
         """Lay tokens out. -1, or the place of a bad pair, as `stage_slots` gives it."""
+        shape = handle.shape
         block = memory.empty(shape.block_bytes)
-        bad = self._kernels.stage_slots(x, topk_idx, shape, block, sent)
+        bad = self._kernels.stage_slots(x, topk_idx, shape, block, handle.sent)
         if bad == -1:
             tokens, rows_to = _receivers(topk_idx.numpy(), shape)
             numbers = as_bytes(torch.arange(shape.num_max, device="cpu")[:, None])
             records = pack_records(self._kernels, [numbers, *_columns(block, shape)], tokens)
-            self._mail[DISPATCH, number] = _Mail(records, rows_to, records.shape[1])
+            results = SlotResults(*out, handle.src_info, handle.layout_range)
+            take = partial(self._fill, shape, results, totals)
+            mail = _Mail(records, rows_to, records.shape[1], take)
+            self._agree(DISPATCH, number, mail, shape, shape.dtype)
         return bad
 
-    def receive_dispatch(
-        self,
-        number: int,
-        shape: SlotShape,
-        out: SlotResults,
-        totals: Tensor | None,
-        waits: Tensor | None,
-        stage: str,
-    ) -> None:
+    def _fill(self, shape: SlotShape, out: SlotResults, totals: Tensor | None, mail: _Mail) -> None:
         """Rebuild the senders' blocks with the tokens of this rank, and fill slots from them."""
         blocks, num_tokens = [], []
-        mail = self._read(DISPATCH, number, waits)
         for records in mail.parcels():
             block = memory.empty(shape.block_bytes)
             columns = _columns(block, shape)
@@ -112,49 +118,80 @@ class ExchangedSlots:
             totals += out.counts
         load = self._statistics.load(shape.placement.num_experts, shape.num_local)
         load += out.counts.numpy()
-        self._count(DISPATCH, mail)
 
-    def send_combine(self, number: int, y: Tensor, back: PendingCombine, stage: str) -> int:
+    def send_combine(self, number: int, y: Tensor, back: PendingCombine, out: Tensor) -> int:
         """Lay rows out. -1, or the place of a pair that dispatch did not send."""
-        shape, ranges = back.handle.shape, back.handle.layout_range
-        rows_to = (ranges & LOW).sum(0).tolist()
+        handle, shape = back.handle, back.handle.shape
+        picked = memory.empty(*back.topk_idx.shape, dtype=torch.int64)
+        bad = self._kernels.pick_slots(back.topk_idx, handle.sent, picked)
+        if bad != -1:
+            return bad
+        rows_to = (handle.layout_range & LOW).sum(0).tolist()
         units = partial(_back_words, shape, y.dtype)
-        row_bytes = shape.hidden * y.element_size()
-        mail = _Mail(memory.empty(sum(map(units, rows_to)), _WORD), rows_to, row_bytes, units)
-        parts = _back_parts(mail.sent_NB, rows_to, shape, y.dtype)
+        take = partial(self._sum, back, SlotPairs(back.topk_idx, picked, back.weights), out)
+        sent = memory.empty(sum(map(units, rows_to)), _WORD)
+        parts = _back_parts(sent, rows_to, shape, y.dtype)
         tables = torch.zeros(
             len(rows_to), shape.placement.most_experts, dtype=torch.int64, device="cpu"
         )
-        self._kernels.stage_back(y, ranges, [as_bytes(rows) for _, rows in parts], tables)
+        outs = [as_bytes(rows) for _, rows in parts]
+        self._kernels.stage_back(y, handle.layout_range, outs, tables)
         for (table, _), told in zip(parts, tables):
             table.copy_(told)
-        self._mail[COMBINE, number] = mail
-        return self._kernels.pick_slots(back.topk_idx, back.handle.sent, back.picked)
+        mail = _Mail(sent, rows_to, shape.hidden * y.element_size(), take, units)
+        self._agree(COMBINE, number, mail, shape, y.dtype, handle.number)
+        return -1
 
-    def receive_combine(
-        self, number: int, back: PendingCombine, out: Tensor, waits: Tensor | None, stage: str
-    ) -> None:
-        mail, shape = self._read(COMBINE, number, waits), back.handle.shape
+    def _sum(self, back: PendingCombine, pairs: SlotPairs, out: Tensor, mail: _Mail) -> None:
+        shape = back.handle.shape
         tables, rows = zip(*_back_parts(mail.came_NB, mail.rows_from, shape, back.dtype))
-        pairs = SlotPairs(back.topk_idx, back.picked, back.weights)
         self._kernels.sum_slots(rows, torch.stack(tables), pairs, shape, out)
-        self._count(COMBINE, mail)
 
-    def rows_to(self, kind: int, number: int) -> np.ndarray:
-        """[R, 1]: how many rows go to each rank in a call that was sent."""
-        return np.array(self._mail[kind, number].rows_to, np.int64)[:, None]
+    def receive(self, kind: int, number: int, held: object, waits: Tensor | None) -> None:
+        """The other half of a call, whose rows have travelled."""
+        mail = self._mail.pop((kind, number))
+        if waits is not None:  # one exchange brings all, so that all are waited for as long
+            waits += mail.spent
+        mail.take(mail)
+        counts = mail.rows_to, mail.rows_from
+        self._statistics.count(STAGE_OF[kind], mail.began, *counts, mail.row_bytes)
 
-    def expect(self, kind: int, number: int, told_R1: np.ndarray, spent: int) -> None:
-        """So many rows come from each rank, which took so many nanoseconds to say so."""
-        mail = self._mail[kind, number]
-        mail.rows_from, mail.spent = told_R1[:, 0].tolist(), spent
+    def _agree(
+        self,
+        kind: int,
+        number: int,
+        mail: _Mail,
+        shape: SlotShape,
+        dtype: torch.dtype,
+        handle: int = -1,
+    ) -> None:
+        """Meet the others, as in any call: so those of other calls, or of other sizes, find out,
+        and each rank knows what comes from whom.
+        """
+        call = Call(
+            stage=STAGES.index(STAGE_OF[kind]),
+            handle=handle,
+            hidden=shape.hidden,
+            dtype=ROW_DTYPES.index(dtype),
+            num_topk=shape.num_topk,
+            num_experts=shape.placement.num_experts,
+            num_max=shape.num_max,
+            cast=shape.cast,
+        )
+        rows_to_R1 = np.array(mail.rows_to, np.int64)[:, None]
+        begin = time.perf_counter_ns()
+        told_R1 = self._agreement.meet(STAGE_OF[kind], Terms(call, payload=rows_to_R1)).payload
+        mail.rows_from, mail.spent = told_R1[:, 0].tolist(), time.perf_counter_ns() - begin
+        self._mail[kind, number] = mail
 
-    def travel(self, kind: int, number: int, stage: str) -> None:
+    def travel(self, kind: int, number: int) -> None:
         """The exchange itself, which may be made on another thread."""
         begin, mail = time.perf_counter_ns(), self._mail[kind, number]
         out_counts, counts = (list(map(mail.units, one)) for one in (mail.rows_from, mail.rows_to))
         mail.came_NB = memory.empty(sum(out_counts), mail.sent_NB.shape[1])
-        self._own.all_to_all(Exchange(mail.came_NB, mail.sent_NB, out_counts, counts, stage))
+        self._own.all_to_all(
+            Exchange(mail.came_NB, mail.sent_NB, out_counts, counts, STAGE_OF[kind])
+        )
         mail.spent += time.perf_counter_ns() - begin
 
     def left_out(self) -> list[int]:
@@ -170,22 +207,12 @@ class ExchangedSlots:
         """What is given is copied into records, from wherever it lies."""
         return True
 
-    def fail(self, kind: int, number: int, text: str, stage: str, unread: bool) -> None:
+    def fail(self, kind: int, number: int, text: str, unread: bool) -> None:
         raise AssertionError("ranks that meet in every call hear of failures there")
 
     def skip(self, kind: int, number: int) -> None:
         """Instead of receiving, or of sending."""
         self._mail.pop((kind, number), None)
-
-    def _count(self, kind: int, mail: _Mail) -> None:
-        counts = mail.rows_to, mail.rows_from
-        self._statistics.count(STAGE_OF[kind], mail.began, *counts, mail.row_bytes)
-
-    def _read(self, kind: int, number: int, waits: Tensor | None) -> _Mail:
-        mail = self._mail.pop((kind, number))
-        if waits is not None:  # one exchange brings all, so that all are waited for as long
-            waits += mail.spent
-        return mail
 
 
 def _receivers(topk_idx_TK: np.ndarray, shape: SlotShape) -> tuple[Tensor, list[int]]:

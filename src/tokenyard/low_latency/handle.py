@@ -37,12 +37,9 @@ class LowLatencyHandle:
         self._sent_at = shape.num_local * shape.num_ranks
         self._src_at = self._sent_at + 2 * num_tokens * shape.num_topk
         self.memory = int64s.new(self._src_at + shape.num_local * shape.num_slots // 2 + 1)
-
-    @property
-    def addresses(self) -> tuple[int, int, int]:
-        """Of layout_range, `sent` and src_info."""
         begin = int64s.address(self.memory)
-        return begin, begin + 8 * self._sent_at, begin + 8 * self._src_at
+        # Of layout_range, `sent` and src_info.
+        self.addresses = begin, begin + 8 * self._sent_at, begin + 8 * self._src_at
 
     @cached_property
     def layout_range(self) -> Tensor:
@@ -101,5 +98,4 @@ class PendingCombine(NamedTuple):
     topk_idx: Tensor  # [T, K] int64
     weights: Tensor  # [T, K] float32
     handle: LowLatencyHandle
-    picked: Tensor  # [T, K] int64, for the place of each pair's row among those of its expert
     zero_copy: bool

@@ -1,10 +1,9 @@
-"""The checks of what low-latency calls are given, done once for each shape of tensors."""
+"""The checks of what low-latency calls are given: plain tensors of a known shape pass at once."""
 
 from __future__ import annotations
 
-from contextlib import suppress
-from operator import attrgetter
-from typing import Any, NamedTuple
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,35 +11,24 @@ from torch import Tensor
 from tokenyard import validate
 from tokenyard.engine.inputs import Preparation
 from tokenyard.low_latency.handle import LowLatencyHandle
-from tokenyard.runtime import memory
 from tokenyard.runtime.completion import Completion
 from tokenyard.types import ROW_DTYPES, round_up
+from tokenyard.validate import lies_at
 from tokenyard.wire.fp8 import GROUP, NO_CAST, PACKED, PLAIN, ROUNDED
 from tokenyard.wire.slots import SlotShape
 
 _WORDS = 1 << 16  # bytes of control segments, and of rounding to pages
 _CASTABLE = (torch.bfloat16, torch.float16, torch.float32)
 
-# All that a check asks of a tensor, read in one step. A form that has passed once is not checked
-# again, since that would take longer than sending a few tokens.
-form = attrgetter("__class__", "shape", "dtype", "layout", "device")
 
-
-class Fp8(NamedTuple):
-    """How rows are to be cast, as DeepEP says it."""
-
-    use_fp8: bool
-    round_scale: bool
-    use_ue8m0: bool
-
-    def cast(self) -> int:
-        if not self.use_fp8:
-            return NO_CAST
-        validate.require(
-            self.round_scale or not self.use_ue8m0,
-            "use_ue8m0 is True with round_scale=False, want round_scale=True",
-        )
-        return PACKED if self.use_ue8m0 else ROUNDED if self.round_scale else PLAIN
+# How rows are to be cast: use_fp8, round_scale and use_ue8m0, as DeepEP says it.
+Fp8 = tuple[bool, bool, bool]
+_CASTS: dict[Fp8, int] = {
+    **dict.fromkeys(product((False,), (False, True), (False, True)), NO_CAST),
+    (True, False, False): PLAIN,
+    (True, True, False): ROUNDED,
+    (True, True, True): PACKED,
+}
 
 
 class Inputs:
@@ -52,68 +40,76 @@ class Inputs:
         self._local, self._rank, self._size = local, rank, size
         self._buffer_id, self._num_bytes = buffer_id, num_bytes
         self._shapes: dict[tuple[Any, ...], SlotShape] = {}
-        self.checked: dict[tuple[Any, ...], SlotShape] = {}
-        self.checked_back: set[tuple[Any, ...]] = set()
+        self._back: set[tuple[SlotShape, torch.dtype]] = set()  # of combines that were checked
 
     def forget(self) -> None:
         """Check all shapes anew: the placement has changed."""
         self._shapes.clear()
-        self.checked.clear()
-        self.checked_back.clear()
+        self._back.clear()
 
     def known(self, handle: Any) -> LowLatencyHandle:
         """The handle that a user gave, of this Buffer and of where experts live now."""
-        known, given = known_handle(handle, self._buffer_id), self._local.given_placement
-        validate.require(
-            given is None or known.shape.placement is given,
-            f"handle is of dispatch call {known.number}, before the Buffer was rebalanced, want "
-            "one of a dispatch since then",
-        )
-        return known
+        if not isinstance(handle, LowLatencyHandle):
+            raise ValueError(
+                f"handle is {validate.kind(handle)}, want the handle that low_latency_dispatch "
+                "returned"
+            )
+        if handle.buffer_id != self._buffer_id:
+            raise ValueError(
+                f"handle is of dispatch call {handle.number} on another Buffer or rank, want one "
+                "that this Buffer's low_latency_dispatch returned here"
+            )
+        given = self._local.given_placement
+        if given is not None and handle.shape.placement is not given:
+            raise ValueError(
+                f"handle is of dispatch call {handle.number}, before the Buffer was rebalanced, "
+                "want one of a dispatch since then"
+            )
+        return handle
 
     def tokens(
         self, x: Any, topk_idx: Any, num_max: Any, num_experts: Any, fp8: Fp8
     ) -> tuple[Tensor, Tensor, SlotShape]:
-        key: tuple[Any, ...] | None = None
-        shape = None
-        with suppress(AttributeError, TypeError):  # no tensors, or no numbers
-            key = form(x), form(topk_idx), num_max, num_experts, fp8
-            shape = self.checked.get(key)
-        if shape is None:
-            cast = fp8.cast()
-            x, topk_idx = self._check_tokens(x, topk_idx, num_max, cast)
-            shape = self._shape(x, topk_idx.shape[1], num_max, num_experts, cast)
-            if key is not None:
-                self.checked[key] = shape
-        elif x.requires_grad:
-            x = validate.without_gradient("x", x)
-        x, topk_idx = validate.held("x", x), validate.held("topk_idx", topk_idx)
-        return x.contiguous(), topk_idx.contiguous(), shape
+        """Plain tensors of sizes that were seen before need no more than this look."""
+        try:
+            if lies_at(x, 2) >= 0 and lies_at(topk_idx, 2, torch.int64) >= 0:
+                (num_tokens, hidden), (num_ids, num_topk) = x.shape, topk_idx.shape
+                key = num_max, hidden, num_topk, num_experts, x.dtype, _CASTS[fp8]
+                shape = self._shapes.get(key)
+                if shape is not None and num_tokens == num_ids <= num_max:
+                    return x, topk_idx, shape
+        except (KeyError, TypeError):  # no cast, or no numbers
+            pass
+        use_fp8, rounds, packs = map(bool, fp8)
+        validate.require(
+            rounds or not (use_fp8 and packs),
+            "use_ue8m0 is True with round_scale=False, want round_scale=True",
+        )
+        cast = _CASTS[use_fp8, rounds, packs]
+        x, topk_idx = self._check_tokens(x, topk_idx, num_max, cast)
+        return x, topk_idx, self._shape(x, topk_idx.shape[1], num_max, num_experts, cast)
 
     def rows(
         self, x: Any, topk_idx: Any, topk_weights: Any, handle: Any
     ) -> tuple[LowLatencyHandle, Tensor, Tensor, Tensor]:
         known = self.known(handle)
-        validate.require(
-            known.hook is None or known.hook.is_over,
-            f"handle is of dispatch call {known.number}, whose rows have not been received, want "
-            "its hook called, or its event waited for, first",
-        )
-        forms = None
-        with suppress(AttributeError):
-            forms = form(x), form(topk_idx), form(topk_weights)
-        key = forms, known.shape, known.num_tokens
-        if forms is None or key not in self.checked_back:
+        if known.hook is not None and not known.hook.is_over:
+            raise ValueError(
+                f"handle is of dispatch call {known.number}, whose rows have not been received, "
+                "want its hook called, or its event waited for, first"
+            )
+        shape = known.shape
+        if not (
+            lies_at(x, 3) >= 0
+            and lies_at(topk_idx, 2, torch.int64) >= 0
+            and lies_at(topk_weights, 2, torch.float32) >= 0
+            and x.shape == shape.x_shape
+            and topk_idx.shape == topk_weights.shape == (known.num_tokens, shape.num_topk)
+            and (shape, x.dtype) in self._back
+        ):
             x, topk_idx, topk_weights = self._check_rows(x, topk_idx, topk_weights, known)
-            self.checked_back.add(key)
-        else:
-            if x.requires_grad:
-                x = validate.without_gradient("x", x)
-            if topk_weights.requires_grad:
-                topk_weights = validate.without_gradient("topk_weights", topk_weights)
-        x, topk_idx = validate.held("x", x), validate.held("topk_idx", topk_idx)
-        topk_weights = validate.held("topk_weights", topk_weights)
-        return known, x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous()
+            self._back.add((shape, x.dtype))
+        return known, x, topk_idx, topk_weights
 
     def _check_tokens(
         self, x: Any, topk_idx: Any, num_max: Any, cast: int
@@ -146,13 +142,7 @@ class Inputs:
             topk_idx.shape[1] == num_topk,
             f"topk_idx has top-k {topk_idx.shape[1]}, want {num_topk}, that of the dispatch",
         )
-        return y, topk_idx, validate.topk_weights(topk_weights, topk_idx.shape)
-
-    def out(self, out: Any, num_tokens: int, y: Tensor) -> Tensor:
-        if out is None:
-            return memory.empty(num_tokens, y.shape[2], dtype=y.dtype)
-        validate.out(out, num_tokens, y)
-        return out
+        return y.contiguous(), topk_idx, validate.topk_weights(topk_weights, topk_idx.shape)
 
     def completion(self, completion: Completion) -> None:
         validate.require(
@@ -243,16 +233,3 @@ def unsent_pair(topk_idx: Tensor, place: int) -> ValueError:
         f"topk_idx[{token}, {k}] is {int(topk_idx[token, k])}, want an expert that the token had "
         "in dispatch, or -1"
     )
-
-
-def known_handle(value: Any, buffer_id: int) -> LowLatencyHandle:
-    validate.require(
-        isinstance(value, LowLatencyHandle),
-        f"handle is {validate.kind(value)}, want the handle that low_latency_dispatch returned",
-    )
-    validate.require(
-        value.buffer_id == buffer_id,
-        f"handle is of dispatch call {value.number} on another Buffer or rank, want one that this "
-        "Buffer's low_latency_dispatch returned here",
-    )
-    return value

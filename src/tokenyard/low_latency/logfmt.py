@@ -47,4 +47,5 @@ def cast(kernels: SlotKernels, y_LSD: Tensor, handle: LowLatencyHandle) -> Tenso
 
 def receive_and_round(receive: Callable[[], None], sums_TD: Tensor, out_TD: Tensor) -> None:
     receive()
-    out_TD.copy_(sums_TD)
+    with torch.inference_mode():  # out may have been made in it, which writing to it needs
+        out_TD.copy_(sums_TD)

@@ -39,6 +39,7 @@ import numpy as np
 from torch import Tensor
 
 from tokenyard.errors import TEXT_WORDS, rejected, text_to_words
+from tokenyard.low_latency.handle import STAGE_OF
 from tokenyard.shm.liveness import Stopped
 from tokenyard.shm.mailbox import SignalKernels
 from tokenyard.shm.node import SharedNode
@@ -99,7 +100,8 @@ class PostKernels(SignalKernels, Protocol):
 class Post(NamedTuple):
     """Where the words of one kind and of even or odd calls are. `arrays` keeps the tables alive."""
 
-    place: int  # among the four, see `_place`
+    place: int  # among the four: each kind of call has two, which its calls use in turn
+    stage: str  # what its calls are called
     own: int  # this rank's post
     read: int  # this rank's number of the last call that it has read
     failure: int  # this rank's failure
@@ -150,7 +152,7 @@ class Posts:
 
     def of(self, kind: int, number: int) -> Post:
         """The post of a call, by its kind and number."""
-        return self._posts[_place(kind, number)]
+        return self._posts[2 * kind + number % 2]
 
     def _post(self, controls: list[int], place: int) -> Post:
         posts = np.array([base + place * _POST for base in controls], np.int64)
@@ -160,6 +162,7 @@ class Posts:
         peers = np.array([(post, -1, 0, 0, -1, 0, 0) for post in posts], np.int64)
         return Post(
             place,
+            STAGE_OF[place // 2],
             int(posts[self._rank]),
             int(reads[self._rank]),
             int(failures[self._rank]),
@@ -177,11 +180,11 @@ class Posts:
         """Let `differs` raise where another rank makes another call."""
         self._differs = differs
 
-    def begin(self, kind: int, number: int) -> None:
-        """Note that this rank begins a call: it is about to send, or to say why it cannot."""
-        self.made[kind] = number
-        sent = self.mails[MAIL]
-        self.before[2 * kind + number % 2] = sent, self.made[1 - kind]
+    def begin(self, kind: int, number: int) -> Post:
+        """The post of a call which this rank is about to send."""
+        self.made[kind], place = number, 2 * kind + number % 2
+        self.before[place] = self.mails[MAIL], self.made[1 - kind]
+        return self._posts[place]
 
     def left_out(self) -> list[int]:
         return np.flatnonzero(self._masked_R).tolist()
@@ -211,18 +214,13 @@ class Posts:
         words(post.read + _UNREAD, 1)[0] = last
         self._kernels.signal(post.read, last)
 
-    def pay(self, post: Post, number: int) -> None:
-        """This rank has read the call: a later one that failed for lack of that is done too."""
-        if self.owed[post.place] > number:
-            self.done(post, number)
+    def wait_to_send(self, post: Post, number: int) -> None:
+        self._wait(post, post.reads, number - 2, number)
 
-    def wait_to_send(self, post: Post, number: int, stage: str) -> None:
-        self._wait(post, post.reads, number - 2, number, stage)
+    def wait_to_receive(self, post: Post, number: int) -> None:
+        self._wait(post, post.all_ranks, number, number)
 
-    def wait_to_receive(self, post: Post, number: int, stage: str) -> None:
-        self._wait(post, post.all_ranks, number, number, stage)
-
-    def wait_until_read(self, place: int, named: int, post: Post, number: int, stage: str) -> bool:
+    def wait_until_read(self, place: int, named: int, post: Post, number: int) -> bool:
         """At the end of call `number`: wait until all ranks have read what call `named` has sent.
 
         This leaves no rank out, because the results of the call say already who is. It returns
@@ -243,10 +241,10 @@ class Posts:
             return left
 
         while True:
-            stopped = self._node.liveness.who_stops(step, missing, stage, given_up)
+            stopped = self._node.liveness.who_stops(step, missing, post.stage, given_up)
             if stopped is None:
                 return not missing()
-            self._blame(stopped, stage)
+            self._blame(stopped, post.stage)
             given_up.update(stopped.ranks)
 
     def was_received(self, place: int, named: int) -> bool:
@@ -267,7 +265,7 @@ class Posts:
                 return
             time.sleep(1e-3)
 
-    def _look(self, post: Post, number: int, stage: str) -> None:
+    def _look(self, post: Post, number: int) -> None:
         """Raise if another rank has failed in this call: then it is over on this rank too."""
         rank = self._kernels.find_failure(
             post.failures, post.all_ranks, self.masked, self._size, number
@@ -275,25 +273,25 @@ class Posts:
         if rank >= 0:
             self.done(post, number)
             failure = post.arrays[2][rank]
-            raise rejected(rank, words(int(failure) + LINE, TEXT_WORDS), stage)
+            raise rejected(rank, words(int(failure) + LINE, TEXT_WORDS), post.stage)
 
     def _is_owing(self) -> bool:
         """Whether this rank has sent a call that it has not received yet."""
         return any(words(post.own, 1)[0] > words(post.read, 1)[0] for post in self._posts)
 
     def _look_beyond(
-        self, post: Post, limits: np.ndarray, signals: int, reach: int, number: int, stage: str
+        self, post: Post, limits: np.ndarray, signals: int, reach: int, number: int
     ) -> None:
         """Raise if a rank that this one waits for has gone past the call."""
         if self._differs is None:
             return
         found = self._find_ahead(limits, signals, reach, post.failures, number)
         if found >= 0:
-            self._look(post, number, stage)
+            self._look(post, number)
             rank, mark = divmod(found, _MARKS)
             place = (mark - 1) % 4
             theirs = self._node.mailbox.next_message(rank) if mark == 0 else place // 2
-            self._differs(stage, rank, theirs)
+            self._differs(post.stage, rank, theirs)
 
     def _look_beyond_mail(self, stage: str) -> None:
         if self._differs is None:
@@ -320,7 +318,7 @@ class Posts:
             self._marks_RM, limits, self.masked, self._rank, awaited, reach, failures, number
         )
 
-    def _wait(self, post: Post, signals: int, reach: int, number: int, stage: str) -> None:
+    def _wait(self, post: Post, signals: int, reach: int, number: int) -> None:
         """Wait until the signals of all others have reached `reach`. Ranks that stop are blamed, or
         left out where ranks may shrink.
         """
@@ -333,14 +331,14 @@ class Posts:
             )
             if first < self._size:
                 last = first
-                self._look(post, number, stage)
-                self._look_beyond(post, limits, signals, reach, number, stage)
+                self._look(post, number)
+                self._look_beyond(post, limits, signals, reach, number)
             return self._size - first
 
         def missing() -> list[int]:
             return [rank for rank in self._others() if not self._has(signals, rank, reach)]
 
-        self._go_on(step, missing, stage)
+        self._go_on(step, missing, post.stage)
         if last != self._rank:
             self._node.mailbox.waits.note(last, begin)
 
@@ -358,7 +356,7 @@ class Posts:
         if not self._shrink:
             raise self._node.liveness.blame(stopped, stage)
 
-    def time_arrivals(self, post: Post, number: int, waits: Tensor, stage: str) -> None:
+    def time_arrivals(self, post: Post, number: int, waits: Tensor) -> None:
         """Add to each rank's place the nanoseconds until its post was there."""
         begin, pending = time.perf_counter_ns(), set(self._others())
         limits = self._limits(post, number)
@@ -371,22 +369,17 @@ class Posts:
                     spent[rank] += time.perf_counter_ns() - begin
                     pending.discard(rank)
             if pending:
-                self._look(post, number, stage)
-                self._look_beyond(post, limits, post.all_ranks, number, number, stage)
+                self._look(post, number)
+                self._look_beyond(post, limits, post.all_ranks, number, number)
             return len(pending)
 
-        self._go_on(step, lambda: sorted(pending), stage)
+        self._go_on(step, lambda: sorted(pending), post.stage)
 
     def _others(self) -> list[int]:
         return [r for r in range(self._size) if r != self._rank and not self._masked_R[r]]
 
     def _has(self, signals: int, rank: int, number: int) -> bool:
         return self._kernels.await_signals(signals + 8 * rank, 1, number, 0, 1) == 1
-
-
-def _place(kind: int, number: int) -> int:
-    """Each kind of call has two posts, which its calls use in turn."""
-    return 2 * kind + number % 2
 
 
 def words(address: int, count: int) -> np.ndarray:

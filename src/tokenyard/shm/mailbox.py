@@ -24,7 +24,7 @@ from tokenyard.wire import call as at
 from tokenyard.wire import int64s
 from tokenyard.wire.signals import KINDS, MAIL
 
-_YIELDS = 100  # of a compiled call, before Python waits on, and of a wait that may be in vain
+YIELDS = 100  # of a compiled call, before Python waits on, and of a wait that may be in vain
 _PAUSE = 1e-5  # seconds between two looks for ranks that may come soon
 
 
@@ -140,7 +140,7 @@ class Mailbox:
 
     def tell_calls(self, table: array[int]) -> None:
         """Tell a compiled call where signals and messages are (`wire.call`)."""
-        table[at.PATIENCE], table[at.YIELDS] = self.patience, _YIELDS
+        table[at.PATIENCE], table[at.YIELDS] = self.patience, YIELDS
         table[at.WAITS] = self.waits.address
         table[at.EPOCHS] = int64s.address(self.epochs)
         table[at.OUT_LINES] = self._table([outgoing for outgoing, _ in self._lines])
@@ -157,7 +157,7 @@ class Mailbox:
         patience = self.patience if seconds else 0
         first = self._kernels.meet(outgoing, incoming, self._size, epoch, patience)
         deadline = time.monotonic() + seconds
-        yields = _YIELDS
+        yields = YIELDS
         while first < self._size and time.monotonic() < deadline:
             if yields:  # the others may need this core to get here
                 yields -= 1

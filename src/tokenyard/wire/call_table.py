@@ -19,7 +19,7 @@ from tokenyard.wire.slots import SlotShape
 # The ranks, and the words that they share.
 RANK = 0  # this rank
 SIZE = 1  # R
-PATIENCE = 2  # pauses that a call waits for one rank before it returns LATE
+PATIENCE = 2  # pauses that a call waits for one rank
 MASKED = 3  # address of [R]: not 0 for the ranks that this rank leaves out
 FLAGS = 4  # address of [R] addresses: of each rank's word that says whether it leaves this one out
 READS = 5  # address of [R] addresses: of each rank's word that says which call it has read
@@ -55,13 +55,13 @@ NUM_TOKENS = 30  # T
 TOPK_IDX = 31  # address of [T, K] int64
 SENT = 32  # address of [2, T, K] int64: topk_idx, and each pair's place among those of its expert
 BLOCK = 33  # address of the block that this rank sends
-X = 34  # address of the rows: [T, D] that a dispatch sends, [L, S, D] where it puts them
+X = 34  # address of the rows: [T, D] that a dispatch sends, then [L, S, D] where it puts them
 SCALES = 35  # address of [L, S, scales], 0 without FP8
 COUNTS = 36  # address of [L] int32: rows of each local expert
 SRC_INFO = 37  # address of [L, S] int32: each row's token on its source
 LAYOUT_RANGE = 38  # address of [L, R] int64: begin << 32 | count of each source's rows
 TOTALS = 39  # address of [L] int32 that counts are added to, or 0
-Y = 40  # address of [L, S, D]: the rows that go back; 0 where they cannot be read any more
+Y = 40  # address of [L, S, D]: the rows that go back; 0 once they cannot be read any more
 ROWS = 41  # address of the room to which rows that go back are copied; 0 if others read y itself
 ROOM = 42  # rows that fit there
 COPIES_OWN = 43  # 1 if this rank's rows for itself are copied, too
@@ -74,8 +74,9 @@ WAITS = 47  # address of the waits of the ranks
 COUNTERS = 48  # address of the counters of the stage
 LOAD = 49  # address of [L]: rows of each local expert so far
 BEGAN = 50  # when this half of a call began
-BEGAN_FOR = 51  # the number of that call
-TABLE_WORDS = 52
+BEGAN_FOR = 51  # the number of that call, 0 between its halves
+YIELDS = 52  # turns of its core that a call gives away after PATIENCE, before it returns LATE
+TABLE_WORDS = 53
 
 # What a rank knows of another: words of PEERS. A segment is known by identity, address and size.
 PEER_POST = 0  # address of the rank's post

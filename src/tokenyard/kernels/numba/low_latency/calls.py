@@ -5,8 +5,9 @@ to write a block and then to raise the number in its post. To receive is to wait
 posts, copy rows from their blocks straight into slots, and raise a word that says so: a rank writes
 into a block again, two calls later, only when all ranks have read it.
 
-A call takes the address of a table (`wire.call_table`) and returns a verdict (`wire.verdicts`): it
-never waits for ever, and after a verdict other than DONE it may be made again.
+Both halves take the address of one table (`wire.call_table`) and return a verdict
+(`wire.verdicts`): none waits for ever, and after a verdict other than DONE a half may be made
+again.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def _count_ranges(table, sends):
 def _count_end(table, is_received):
     """Half of a call has ended; with the second half the call has."""
     words = pointer(table, INT64)
-    counters = words[at.COUNTERS]
+    counters, words[at.BEGAN_FOR] = words[at.COUNTERS], 0
     if counters == 0:
         return
     if is_received:
@@ -235,17 +236,17 @@ def _combine_receive_kernel(like, wide, table):
 
 
 # The compiled functions themselves: a dispatcher would ask each argument's type at every call.
-def dispatch_calls(shape: SlotShape, send: int, receive: int) -> tuple[Call, Call]:
-    """Both halves of a dispatch, which read the tables at these addresses."""
+def dispatch_calls(shape: SlotShape, table: int) -> tuple[Call, Call]:
+    """Both halves of a dispatch, which read the table at this address."""
     like = cast_like(shape)
     sending = _dispatch_send_kernel.compile((typeof(like), int64))
     receiving = _dispatch_receive_kernel.compile((int64,))
-    return partial(sending, like, send), partial(receiving, receive)
+    return partial(sending, like, table), partial(receiving, table)
 
 
-def combine_calls(dtype: torch.dtype, send: int, receive: int) -> tuple[Call, Call]:
+def combine_calls(dtype: torch.dtype, table: int) -> tuple[Call, Call]:
     """As `dispatch_calls`, for rows of this dtype."""
     like, wide = LIKE[dtype], wide_like(dtype)
     sending = _combine_send_kernel.compile((int64,))
     receiving = _combine_receive_kernel.compile((typeof(like), typeof(wide), int64))
-    return partial(sending, send), partial(receiving, like, wide, receive)
+    return partial(sending, table), partial(receiving, like, wide, table)

@@ -31,8 +31,8 @@ def _await_others(table, signals, number):
     """DONE once the signals of all others have reached the number."""
     words = pointer(table, INT64)
     rank, size, masked = words[at.RANK], words[at.SIZE], words[at.MASKED]
-    patience, waits = words[at.PATIENCE], words[at.WAITS]
-    late = await_all(signals, size, number, 0, patience, 0, waits, rank, masked)
+    patience, yields, waits = words[at.PATIENCE], words[at.YIELDS], words[at.WAITS]
+    late = await_all(signals, size, number, 0, patience, yields, waits, rank, masked)
     return np.int64(DONE) if late == size else verdict(LATE, late)
 
 
