@@ -6,7 +6,8 @@ shares are combined as rows are. Where all ranks share memory `engine.parcels` d
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -18,9 +19,6 @@ from tokenyard.kernels.base import wide_dtype
 from tokenyard.runtime.completion import AT_ONCE
 from tokenyard.runtime.memory import as_bytes
 from tokenyard.types import ByExpert, KnownPairs
-
-if TYPE_CHECKING:
-    from tokenyard.engine.general import GeneralCalls
 
 DISPATCH, COMBINE = "dispatch by expert", "combine by expert"
 
@@ -35,14 +33,14 @@ class RowsByExpert(NamedTuple):
 
 
 def dispatch_and_spread(
-    core: Core, calls: GeneralCalls, request: DispatchRequest
+    core: Core, dispatch: Callable[..., Any], request: DispatchRequest
 ) -> tuple[RowsByExpert, Handle]:
     try:
         validate.require(request.topk_idx is not None, "topk_idx is None, want a torch.Tensor")
         alignment = validate.alignment(request.expert_alignment)
     except ValueError as error:
         core.reject(DISPATCH, error)
-    received, handle, _ = calls.dispatch(request, AT_ONCE, DISPATCH)
+    received, handle, _ = dispatch(request, AT_ONCE, DISPATCH)
     assert received.topk_idx is not None
     assert received.topk_weights is not None
     kernels, per_expert = core.kernels, received.num_tokens_per_expert
@@ -62,7 +60,7 @@ def dispatch_and_spread(
 
 
 def share_and_combine(
-    core: Core, calls: GeneralCalls, request: CombineRequest, weigh: Any
+    core: Core, combine: Callable[..., Any], request: CombineRequest, weigh: Any
 ) -> Tensor:
     try:
         known, rows, out = check_rows(core, request, weigh)
@@ -71,7 +69,7 @@ def share_and_combine(
     except Exception as error:
         core.reject(COMBINE, error)
     request = request._replace(x=share, handle=known, out=out)
-    return calls.combine(request, AT_ONCE, COMBINE)[0]
+    return combine(request, AT_ONCE, COMBINE)[0]
 
 
 def check_rows(

@@ -171,10 +171,10 @@ class GeneralCalls:
         return sums[0].out_TD, sums[1].out_TD if len(sums) > 1 else None, event
 
     def dispatch_by_expert(self, request: DispatchRequest) -> tuple[RowsByExpert, Handle]:
-        return by_expert.dispatch_and_spread(self._core, self, request)
+        return by_expert.dispatch_and_spread(self._core, self.dispatch, request)
 
     def combine_by_expert(self, request: CombineRequest, weigh: Any) -> Tensor:
-        return by_expert.share_and_combine(self._core, self, request, weigh)
+        return by_expert.share_and_combine(self._core, self.combine, request, weigh)
 
     def forget(self) -> None:
         """The placement has changed."""
