@@ -73,7 +73,7 @@ def call_after_a_slow_one(group: Any) -> None:
         want = buffer.dispatch(x, **given)
         for _ in range(5):
             if group.rank() == 0:
-                worker_of(buffer).submit(lambda: time.sleep(0.1))
+                worker_of(buffer).submit(lambda: time.sleep(scaled(0.1)))
             got = buffer.dispatch(torch.full_like(x, -1), **given, async_finish=True)
             time.sleep(0.05)
             assert_same(buffer.dispatch(x, **given)[:3], want[:3])

@@ -183,7 +183,7 @@ def test_a_rank_whose_parcel_is_not_what_it_told_is_named(what: str) -> None:
 
 
 def late(make_known: Any, *told: Any) -> None:
-    time.sleep(0.5)
+    time.sleep(scaled(0.5))
     make_known(*told)
 
 

@@ -60,6 +60,7 @@ class _Plan(NamedTuple):
     scratch: array[int]
     config: Config
     record_bytes: int  # of a row of every column
+    dtype: torch.dtype  # of x
     shape: tuple[int, torch.dtype, int]  # hidden size, dtype of combine, channels
     per_expert: np.ndarray
     kept: tuple[Any, ...]
@@ -113,32 +114,11 @@ class NodeCalls(GeneralCalls):
 
         None if this is another call, or has bad input, or too many rows: nothing is done yet then.
         """
-        x, topk_idx, topk_weights = request.x, request.topk_idx, request.topk_weights
-        num_experts, alignment, tag = request.num_experts, request.expert_alignment, request.tag
-        if not (
-            type(num_experts) is type(alignment) is type(tag) is int
-            and request.is_token_in_rank is request.previous_event is None
-            and not request.num_worst_tokens
-            and lies_at(x, 2) != NOT_PLAIN
-            and lies_at(topk_idx, 2, torch.int64) != NOT_PLAIN
-            and lies_at(topk_weights, 2, torch.float32) != NOT_PLAIN
-            and x.shape[0] == topk_idx.shape[0]
-            and topk_weights.shape == topk_idx.shape
-            and self._core.worker.pending is None
-        ):
+        found = self._find_dispatch(request, stage)
+        if found is None:
             return None
-        (num_tokens, hidden), num_topk = x.shape, topk_idx.shape[1]
-        key = stage, x.dtype, hidden, num_topk, num_experts, alignment, tag
-        plan = self._plans.get(key)
-        if plan is None or plan.config != request.config:
-            plan = self._plan_dispatch(*key, request.config)
-            if plan is None:
-                return None
-            self._plans[key] = plan
-        choice = self._local.choice
-        if choice is not None and (topk_idx := choice.or_none(topk_idx)) is None:
-            return None
-        steps, table = plan.steps, plan.table
+        plan, topk_idx = found
+        num_tokens, steps, table = request.x.shape[0], plan.steps, plan.table
         rows: RowSteps = steps.rows
         num_bytes = self._enclosures.num_bytes(num_tokens, plan.record_bytes)
         if self.leave_at == POSTED or not self._enclosures.has_room(num_bytes, num_bytes):
@@ -147,8 +127,8 @@ class NodeCalls(GeneralCalls):
         marks_TR = memory.empty_array((num_tokens, self._size), np.bool_)
         tally_FR = memory.empty_array((at.FACTS + table[at.NUM_RANKS], self._size), np.int64)
         table[at.NUM_TOKENS] = num_tokens
-        table[_X], table[_IDX] = x.data_ptr(), topk_idx.data_ptr()
-        table[_WEIGHTS] = topk_weights.data_ptr()
+        table[_X], table[_IDX] = request.x.data_ptr(), topk_idx.data_ptr()
+        table[_WEIGHTS] = request.topk_weights.data_ptr()
         table[_TOKENS] = self._local.token_numbers(num_tokens).data_ptr()
         table[at.MARKS], table[at.TALLY] = marks_TR.ctypes.data, tally_FR.ctypes.data
         self._steps.begin(table)
@@ -166,22 +146,8 @@ class NodeCalls(GeneralCalls):
             return self.dispatch(request, AT_ONCE, stage, told)
         if verdict:
             raise self._enclosures.stray(verdict & LOW, stage)
-        num_rows = table[at.NUM_ROWS]
-        recv_x = memory.empty(num_rows, hidden, dtype=x.dtype)
-        recv_idx = memory.empty(num_rows, num_topk, dtype=torch.int64)
-        recv_weights = memory.empty(num_rows, num_topk, dtype=torch.float32)
-        tokens_N = memory.empty(num_rows, dtype=torch.int32)
-        bits = memory.empty_array(int(tally_FR[0].sum()) * self._transport.mark_bytes, np.uint8)
-        table[_OUT], table[_OUT + 1] = recv_x.data_ptr(), recv_idx.data_ptr()
-        table[_OUT + 2], table[_OUT + 3] = recv_weights.data_ptr(), tokens_N.data_ptr()
-        table[at.BITS] = bits.ctypes.data
-        verdict = rows.take()
-        if verdict:
-            raise self._enclosures.stray(verdict & LOW, stage)
-        steps.localise()
+        received, ledger = self._take(plan, stage, marks_TR, tally_FR)
         self._agreement.number = number + 1
-        where = self._rank, self._core.topology, self._core.kernels
-        ledger = MarkedLedger(marks_TR, tally_FR, bits, tokens_N, *where)
         handle = Handle(self._core.origin, number, *plan.shape, ledger)
         statistics = self._core.statistics
         first, num_local = at.BEFORE + say.PAYLOAD + 1, len(plan.per_expert)
@@ -189,9 +155,59 @@ class NodeCalls(GeneralCalls):
         load += heard[self._steps.slots_R, first : first + num_local].sum(0)
         sent_R, width = marks_TR.sum(0), plan.record_bytes
         statistics.count(stage, begin, sent_R, tally_FR[at.CAME_ROWS], width, COMPILED)
-        counts = plan.per_expert.tolist()
-        received = Received(recv_x, None, recv_idx, recv_weights, counts)
         return received, handle, EventOverlap()
+
+    def _find_dispatch(self, request: DispatchRequest, stage: str) -> tuple[_Plan, Tensor] | None:
+        """The plan of a dispatch of contiguous CPU tensors that counts by itself, and its ids of
+        physical experts; None if it is another, or has bad input.
+        """
+        x, topk_idx, topk_weights = request.x, request.topk_idx, request.topk_weights
+        num_experts, alignment, tag = request.num_experts, request.expert_alignment, request.tag
+        if not (
+            type(num_experts) is type(alignment) is type(tag) is int
+            and request.is_token_in_rank is request.previous_event is None
+            and not request.num_worst_tokens
+            and lies_at(x, 2) != NOT_PLAIN
+            and lies_at(topk_idx, 2, torch.int64) != NOT_PLAIN
+            and lies_at(topk_weights, 2, torch.float32) != NOT_PLAIN
+            and x.shape[0] == topk_idx.shape[0]
+            and topk_weights.shape == topk_idx.shape
+            and self._core.worker.pending is None
+        ):
+            return None
+        key = stage, x.dtype, x.shape[1], topk_idx.shape[1], num_experts, alignment, tag
+        plan = self._plans.get(key)
+        if plan is None or plan.config != request.config:
+            plan = self._plan_dispatch(*key, request.config)
+            if plan is None:
+                return None
+            self._plans[key] = plan
+        choice = self._local.choice
+        if choice is not None:
+            topk_idx = choice.or_none(topk_idx)
+        return None if topk_idx is None else (plan, topk_idx)
+
+    def _take(
+        self, plan: _Plan, stage: str, marks_TR: np.ndarray, tally_FR: np.ndarray
+    ) -> tuple[Received, MarkedLedger]:
+        """Take what has come out of all messages, into new memory."""
+        table, rows = plan.table, plan.steps.rows
+        num_rows, num_topk = table[at.NUM_ROWS], table[at.NUM_TOPK]
+        x = memory.empty(num_rows, plan.shape[0], dtype=plan.dtype)
+        ids = memory.empty(num_rows, num_topk, dtype=torch.int64)
+        weights = memory.empty(num_rows, num_topk, dtype=torch.float32)
+        tokens_N = memory.empty(num_rows, dtype=torch.int32)
+        bits = memory.empty_array(int(tally_FR[0].sum()) * self._transport.mark_bytes, np.uint8)
+        table[_OUT], table[_OUT + 1] = x.data_ptr(), ids.data_ptr()
+        table[_OUT + 2], table[_OUT + 3] = weights.data_ptr(), tokens_N.data_ptr()
+        table[at.BITS] = bits.ctypes.data
+        verdict = rows.take()
+        if verdict:
+            raise self._enclosures.stray(verdict & LOW, stage)
+        plan.steps.localise()
+        where = self._rank, self._core.topology, self._core.kernels
+        ledger = MarkedLedger(marks_TR, tally_FR, bits, tokens_N, *where)
+        return Received(x, None, ids, weights, plan.per_expert.tolist()), ledger
 
     def _combine_few(
         self, request: CombineRequest, stage: str
@@ -307,6 +323,7 @@ class NodeCalls(GeneralCalls):
             scratch,
             config,
             row_bytes + 12 * num_topk + 4,
+            dtype,
             (hidden, validate.combine_dtype(dtype), config.num_channels),
             per_expert,
             kept,
@@ -334,6 +351,7 @@ class NodeCalls(GeneralCalls):
             scratch,
             config,
             row_bytes,
+            dtype,
             (hidden, dtype, config.num_channels),
             np.zeros(0, np.int64),
             (),

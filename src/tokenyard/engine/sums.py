@@ -159,22 +159,26 @@ class SumCalls:
             self._agreement.number += 1
             mapped = self._meeting.node.attached.hold()
 
-            def work(held: Any = (sums, block, ledger, mapped)) -> None:
+            def work(held: Any = (block, ledger, mapped)) -> None:
                 if is_later:
                     self._copy_for_others(plan, ledger, sums, block)
-                table[at.PHASE] = at.MOVED
-                verdict = self._meeting.end(plan, stage)
-                assert verdict >> 32 == MOVE
-                for place, one in enumerate(sums):
-                    part = partial(self._kernels.sum_rows, one.out_TD.dtype, plan.address, place)
-                    in_threads(part, num_tokens, moved)
-                table[at.PHASE] = at.SUMMED
-                verdict = self._meeting.end(plan, stage)
-                assert not verdict
+                self._sum_in_threads(plan, stage, sums, moved)
 
             event = self._core.finish(work, completion, pending, (), stage)
             self._meeting.count(stage, begin, ledger, plan, back=True)
         return first.out_TD, sums[1].out_TD if num_weights else None, event
+
+    def _sum_in_threads(self, plan: Plan, stage: str, sums: Sequence[Sum], moved: int) -> None:
+        """End a call that has handed over."""
+        plan.table[at.PHASE] = at.MOVED
+        verdict = self._meeting.end(plan, stage)
+        assert verdict >> 32 == MOVE
+        for place, one in enumerate(sums):
+            part = partial(self._kernels.sum_rows, one.out_TD.dtype, plan.address, place)
+            in_threads(part, len(one.out_TD), moved)
+        plan.table[at.PHASE] = at.SUMMED
+        verdict = self._meeting.end(plan, stage)
+        assert not verdict
 
     def _offer_columns(
         self, plan: Plan, ledger: WrittenLedger, sums: Sequence[Sum], is_later: bool, is_valid: bool

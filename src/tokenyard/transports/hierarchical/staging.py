@@ -82,17 +82,23 @@ class Staging:
             num_rails = len(topology.rails_of(rank))
             messages = torch.from_numpy(own[begin : begin + num_rails * rail_bytes])
             self.received.append(list(messages.view(num_rails, rail_bytes, 1)))
-        # By turn: the words of each partner, for the ranks of this node.
-        self.words: list[list[np.ndarray]] = [[], []]
-        rails = topology.rails_of(rank)
-        for received, found in zip(self.received, self.words):
+        self.words = self._find_words(topology, rank, words_of_node)
+        # The messages of this rank, by rail, each to the end of its line.
+        most_sent = sum(words_of_node) + topology.num_nodes * (enclosed + LINE)
+        self.sent = [memory.empty(most_sent) for _ in topology.rails_of(rank)]
+
+    def _find_words(
+        self, topology: Topology, rank: int, words_of_node: Sequence[int]
+    ) -> list[list[np.ndarray]]:
+        """By turn: the words of each partner, for the ranks of this node."""
+        rails, words = topology.rails_of(rank), words_of_node[topology.node_of_rank[rank]]
+        both: list[list[np.ndarray]] = [[], []]
+        for received, found in zip(self.received, both):
             for rail, source in topology.upstream(rank):
                 out = received[rails.index(rail)].numpy()[:, 0]
                 begin = self.begin_of_node[topology.node_of_rank[source]]
                 found.append(out[begin : begin + words])
-        # The messages of this rank, by rail, each to the end of its line.
-        most_sent = sum(words_of_node) + topology.num_nodes * (enclosed + LINE)
-        self.sent = [memory.empty(most_sent) for _ in topology.rails_of(rank)]
+        return both
 
     def refuse(self, turn: int) -> None:
         """Say that this rank stages no rows for a combine."""
