@@ -1,7 +1,7 @@
 """The sum of combine: each token's rows, wherever they lie, added up in float32 or float64.
 
 On one node the sums of 128 elements stay in registers while all ranks' pieces are added, and leave
-by streaming stores. Across nodes, and for what is left of a row, the sums are kept in L1.
+by streaming stores. Across nodes the sums are kept in L1.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ from tokenyard.kernels.numba.caching import njit
 from tokenyard.kernels.numba.llvm.atomics import fence_stores
 from tokenyard.kernels.numba.llvm.pointers import INT32, INT64, LIKE, pointer
 from tokenyard.kernels.numba.llvm.sums import (
-    WIDE_LANES,
     add_lanes,
     add_one,
     fold_lanes,
     fold_one,
     put_lanes,
     put_one,
-    sum_rows,
-    sum_rows_streaming,
+    sum_plain,
 )
 from tokenyard.kernels.numba.llvm.vectors import LANES
 from tokenyard.runtime.threads import in_threads
@@ -64,24 +62,6 @@ def _put_piece(out, at, total, count):
 
 
 @njit(nogil=True, cache=True)
-def _sum_one_node(out, sources, count, hidden, streaming, like, total):
-    whole = hidden - hidden % WIDE_LANES
-    if streaming:
-        for d in range(0, whole, WIDE_LANES):
-            sum_rows_streaming(out, sources, count, d, like)
-    else:
-        for d in range(0, whole, WIDE_LANES):
-            sum_rows(out, sources, count, d, like)
-    if whole < hidden:
-        rows = pointer(sources, INT64)
-        for i in range(hidden - whole):
-            total[i] = 0
-        for c in range(count):
-            _add_piece(total, pointer(rows[c], like), whole, hidden - whole)
-        _put_piece(pointer(out, like), whole, total, hidden - whole)
-
-
-@njit(nogil=True, cache=True)
 def _sum_nodes(out, sources, homes, count, num_nodes, hidden, like, total, partial):
     rows, home = pointer(sources, INT64), pointer(homes, INT32)
     for d in range(0, hidden, _PIECE):
@@ -111,7 +91,7 @@ def sum_token(out, sources, homes, count, num_nodes, hidden, streaming, like, su
     """
     total = pointer(sums.ctypes.data, sums)
     if num_nodes == 1:
-        _sum_one_node(out, sources, count, hidden, streaming, like, total)
+        sum_plain(out, sources, count, hidden, streaming, like)
     else:
         partial = pointer(sums.ctypes.data + _PIECE * sums.itemsize, sums)
         _sum_nodes(out, sources, homes, count, num_nodes, hidden, like, total, partial)

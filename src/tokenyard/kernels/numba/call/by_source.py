@@ -122,11 +122,10 @@ def _write_rows(table, begin, end, scratch):
     address of SCRATCH + R words.
     """
     words, room = pointer(table, INT64), pointer(scratch, INT64)
-    columns, width = words[at.NUM_COLUMNS], np.int64(0)
+    columns = words[at.NUM_COLUMNS]
     for c in range(columns):
         room[3 * c], room[3 * c + 1] = words[at.SOURCES + c], words[at.WIDTHS + c]
         room[3 * c + 2] = words[at.WIDTHS + c]
-        width += words[at.WIDTHS + c]
     lists = 3 * at.MOST_COLUMNS
     for which in range(3):
         room[lists + which] = list_at(table, which)
@@ -138,7 +137,7 @@ def _write_rows(table, begin, end, scratch):
         words[at.SIZE],
         begin,
         end,
-        words[at.NUM_COPIES] * width >= MUCH,
+        words[at.NUM_COPIES] * words[at.WIDTHS] >= MUCH,
         scratch + 8 * _SCRATCH,
     )
 

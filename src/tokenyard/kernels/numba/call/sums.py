@@ -36,7 +36,7 @@ from tokenyard.kernels.numba.llvm.pointers import (
     LIKE,
     pointer,
 )
-from tokenyard.kernels.numba.llvm.sums import sum_groups, sum_scaled
+from tokenyard.kernels.numba.llvm.sums import sum_groups, sum_plain, sum_scaled
 from tokenyard.kernels.numba.reduce import streams_sums
 from tokenyard.kernels.numba.rows import copy_row, streams
 from tokenyard.kernels.numba.signals import verdict
@@ -209,7 +209,10 @@ def _sum_rows(table, column, begin, end, terms, like, wide):
             ends[groups] = count
             groups += 1
         out = words[at.OUTS + column] + t * row_bytes
-        sum_groups(out, terms, factors_at, ends_at, groups, hidden, streaming, like)
+        if tells_nodes or shares:
+            sum_groups(out, terms, factors_at, ends_at, groups, hidden, streaming, like)
+        else:  # each group is a row, which its rounding leaves as it is
+            sum_plain(out, terms, count, hidden, streaming, like)
 
 
 @njit(nogil=True, cache=True)

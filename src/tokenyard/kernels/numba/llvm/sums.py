@@ -1,7 +1,7 @@
 """Sums of rows in a wider type: element by element, by whole vectors in registers, and scaled.
 
 A product is rounded before it is added: LLVM fuses the two only where it is told that it may, and
-here it is not. A factor of 1 changes nothing, so that a plain sum needs no code of its own.
+here it is not.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tokenyard.wire.columns import LINE
 WIDE_LANES = 8 * LANES  # eight vectors of sums fit the registers, and 128 elements are whole lines
 
 
-def _make(num_vectors: Any, lanes: Any, streaming: Any = False) -> Any:
+def _make(num_vectors: Any, lanes: Any, streaming: Any = False, scaled: Any = True) -> Any:
     @intrinsic
     def scaled_sum(typingctx, out, sources, factors, count, at, like):
         """out[at:] = narrow(0 + factors[0] * sources[0][at:] + factors[1] * sources[1][at:] ...)
 
         For num_vectors * lanes elements. `sources` points to `count` addresses of rows, `factors`
-        to as many wide floats, `out` is the address of a row; `at` counts elements. If streaming,
-        out + at must be on a line's boundary.
+        to as many wide floats, which a sum that is not scaled does not read; `out` is the address
+        of a row, `at` counts elements. If streaming, out + at must be on a line's boundary.
         """
         dtype = like.dtype
         sig = types.void(*[types.int64] * 5, like)
@@ -44,10 +44,12 @@ def _make(num_vectors: Any, lanes: Any, streaming: Any = False) -> Any:
             with cgutils.for_range(builder, count) as loop:
                 row = builder.load(builder.gep(addresses, [loop.index]))
                 row = builder.inttoptr(row, narrow.as_pointer())
-                weight = builder.load(builder.gep(weights, [loop.index]))
-                weight = _broadcast(builder, weight, lanes)
-                for total, value in zip(sums, _read(builder, row, at, dtype, num_vectors, lanes)):
-                    term = builder.fmul(weight, value)
+                terms = _read(builder, row, at, dtype, num_vectors, lanes)
+                if scaled:
+                    weight = builder.load(builder.gep(weights, [loop.index]))
+                    weight = _broadcast(builder, weight, lanes)
+                    terms = [builder.fmul(weight, value) for value in terms]
+                for total, term in zip(sums, terms):
                     builder.store(builder.fadd(builder.load(total), term), total)
             pointer = builder.inttoptr(out, narrow.as_pointer())
             _write(builder, sums, pointer, at, dtype, lanes, streaming)
@@ -112,6 +114,9 @@ _sum_wide = _make(WIDE_LANES // LANES, LANES)
 _sum_wide_streaming = _make(WIDE_LANES // LANES, LANES, streaming=True)
 _sum_lanes = _make(1, LANES)
 _sum_one = _make(1, 1)
+_add_wide = _make(WIDE_LANES // LANES, LANES, scaled=False)
+_add_wide_streaming = _make(WIDE_LANES // LANES, LANES, streaming=True, scaled=False)
+_add_one = _make(1, 1, scaled=False)
 
 
 @njit(nogil=True, cache=True)
@@ -129,6 +134,20 @@ def sum_scaled(out, sources, factors, count, hidden, streaming, like):
         _sum_lanes(out, sources, factors, count, d, like)
     for d in range(whole, hidden):
         _sum_one(out, sources, factors, count, d, like)
+
+
+@njit(nogil=True, cache=True)
+def sum_plain(out, sources, count, hidden, streaming, like):
+    """out[:] = the sum of `count` rows, at the addresses `sources`."""
+    wide = hidden - hidden % WIDE_LANES
+    if streaming:
+        for d in range(0, wide, WIDE_LANES):
+            _add_wide_streaming(out, sources, 0, count, d, like)
+    else:
+        for d in range(0, wide, WIDE_LANES):
+            _add_wide(out, sources, 0, count, d, like)
+    for d in range(wide, hidden):
+        _add_one(out, sources, 0, count, d, like)
 
 
 def _make_grouped(num_vectors: Any, lanes: Any, streaming: Any = False) -> Any:
@@ -269,39 +288,3 @@ add_lanes, fold_lanes, put_lanes = _make_steps(LANES)
 
 
 add_one, fold_one, put_one = _make_steps(1)
-
-
-def _make_sum(streaming: Any) -> Any:
-    @intrinsic
-    def sum_rows(typingctx, out, sources, count, at, like):
-        """out[at:] = narrow(0 + sources[0][at:] + sources[1][at:] ...), WIDE_LANES elements.
-
-        `sources` points to `count` addresses of rows, `out` is the address of a row; `at` counts
-        elements. The sums stay in registers. If streaming, out + at must be on a line's boundary.
-        """
-        dtype = like.dtype
-        sig = types.void(types.int64, types.int64, types.int64, types.int64, like)
-
-        def codegen(context, builder, signature, args):
-            out, sources, count, at, _ = args
-            narrow, wide = vectors.element(dtype), vectors.element(vectors.wide(dtype))
-            sums = [
-                cgutils.alloca_once_value(builder, vectors.splat(wide, 0.0, LANES))
-                for _ in range(WIDE_LANES // LANES)
-            ]
-            addresses = builder.inttoptr(sources, at.type.as_pointer())
-            with cgutils.for_range(builder, count) as loop:
-                row = builder.load(builder.gep(addresses, [loop.index]))
-                row = builder.inttoptr(row, narrow.as_pointer())
-                for total, term in zip(sums, _read(builder, row, at, dtype, len(sums), LANES)):
-                    builder.store(builder.fadd(builder.load(total), term), total)
-            pointer = builder.inttoptr(out, narrow.as_pointer())
-            _write(builder, sums, pointer, at, dtype, LANES, streaming)
-            return context.get_dummy_value()
-
-        return sig, codegen
-
-    return sum_rows
-
-
-sum_rows, sum_rows_streaming = _make_sum(False), _make_sum(True)
