@@ -56,9 +56,7 @@ def test_a_fence_of_stores_is_one_instruction() -> None:
 def test_rows_are_scattered_by_streaming_stores() -> None:
     numbers = types.int64[::1]
     table = types.int64[:, ::1]
-    _, asm = compiled(
-        _scatter_kernel.py_func, table, *[numbers] * 4, *[I64] * 2, types.boolean
-    )
+    _, asm = compiled(_scatter_kernel.py_func, table, *[numbers] * 4, *[I64] * 2, types.boolean)
     assert re.search(r"\bv?movnt(dq|ps|pd)\b", asm)
 
 

@@ -50,9 +50,9 @@ class Room:
     """Blocks for results whose size this rank does not know yet: as large as the largest of the
     last 64 to 128 was, so that calls of changing sizes fit.
 
-    A large block that is larger than the last result must lie idle already: no memory is taken to
-    stay empty. If none does, somebody keeps small results in large blocks, and for a while blocks
-    are as large as the last result, or the last few if those were small.
+    Above 1 MiB, a block that is larger than the last result must lie idle already: no memory is
+    taken to stay empty. If none does, somebody keeps small results in large blocks, and for a while
+    blocks are as large as the last result, or the last few if those were small.
     """
 
     def __init__(self, pool: SegmentPool) -> None:
@@ -63,6 +63,8 @@ class Room:
 
     def take(self) -> tuple[Segment, np.ndarray]:
         """Raises SharedMemoryError."""
+        if self._largest <= _LITTLE:
+            return self._pool.take_small(self._largest)
         if self._careful:
             self._careful -= 1
         elif self._largest > self._last:
