@@ -38,6 +38,26 @@ from tokenyard.kernels.numba.signals import _post_kernel
 _post_kernel.compile((int64[:, ::1], *[int64] * 7))
 print(len(compiled.buffer) // 2)
 """
+# Waits for a kernel that another process makes, until it has made one that it will want later.
+MEANWHILE = """
+import subprocess, sys, threading, time
+from numba import int64
+from tokenyard.kernels.numba import caching, signals
+kernel, signature = signals._post_kernel, (int64[:, ::1], *[int64] * 7)
+path = kernel._cache.entry(signature, kernel.targetctx).path + ".turn"
+caching.expect((signals.raise_signal, (int64, int64)))
+command = [sys.executable, "-c", sys.argv[1], path, "works"]
+with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+    other.stdout.readline()
+    def release():
+        while not signals.raise_signal.overloads:
+            time.sleep(0.01)
+        print(len(kernel.overloads))
+        other.kill()
+    threading.Thread(target=release, daemon=True).start()
+    kernel.compile(signature)
+print(len(kernel.overloads))
+"""
 
 
 @contextmanager
@@ -111,3 +131,10 @@ def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
     kept = [path for path in (tmp_path / "kernels").rglob("*") if path.is_file()]
     assert sum(numbers) == len(kept) > 2, "each kernel is compiled once, and kept"
     assert all(path.suffix == ".nbc" for path in kept), "no turn is left"
+
+
+def test_who_waits_compiles_what_will_be_wanted(tmp_path: Path) -> None:
+    surroundings = {**os.environ, **cold(tmp_path)}
+    command = [sys.executable, "-c", MEANWHILE, HOLD]
+    out = subprocess.run(command, env=surroundings, capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["0", "1"]

@@ -41,6 +41,8 @@ Compiled = Callable[[], int]
 class CallKernels(Protocol):
     """Whole calls, and what they hand over."""
 
+    def expect_calls(self, dtype: torch.dtype) -> None: ...
+
     def call_by_source(self, table: int) -> Compiled: ...
 
     def call_by_expert(self, table: int) -> Compiled: ...
@@ -335,6 +337,8 @@ class Plans:
         plan.take_scratch(self._size, placement.num_experts, max(num_topk, 0))
         load = self._statistics.load(placement.num_experts, len(plan.per_expert))
         plan.count(self._statistics.address(shape.stage), load)
+        if plan.combine_dtype in validate.SUMMABLE:
+            self._kernels.expect_calls(plan.combine_dtype)
         made = self._kernels.call_by_expert if is_by_expert else self._kernels.call_by_source
         plan.call = made(plan.address)
         return plan

@@ -23,6 +23,7 @@ apply to them, since they read raw addresses: to step through a kernel, take the
 from tokenyard.kernels.numba.align import align
 from tokenyard.kernels.numba.between_nodes.combine import nodes_combine, nodes_sums
 from tokenyard.kernels.numba.between_nodes.dispatch import nodes_dispatch, nodes_rows
+from tokenyard.kernels.numba.call.ahead import expect_calls
 from tokenyard.kernels.numba.call.by_expert import call_by_expert, take_rows
 from tokenyard.kernels.numba.call.by_source import call_by_source, write_rows
 from tokenyard.kernels.numba.call.sums import call_combine, share_rows, sum_rows
@@ -69,6 +70,7 @@ __all__ = [
     "combine_calls",
     "counts_on_device",
     "dispatch_calls",
+    "expect_calls",
     "fill_slots",
     "find_ahead",
     "find_failure",

@@ -4,8 +4,9 @@ Numba's own cache looks only at the file that holds the function, though compile
 other files too. Here the name of an entry follows from the content of all files that kernels may
 use, so that no entry is ever stale. Entries of other contents are deleted when one is saved.
 
-Processes that want one kernel at the same time compile it once (`turns`), and ranks that wait for
-this one meanwhile know that it is busy (`runtime.busy`). Who compiles says so (`progress`).
+Processes that want one kernel at the same time compile it once (`turns`), and those that wait
+compile what will be wanted next (`expect`). Ranks that wait for this one meanwhile know that it is
+busy (`runtime.busy`). Who compiles says so (`progress`).
 
 Where Numba finds no folder that it can write, kernels are kept in a folder of the user's own among
 the temporary files, or else nowhere. A line in the log says so, once. Kernels that lie in the
@@ -33,7 +34,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.types.misc import unliteral
 
 from tokenyard.kernels.numba.progress import Progress
-from tokenyard.kernels.numba.turns import turn
+from tokenyard.kernels.numba.turns import is_taken, turn
 from tokenyard.runtime.busy import busy
 from tokenyard.runtime.interrupts import deferred, look
 
@@ -90,6 +91,8 @@ def _digest() -> str | None:
 # code that was made of the one before.
 _DIGEST = _digest()
 _progress = Progress()
+_expected: list[tuple[Any, tuple[Any, ...]]] = []
+_turns = 0  # that this process has: of a kernel, and of those that it calls
 
 
 def njit(*, cache: bool = False, **options: Any) -> Any:
@@ -130,14 +133,43 @@ def _compile(kernel: Any, compile: Callable[[Any], Any], signature: Any) -> Any:
 
 
 def _load_or_compile(kernel: Any, compile: Callable[[Any], Any], signature: Any) -> Any:
+    global _turns
     if not isinstance(kernel._cache, _Cache):
         with busy(_progress):
             return compile(signature)
     entry = kernel._cache.entry(signature, kernel.targetctx)
     if entry.exists():
         return compile(signature)
-    with busy(_progress), turn(f"{entry.path}.turn", entry.exists):
-        return compile(signature)
+    with busy(_progress), turn(f"{entry.path}.turn", entry.exists, _compile_expected):
+        _turns += 1
+        try:
+            return compile(signature)
+        finally:
+            _turns -= 1
+
+
+def expect(*wanted: tuple[Any, tuple[Any, ...]]) -> None:
+    """Kernels and signatures that calls to come will want, in this order. A process that waits for
+    another, which compiles, compiles them meanwhile.
+    """
+    _expected.extend(one for one in wanted if one not in _expected)
+
+
+def _compile_expected() -> bool:
+    """Compile what was expected first, and nobody has or makes; False if there is no such thing.
+
+    Not while this process has a turn: another may wait for what is made in it, and make what this
+    would wait for.
+    """
+    while _expected and not _turns:
+        kernel, signature = _expected.pop(0)
+        if signature in kernel.overloads or not isinstance(kernel._cache, _Cache):
+            continue
+        entry = kernel._cache.entry(signature, kernel.targetctx)
+        if not entry.exists() and not is_taken(f"{entry.path}.turn"):
+            kernel.compile(signature)
+            return True
+    return False
 
 
 def _cache_of(function: Any) -> Any:

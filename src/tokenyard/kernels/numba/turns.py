@@ -28,10 +28,18 @@ _STOPPED = -1
 _given_up: set[int] = set()  # processes that were not waited for
 
 
+def _nothing_to_do() -> bool:
+    return False
+
+
 @contextmanager
-def turn(path: str, is_kept: Callable[[], bool]) -> Iterator[None]:
-    """Inside, it is this process that compiles, or there is no need to: `is_kept`."""
-    lock = _wait(path, is_kept) if fcntl is not None else None
+def turn(
+    path: str, is_kept: Callable[[], bool], meanwhile: Callable[[], bool] = _nothing_to_do
+) -> Iterator[None]:
+    """Inside, it is this process that compiles, or there is no need to: `is_kept`. A process that
+    waits does other work, as long as `meanwhile` finds some.
+    """
+    lock = _wait(path, is_kept, meanwhile) if fcntl is not None else None
     try:
         yield
     finally:
@@ -43,7 +51,12 @@ def turn(path: str, is_kept: Callable[[], bool]) -> Iterator[None]:
             os.close(lock)
 
 
-def _wait(path: str, is_kept: Callable[[], bool]) -> int | None:
+def is_taken(path: str) -> bool:
+    """Whether a process compiles, or was about to when it ended."""
+    return os.path.exists(path)
+
+
+def _wait(path: str, is_kept: Callable[[], bool], meanwhile: Callable[[], bool]) -> int | None:
     """The locked file, or None: the kernel is there now, or nobody is worth waiting for."""
     used, since = None, time.monotonic()
     while True:
@@ -56,6 +69,8 @@ def _wait(path: str, is_kept: Callable[[], bool]) -> int | None:
             return lock
         if is_kept():
             return None
+        if meanwhile():
+            continue
         holder = _holder(path)
         before, used = used, _processor_time(holder)
         now = time.monotonic()

@@ -10,6 +10,7 @@ row. A bias is a group that comes first.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -283,12 +284,23 @@ def _likes(dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
     return LIKE[dtype], FLOAT64 if dtype == torch.float64 else FLOAT32
 
 
+def combine_of(dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel of combines of rows of this dtype, and its signature."""
+    like, wide = _likes(dtype)
+    return _combine_kernel, (typeof(like), typeof(wide), int64)
+
+
+def sums_of(dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
+    """The same of sums that Python hands to threads."""
+    like, wide = _likes(dtype)
+    return _sum_kernel, (typeof(like), typeof(wide), *(int64,) * 4)
+
+
 # The compiled function itself: a dispatcher would ask each argument's type at every call.
 def call_combine(dtype: torch.dtype, table: int) -> Call:
     """A combine of rows of this dtype that reads the table at this address."""
-    like, wide = _likes(dtype)
-    kernel = _combine_kernel.compile((typeof(like), typeof(wide), int64))
-    return partial(kernel, like, wide, table)
+    kernel, signature = combine_of(dtype)
+    return partial(kernel.compile(signature), *_likes(dtype), table)
 
 
 def sum_rows(dtype: torch.dtype, table: int, column: int, begin: int, end: int) -> None:

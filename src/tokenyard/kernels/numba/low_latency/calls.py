@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from numba import int64, typeof
 
-from tokenyard.kernels.numba.caching import njit
+from tokenyard.kernels.numba.caching import expect, njit
 from tokenyard.kernels.numba.counters import count_call, count_received, count_sent
 from tokenyard.kernels.numba.llvm.clock import now
 from tokenyard.kernels.numba.llvm.pointers import INT32, INT64, LIKE, pointer
@@ -239,14 +240,23 @@ def _combine_receive_kernel(like, wide, table):
 def dispatch_calls(shape: SlotShape, table: int) -> tuple[Call, Call]:
     """Both halves of a dispatch, which read the table at this address."""
     like = cast_like(shape)
+    expect(
+        (_dispatch_receive_kernel, (int64,)),
+        (_combine_send_kernel, (int64,)),
+        (_combine_receive_kernel, _receiving(torch.bfloat16)),
+    )
     sending = _dispatch_send_kernel.compile((typeof(like), int64))
     receiving = _dispatch_receive_kernel.compile((int64,))
     return partial(sending, like, table), partial(receiving, table)
+
+
+def _receiving(dtype: torch.dtype) -> tuple[Any, ...]:
+    return typeof(LIKE[dtype]), typeof(wide_like(dtype)), int64
 
 
 def combine_calls(dtype: torch.dtype, table: int) -> tuple[Call, Call]:
     """As `dispatch_calls`, for rows of this dtype."""
     like, wide = LIKE[dtype], wide_like(dtype)
     sending = _combine_send_kernel.compile((int64,))
-    receiving = _combine_receive_kernel.compile((typeof(like), typeof(wide), int64))
+    receiving = _combine_receive_kernel.compile(_receiving(dtype))
     return partial(sending, table), partial(receiving, like, wide, table)
