@@ -12,7 +12,9 @@ Four servers, a core each for two ranks:
 
 The model is a Qwen3-MoE with random weights in bfloat16: 8 layers of 64 experts, top-8, hidden size
 2048, intermediate size of an expert 256. "prefill" is prompts of 1024 tokens, of which one token is
-asked for; "decode" is 32 sequences at once.
+asked for; "decode" is 32 sequences at once; "changing" is prompts of 8 to 256 tokens and answers of
+4 to 64, a dozen at once, so that almost every step has another size. Without AMX the experts'
+arithmetic hides what lies between: take --hidden 512 --intermediate 64 --layers 16 there.
 
 All servers are up at once, and sleep (SIGSTOP) but for the one that is measured. They take turns,
 in another order each round. A figure is the median over rounds; so is a ratio, of figures of the
@@ -57,31 +59,35 @@ COMMON += ("--num-gpu-blocks-override", "128", "--no-enable-prefix-caching")
 
 class Load(NamedTuple):
     prompts: list[list[int]]
-    num_tokens: int  # of each answer
+    answers: list[int]  # tokens of each
     total: int  # tokens that are counted
+    at_once: int = 32
 
 
 def loads(args: argparse.Namespace) -> dict[str, Load]:
     chance = random.Random(1)
 
-    def prompts(number: int, length: int) -> list[list[int]]:
-        return [[chance.randrange(1, 500) for _ in range(length)] for _ in range(number)]
+    def prompts(*lengths: int) -> list[list[int]]:
+        return [[chance.randrange(1, 500) for _ in range(length)] for length in lengths]
 
-    num_long, num_answer = args.prompts, args.answer
+    long, few = [1024] * args.prompts, [8] * 32
+    lengths = [chance.randint(8, 256) for _ in range(args.changing)]
+    answers = [chance.randint(4, 64) for _ in range(args.changing)]
     return {
-        "prefill": Load(prompts(num_long, 1024), 1, num_long * 1024),
-        "decode": Load(prompts(32, 8), num_answer, 32 * num_answer),
+        "prefill": Load(prompts(*long), [1] * len(long), sum(long)),
+        "decode": Load(prompts(*few), [args.answer] * len(few), len(few) * args.answer),
+        "changing": Load(prompts(*lengths), answers, sum(lengths) + sum(answers), 12),
     }
 
 
-def ask(server: Server, load: Load, at_once: int, num_ranks: int) -> list[list[int]]:
+def ask(server: Server, load: Load, num_ranks: int) -> list[list[int]]:
     """The tokens of all answers. Data parallel ranks get as many of the prompts each."""
 
     def one(number: int) -> list[int]:
         dp_rank = number % num_ranks if num_ranks > 1 else None
-        return server.complete(load.prompts[number], load.num_tokens, dp_rank)["token_ids"]
+        return server.complete(load.prompts[number], load.answers[number], dp_rank)["token_ids"]
 
-    with ThreadPoolExecutor(at_once) as pool:
+    with ThreadPoolExecutor(load.at_once) as pool:
         return list(pool.map(one, range(len(load.prompts))))
 
 
@@ -142,7 +148,8 @@ def compare(servers: dict[str, Server]) -> None:
     answers = {}
     for name, server in servers.items():
         with awake(server):
-            answers[name] = ask(server, Load(prompts, 16, 0), 1, num_ranks(name))
+            one_by_one = Load(prompts, [16] * len(prompts), 0, 1)
+            answers[name] = ask(server, one_by_one, num_ranks(name))
     first, want = next(iter(answers.items()))
     for name, got in answers.items():
         same = sum(one == other for one, other in zip(got, want))
@@ -163,7 +170,7 @@ def measure(
             with awake(servers[name]):
                 for kind, load in work.items():
                     begin = time.perf_counter()
-                    ask(servers[name], load, 32, num_ranks(name))
+                    ask(servers[name], load, num_ranks(name))
                     rate = load.total / (time.perf_counter() - begin)
                     if number:
                         figures[kind][name].append(rate)
@@ -199,6 +206,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--intermediate", type=int, default=256)
     parser.add_argument("--prompts", type=int, default=4, help="long ones, of a round")
+    parser.add_argument("--changing", type=int, default=36, help="prompts of that load")
     parser.add_argument("--answer", type=int, default=32, help="tokens of a sequence of decode")
     parser.add_argument("--logs", type=Path, help="a directory that keeps the servers' logs")
     args = parser.parse_args()

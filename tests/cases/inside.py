@@ -44,8 +44,11 @@ def slots_of(buffer: tokenyard.Buffer) -> Any:
 
 
 def leave_compiled_calls_at(buffer: tokenyard.Buffer, step: int) -> None:
-    """From now on this rank leaves compiled calls between nodes at this step."""
-    engine_of(buffer).calls.leave_at = step
+    """From now on this rank leaves compiled calls between nodes at this step, unless its Buffer is
+    closed.
+    """
+    if buffer._engine is not None:
+        buffer._engine.calls.leave_at = step  # type: ignore[attr-defined]
 
 
 def share_from(num_bytes: int | None) -> None:

@@ -167,7 +167,10 @@ class SharedCalls:
         """The plan of a dispatch that counts by itself, of tensors like those of one before; its
         table knows these then. None if it is another.
         """
-        if request.is_token_in_rank is not None or request.num_worst_tokens:
+        of_ranks, of_experts = request.num_tokens_per_rank, request.num_tokens_per_expert
+        if not (of_ranks is of_experts is request.is_token_in_rank is None):
+            return None
+        if request.num_worst_tokens:
             return None
         plan = self.plans.find_seen(request, stage)
         if plan is None:

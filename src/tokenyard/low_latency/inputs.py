@@ -1,8 +1,9 @@
-"""The checks of what low-latency calls are given: plain tensors of a known shape pass at once."""
+"""The checks of what low-latency calls are given: tensors like earlier ones pass at one look."""
 
 from __future__ import annotations
 
 from itertools import product
+from operator import is_
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ from tokenyard.engine.inputs import Preparation
 from tokenyard.low_latency.handle import LowLatencyHandle
 from tokenyard.runtime.completion import Completion
 from tokenyard.types import ROW_DTYPES, round_up
-from tokenyard.validate import lies_at
+from tokenyard.validate.alike import Like, like, like_none
 from tokenyard.wire.fp8 import GROUP, NO_CAST, PACKED, PLAIN, ROUNDED
 from tokenyard.wire.slots import SlotShape
 
 _WORDS = 1 << 16  # bytes of control segments, and of rounding to pages
+_MOST_KNOWN = 1024  # kinds of tensors
 _CASTABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -40,11 +42,14 @@ class Inputs:
         self._local, self._rank, self._size = local, rank, size
         self._buffer_id, self._num_bytes = buffer_id, num_bytes
         self._shapes: dict[tuple[Any, ...], SlotShape] = {}
-        self._back: set[tuple[SlotShape, torch.dtype]] = set()  # of combines that were checked
+        # What tensors of calls were like that were checked, and could be read as they are.
+        self._given: dict[tuple[Any, ...], tuple[Like, SlotShape]] = {}
+        self._back: dict[tuple[SlotShape, int], Like] = {}
 
     def forget(self) -> None:
         """Check all shapes anew: the placement has changed."""
         self._shapes.clear()
+        self._given.clear()
         self._back.clear()
 
     def known(self, handle: Any) -> LowLatencyHandle:
@@ -70,15 +75,12 @@ class Inputs:
     def tokens(
         self, x: Any, topk_idx: Any, num_max: Any, num_experts: Any, fp8: Fp8
     ) -> tuple[Tensor, Tensor, SlotShape]:
-        """Plain tensors of sizes that were seen before need no more than this look."""
+        """Tensors like those of a call before need no more than this look."""
         try:
-            if lies_at(x, 2) >= 0 and lies_at(topk_idx, 2, torch.int64) >= 0:
-                (num_tokens, hidden), (num_ids, num_topk) = x.shape, topk_idx.shape
-                key = num_max, hidden, num_topk, num_experts, x.dtype, _CASTS[fp8]
-                shape = self._shapes.get(key)
-                if shape is not None and num_tokens == num_ids <= num_max:
-                    return x, topk_idx, shape
-        except (KeyError, TypeError):  # no cast, or no numbers
+            is_like, known = self._given[x.shape[0], num_max, num_experts, fp8]
+            if is_like(x, topk_idx) and x.data_ptr() and topk_idx.data_ptr():
+                return x, topk_idx, known
+        except (AttributeError, IndexError, KeyError, TypeError):  # no such call, or no tensors
             pass
         use_fp8, rounds, packs = map(bool, fp8)
         validate.require(
@@ -86,8 +88,13 @@ class Inputs:
             "use_ue8m0 is True with round_scale=False, want round_scale=True",
         )
         cast = _CASTS[use_fp8, rounds, packs]
-        x, topk_idx = self._check_tokens(x, topk_idx, num_max, cast)
-        return x, topk_idx, self._shape(x, topk_idx.shape[1], num_max, num_experts, cast)
+        plain, ids = self._check_tokens(x, topk_idx, num_max, cast)
+        shape = self._shape(plain, ids.shape[1], num_max, num_experts, cast)
+        if plain is x and ids is topk_idx:
+            if len(self._given) >= _MOST_KNOWN:
+                self._given.clear()
+            self._given[len(x), num_max, num_experts, fp8] = like(x, topk_idx), shape
+        return plain, ids, shape
 
     def rows(
         self, x: Any, topk_idx: Any, topk_weights: Any, handle: Any
@@ -98,18 +105,16 @@ class Inputs:
                 f"handle is of dispatch call {known.number}, whose rows have not been received, "
                 "want its hook called, or its event waited for, first"
             )
-        shape = known.shape
-        if not (
-            lies_at(x, 3) >= 0
-            and lies_at(topk_idx, 2, torch.int64) >= 0
-            and lies_at(topk_weights, 2, torch.float32) >= 0
-            and x.shape == shape.x_shape
-            and topk_idx.shape == topk_weights.shape == (known.num_tokens, shape.num_topk)
-            and (shape, x.dtype) in self._back
-        ):
-            x, topk_idx, topk_weights = self._check_rows(x, topk_idx, topk_weights, known)
-            self._back.add((shape, x.dtype))
-        return known, x, topk_idx, topk_weights
+        key = known.shape, known.num_tokens
+        is_like = self._back.get(key, like_none)(x, topk_idx, topk_weights)
+        if is_like and x.data_ptr() and topk_idx.data_ptr() and topk_weights.data_ptr():
+            return known, x, topk_idx, topk_weights
+        plain = self._check_rows(x, topk_idx, topk_weights, known)
+        if all(map(is_, plain, (x, topk_idx, topk_weights))):
+            if len(self._back) >= _MOST_KNOWN:
+                self._back.clear()
+            self._back[key] = like(*plain)
+        return known, *plain
 
     def _check_tokens(
         self, x: Any, topk_idx: Any, num_max: Any, cast: int
