@@ -96,7 +96,9 @@ def freed(value: Tensor) -> Tensor:
 
 
 def lacking(group: Any) -> list[str]:
-    """What is said of tensors without memory, by each function; on rank 1 they are whole."""
+    """What is said of tensors without memory, by each function; on rank 1 they are whole. All of
+    them are like tensors of a call before.
+    """
     x = torch.ones(4, HIDDEN)
     said = []
     with tokenyard.Buffer(
@@ -104,8 +106,15 @@ def lacking(group: Any) -> list[str]:
     ) as one:
         lazy = freed if group.rank() == 0 else torch.clone
         low: Any = one.low_latency_dispatch(x, IDX, 4, 2, use_fp8=False)
+        step = one.prepare(max_tokens=4, hidden=HIDDEN, num_topk=1, num_experts=2, dtype=x.dtype)
+        one.dispatch(x, topk_idx=IDX, topk_weights=WEIGHTS, num_experts=2)
+        one.dispatch_by_expert(x, IDX, WEIGHTS, num_experts=2)
+        step.dispatch(x, IDX, WEIGHTS)
         calls: list[Callable[[], Any]] = [
             lambda: one.dispatch(lazy(x), topk_idx=IDX, topk_weights=WEIGHTS, num_experts=2),
+            lambda: one.dispatch(x, topk_idx=lazy(IDX), topk_weights=WEIGHTS, num_experts=2),
+            lambda: one.dispatch_by_expert(x, IDX, lazy(WEIGHTS), num_experts=2),
+            lambda: step.dispatch(x, IDX, lazy(WEIGHTS)),
             lambda: one.low_latency_dispatch(lazy(x), IDX, 4, 2, use_fp8=False),
             lambda: one.low_latency_combine(lazy(low.recv_x), IDX, WEIGHTS, low.handle),
             lambda: tokenyard.permute(freed(x), IDX, 2),
@@ -123,7 +132,7 @@ def lacking(group: Any) -> list[str]:
 @pytest.mark.processes
 def test_tensors_without_memory_are_refused(two_processes: Processes) -> None:
     for said in two_processes.run(lacking):
-        assert len(said) == 7
+        assert len(said) == 10
         for text in said:
             assert "has no memory of its own" in text
     assert said[0].startswith("rank 0 rejected its input")

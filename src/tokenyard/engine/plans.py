@@ -234,9 +234,10 @@ class Plans:
         ):
             return None
         table, ids, address = plan.table, plan.ids_at, x.data_ptr()
-        table[at.SOURCES], table[ids] = address, topk_idx.data_ptr()
-        table[ids + 1], table[at.NUM_TOKENS] = topk_weights.data_ptr(), num_tokens
-        return plan if address else None  # a tensor without memory
+        table[at.SOURCES] = address
+        table[ids], table[ids + 1] = experts, weights = topk_idx.data_ptr(), topk_weights.data_ptr()
+        table[at.NUM_TOKENS] = num_tokens
+        return plan if address and experts and weights else None  # a tensor without memory
 
     def find_seen_rows(
         self, request: CombineRequest, stage: str, num_rows: int, num_topk: int = 0

@@ -203,7 +203,8 @@ class StandingPair:
         except (AttributeError, IndexError):  # of what is no matrix at all
             return False
         self._write(turn, num_tokens, x, topk_idx, topk_weights)
-        return turn.table[at.SOURCES] != 0  # that of a tensor without memory
+        table, ids = turn.table, self._ids
+        return bool(table[at.SOURCES] and table[ids] and table[ids + 1])  # else without memory
 
     def _write(
         self, turn: _Turn, num_tokens: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor
