@@ -163,4 +163,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # Functions of a module keep what they made from call to call, those of a program do not.
+    import internode  # type: ignore[import-not-found]
+
+    internode.main()
