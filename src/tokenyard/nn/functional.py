@@ -125,6 +125,28 @@ def combine_by_expert(buffer: Buffer, y: Tensor, rows: RowsByExpert, num_tokens:
     )
 
 
+def through_experts(
+    buffer: Buffer,
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    num_experts: int,
+    experts: Callable[[Tensor, Tensor], Tensor],
+    *,
+    place: int | None = None,
+) -> Tensor:
+    """[T, D]: dispatch_by_expert, y = experts(x [M, D], offsets [L]) and combine_by_expert, by an
+    exchange that is prepared once where there can be one (`few_through_experts`).
+    """
+    given = buffer, x, topk_idx, topk_weights, num_experts
+    sums = few_through_experts(*given, experts, place=place)
+    if sums is not None:
+        return sums
+    rows = dispatch_by_expert(*given, place=place)
+    y = experts(rows.x, rows.offsets)
+    return combine_by_expert(buffer, y, rows, x.shape[0])
+
+
 def few_through_experts(
     buffer: Buffer,
     x: Tensor,

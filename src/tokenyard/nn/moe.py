@@ -165,15 +165,11 @@ class MoE(nn.Module):
         tokens = x.reshape(-1, hidden)
         chosen = self.router(tokens)
         routed = functional.autocast(tokens), chosen.topk_idx, chosen.topk_weights
-        given, place = (self.buffer, *routed, self.num_experts), self._share.place
         if self.num_worst_tokens:
             out = self._with_fixed_sizes(*routed)
-        elif (few := functional.few_through_experts(*given, self.experts, place=place)) is not None:
-            out = few
         else:
-            rows = functional.dispatch_by_expert(*given, place=place)
-            y = self.experts(rows.x, rows.offsets)
-            out = functional.combine_by_expert(self.buffer, y, rows, tokens.shape[0])
+            given, place = (self.buffer, *routed, self.num_experts), self._share.place
+            out = functional.through_experts(*given, self.experts, place=place)
         if self.shared is not None:
             out = out + self.shared(tokens)
         self._balance(chosen.scores, chosen.topk_idx)

@@ -72,12 +72,7 @@ def run_by_expert(
 
         x, weights = x.contiguous(), topk_weights.float()
         given = plan.buffer, x, topk_idx, weights, plan.num_experts
-        sums = functional.few_through_experts(*given, experts, place=plan.place)
-        if sums is None:
-            rows = functional.dispatch_by_expert(*given, place=plan.place)
-            y = experts(rows.x, rows.offsets)
-            sums = functional.combine_by_expert(plan.buffer, y, rows, len(x))
-        return sums
+        return functional.through_experts(*given, experts, place=plan.place)
 
     def run(module: Experts, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         grouped = functional.permute(x, topk_idx, module.num_experts)

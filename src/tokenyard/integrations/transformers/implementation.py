@@ -58,11 +58,7 @@ class TokenyardEP(EPImplementation):
             return self._through_experts(x, offsets).to(x.dtype)
 
         given = self.buffer, x, topk_idx, weights, self.num_experts
-        sums = functional.few_through_experts(*given, experts, place=self.place)
-        if sums is None:
-            rows = functional.dispatch_by_expert(*given, place=self.place)
-            y = experts(rows.x, rows.offsets)
-            sums = functional.combine_by_expert(self.buffer, y, rows, len(x))
+        sums = functional.through_experts(*given, experts, place=self.place)
         if self.same_batch is None:
             return sums
         return join_slices(self.same_batch, sums, len(hidden_states))

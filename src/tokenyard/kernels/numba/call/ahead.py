@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from numba import int64
 
@@ -10,9 +12,10 @@ from tokenyard.kernels.numba.call import by_expert
 from tokenyard.kernels.numba.call.sums import combine_of, sums_of
 
 
+@cache
 def expect_calls(dtype: torch.dtype) -> None:
-    """Dispatches whose rows come back in this dtype: their combines, and those by expert. Rows of
-    float32 are those of training, whose combines sum weights too.
+    """After a dispatch whose rows come back in this dtype: its combine, and dispatches by expert.
+    Rows of float32 are those of training, where combines sum weights too.
     """
     expect(combine_of(dtype), (by_expert._dispatch_kernel, (int64,)))
     if dtype == torch.float32:

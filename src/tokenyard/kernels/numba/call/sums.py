@@ -291,7 +291,7 @@ def combine_of(dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
 
 
 def sums_of(dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
-    """The same of sums that Python hands to threads."""
+    """The kernel of sums of this dtype that Python hands to threads, and its signature."""
     like, wide = _likes(dtype)
     return _sum_kernel, (typeof(like), typeof(wide), *(int64,) * 4)
 

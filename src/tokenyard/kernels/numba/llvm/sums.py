@@ -116,6 +116,7 @@ _sum_lanes = _make(1, LANES)
 _sum_one = _make(1, 1)
 _add_wide = _make(WIDE_LANES // LANES, LANES, scaled=False)
 _add_wide_streaming = _make(WIDE_LANES // LANES, LANES, streaming=True, scaled=False)
+_add_lanes = _make(1, LANES, scaled=False)
 _add_one = _make(1, 1, scaled=False)
 
 
@@ -140,13 +141,16 @@ def sum_scaled(out, sources, factors, count, hidden, streaming, like):
 def sum_plain(out, sources, count, hidden, streaming, like):
     """out[:] = the sum of `count` rows, at the addresses `sources`."""
     wide = hidden - hidden % WIDE_LANES
+    whole = hidden - hidden % LANES
     if streaming:
         for d in range(0, wide, WIDE_LANES):
             _add_wide_streaming(out, sources, 0, count, d, like)
     else:
         for d in range(0, wide, WIDE_LANES):
             _add_wide(out, sources, 0, count, d, like)
-    for d in range(wide, hidden):
+    for d in range(wide, whole, LANES):
+        _add_lanes(out, sources, 0, count, d, like)
+    for d in range(whole, hidden):
         _add_one(out, sources, 0, count, d, like)
 
 
