@@ -168,8 +168,13 @@ class MoE(nn.Module):
         if self.num_worst_tokens:
             out = self._with_fixed_sizes(*routed)
         else:
+            # Those of functional.through_experts, whose own frame would cost torch.compile a graph.
             given, place = (self.buffer, *routed, self.num_experts), self._share.place
-            out = functional.through_experts(*given, self.experts, place=place)
+            out = functional.few_through_experts(*given, self.experts, place=place)
+            if out is None:
+                rows = functional.dispatch_by_expert(*given, place=place)
+                y = self.experts(rows.x, rows.offsets)
+                out = functional.combine_by_expert(self.buffer, y, rows, tokens.shape[0])
         if self.shared is not None:
             out = out + self.shared(tokens)
         self._balance(chosen.scores, chosen.topk_idx)
