@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 
+from tests.cases.processes import Pools
 from tokenyard.testing import ROUTINGS, assert_same, layout_of, numbered_tokens, poisoned, routing
 
 
@@ -85,3 +89,23 @@ def test_layout_of_needs_no_group() -> None:
         layout_of(torch.tensor([[0, 4]]), num_experts=4, num_ranks=2)
     with pytest.raises(ValueError, match="num_ranks is 0, want at least 1"):
         layout_of(torch.tensor([[0, 3]]), num_experts=4, num_ranks=0)
+
+
+_answers: list[weakref.ref[torch.Tensor]] = []  # of the rank that runs a job
+
+
+def _answer(group: Any) -> torch.Tensor:
+    x = torch.ones(3)
+    _answers.append(weakref.ref(x))
+    return x
+
+
+def _is_held(group: Any) -> bool:
+    return _answers.pop()() is not None
+
+
+@pytest.mark.processes
+def test_a_rank_lets_go_of_what_it_has_answered(processes: Pools) -> None:
+    ranks = processes(1)
+    assert_same(ranks.run(_answer), [torch.ones(3)])
+    assert ranks.run(_is_held) == [False]

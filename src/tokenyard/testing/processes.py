@@ -233,6 +233,7 @@ def _serve(
             file = io.BytesIO()
             torch.save(answer, file, pickle_module=pickler)
             pipe.send_bytes(file.getvalue())
+            del answer  # the next job finds none of its memory held
 
 
 def _enter(namespace: str) -> None:
