@@ -59,6 +59,14 @@ def test_large_results_of_this_process_ask_for_huge_pages() -> None:
     assert "hg" in noted(lent.ctypes.data + MUCH // 2, "VmFlags")
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Huge pages may take as long as they want."""
+    monkeypatch.setattr(segment, "_HUGE_SECONDS", 1e9)
+    monkeypatch.setattr(segment, "_no_asking_before", 0.0)
+
+
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("more", [0, 5000], ids=["whole", "with-a-rest"])
 def test_segments_have_huge_pages_where_the_system_grants_them(more: int) -> None:
     """For their owner, and for a peer that maps them. While others use its memory, a system may
@@ -78,6 +86,34 @@ def test_segments_have_huge_pages_where_the_system_grants_them(more: int) -> Non
         if found == (want, want):
             break
     assert found == (want, want)
+
+
+@pytest.mark.usefixtures("patient")
+def test_nobody_waits_for_huge_pages_that_are_slow_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a slow one a process asks for no more, for a hundred times as long as that took."""
+    asked: list[tuple[int, int]] = []
+    now = [50.0]
+
+    class System:
+        mmap, munmap = segment.system().mmap, segment.system().munmap
+
+        def madvise(self, place: int, num_bytes: int, _: int) -> int:
+            asked.append((place, num_bytes))
+            now[0] += 0.010
+            return 0
+
+    monkeypatch.setattr(segment, "_HUGE_SECONDS", 0.003)
+    monkeypatch.setattr(segment.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(segment, "system", System)
+    huge, counts = segment._huge_page(), []
+    for seconds in (0.0, 0.5, 0.5):
+        now[0] += seconds
+        asked.clear()
+        one = segment.Segment(MUCH)
+        counts.append(len(asked))
+        assert asked in ([], [(one.address, huge)])
+        one.close()
+    assert counts == ([1, 0, 1] if huge else [0, 0, 0])
 
 
 def test_mappings_of_segments_leave_no_addresses_behind() -> None:

@@ -18,6 +18,7 @@ import ctypes
 import errno
 import mmap
 import os
+import time
 import weakref
 from functools import cache
 from typing import Any
@@ -37,6 +38,8 @@ except ImportError:  # not a POSIX system
 _WORTH_A_LOOK = 4 << 20  # bytes; for smaller segments nobody asks how much memory is left
 _PIECE = 64 << 20  # bytes that are reserved before asking again
 _FAILED = ctypes.c_void_p(-1).value
+_HUGE_SECONDS = 3e-3  # that a huge page may take; one takes 1e-3 where memory is at hand
+_ASKING = 0.01  # of a process's time, at most, for huge pages that take longer
 MAP_FIXED, _MADV_COLLAPSE, _MFD_NOEXEC_SEAL = 0x10, 25, 8  # of Linux; Python does not name them
 _NO_MEMORY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if hasattr(mmap, "MAP_ANONYMOUS") else 0
 
@@ -165,7 +168,7 @@ def map_file(fd: int, num_bytes: int, is_own: bool) -> Any:
     if 0 < 2 * huge <= num_bytes:
         place, flags = find_place(num_bytes, huge), flags | MAP_FIXED
         if is_own and libc.mmap(place, num_bytes, allowed, flags, fd, 0) == place:
-            libc.madvise(place, num_bytes // huge * huge, _MADV_COLLAPSE)
+            _ask_for_huge_pages(place, num_bytes // huge, huge)
     address = libc.mmap(place, num_bytes, allowed, flags | mmap.MAP_POPULATE, fd, 0)
     if address in (None, _FAILED):
         error = system_error()
@@ -176,6 +179,28 @@ def map_file(fd: int, num_bytes: int, is_own: bool) -> Any:
     _mapped[address] = num_bytes
     weakref.finalize(mapped, _unmap, address).atexit = False
     return mapped
+
+
+_no_asking_before = 0.0  # on the clock of time.monotonic
+
+
+def _ask_for_huge_pages(place: int, count: int, huge: int) -> None:
+    """Page by page, for as long as they are quick to come. Where the system must first move others
+    out of the way, or a virtual machine's host finds the memory, one takes ten milliseconds or
+    more, and pages as they are take two: then this process asks no more for a while.
+    """
+    global _no_asking_before
+    before = time.monotonic()
+    if before < _no_asking_before:
+        return
+    for page in range(count):
+        if system().madvise(place + page * huge, huge, _MADV_COLLAPSE):
+            return
+        now = time.monotonic()
+        if now - before > _HUGE_SECONDS:
+            _no_asking_before = now + (now - before) / _ASKING
+            return
+        before = now
 
 
 def _unmap(address: int) -> None:
