@@ -100,11 +100,12 @@ class Liveness(Leaving):
         left = step()
         deadline = time.monotonic() + self._timeout
         dead_since, rounds, beats = None, 0, self._beats()
+        began = time.monotonic()  # to wait, since when a step got on
         while left:
             before, left = left, step()
             now = time.monotonic()
             if left < before:
-                deadline, rounds = now + self._timeout, 0
+                deadline, rounds, began = now + self._timeout, 0, now
                 continue
             if self._beats() != beats:
                 deadline, beats = now + self._timeout, self._beats()
@@ -132,7 +133,7 @@ class Liveness(Leaving):
             if rounds < self._yields:
                 os.sched_yield()
             else:
-                time.sleep(min(1e-3, 2e-5 * (rounds - self._yields + 1)))
+                time.sleep(min(1e-3, max(2e-5, (now - began) / 16)))
         return None
 
     def beat(self) -> None:
