@@ -165,6 +165,7 @@ class MoE(nn.Module):
         tokens = x.reshape(-1, hidden)
         chosen = self.router(tokens)
         routed = functional.autocast(tokens), chosen.topk_idx, chosen.topk_weights
+        out: Tensor | None
         if self.num_worst_tokens:
             out = self._with_fixed_sizes(*routed)
         else:
