@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -98,6 +99,13 @@ def test_small_regions_are_not_lent_for_much_more_or_less(pool: Pool[Any]) -> No
     assert pool.take_small(200_000)[0] is large
 
 
+@pytest.fixture
+def no_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows are over as soon as calls are enough."""
+    monkeypatch.setattr(pools, "_WINDOW_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("no_seconds")
 def test_small_takes_let_a_large_region_go_as_others_do(pool: Pool[Any]) -> None:
     pool.take(64 * MIB)
     for _ in range(3 * pools._WINDOW):
@@ -110,6 +118,7 @@ def test_regions_begin_on_a_cache_line(pool: Pool[Any]) -> None:
     assert [region.address % 64 for region in held] == [0, 0, 0]
 
 
+@pytest.mark.usefixtures("no_seconds")
 def test_what_lies_idle_follows_what_was_in_use_of_late(pool: Pool[Any]) -> None:
     """Results of 4 MiB, eight at once, and then one after the other for two windows."""
     held = [pool.take(4 * MIB)[1] for _ in range(8)]
@@ -121,6 +130,21 @@ def test_what_lies_idle_follows_what_was_in_use_of_late(pool: Pool[Any]) -> None
         pool.take(MIB)
     assert pool.in_use == 0
     assert pool.idle <= MIB * 7 // 4
+
+
+def test_many_quick_calls_let_nothing_go(pool: Pool[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large step of a server follows hundreds of small calls within a second."""
+    began, seconds = time.monotonic(), [0.0]
+    monkeypatch.setattr(pools.time, "monotonic", lambda: began + seconds[0])
+    large = pool.take(64 * MIB)[0]
+    for seconds[0] in (1.0, 4.0):
+        for _ in range(10 * pools._WINDOW):
+            pool.take(MIB)
+        assert pool.find(large.address, 1) is large
+    for seconds[0] in (6.0, 12.0, 18.0):
+        for _ in range(pools._WINDOW):
+            pool.take(MIB)
+    assert pool.find(large.address, 1) is None
 
 
 def test_trim_drops_the_longest_idle_first(pool: Pool[Any]) -> None:
@@ -291,6 +315,7 @@ def test_idle_memory_is_lent_however_large(pool: Pool[Any]) -> None:
     assert pool.in_use == 0
 
 
+@pytest.mark.usefixtures("no_seconds")
 @pytest.mark.parametrize("is_needed", [False, True])
 def test_memory_that_is_only_lent_for_less_goes(is_needed: bool, pool: Pool[Any]) -> None:
     _region, array = pool.take(8 * MIB)

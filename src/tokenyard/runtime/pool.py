@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -25,7 +26,8 @@ from tokenyard.errors import SharedMemoryError
 from tokenyard.runtime.limits import NoMemory
 from tokenyard.types import round_up
 
-_WINDOW = 128  # calls of Pool.take
+_WINDOW = 128  # calls of Pool.take, at least
+_WINDOW_SECONDS = 5.0  # at least: a server's prompts come between many small steps
 _SMALLEST = 1 << 16  # bytes of a region
 _MOST_ON_SHELF = 1 << 20  # bytes of a region that stays lent
 _MOST_SHELVED = 4  # such regions
@@ -61,9 +63,9 @@ class Pool(Generic[R]):
     """Regions of one kind: lent, given back when the array that was lent has died, lent again.
 
     All regions together take at most three quarters more than was in use at once during the last
-    `_WINDOW` to `2 * _WINDOW` calls of `take`, or `spare` bytes if that is more. So a request like
-    other recent ones finds memory here, and a large one that was the only one of its kind does not
-    stay. At most `most_idle` bytes are idle at any time.
+    one or two windows, of 128 calls of `take` and five seconds each, or `spare` bytes if that is
+    more. So a request like other recent ones finds memory here, and a large one that was the only
+    one of its kind does not stay. At most `most_idle` bytes are idle at any time.
     """
 
     def __init__(
@@ -86,7 +88,8 @@ class Pool(Generic[R]):
         self._lent: dict[int, tuple[weakref.ref[np.ndarray], R, int]] = {}
         self._in_use = 0  # bytes that were asked for and are not given back
         self._peaks = [0, 0]  # the most of those at once, in the last window of calls and in this
-        self._takes = 0
+        self._takes = 0  # in this window
+        self._window_began = time.monotonic()
         # An array may die on any thread, and on this one while it holds the lock: the collector of
         # cycles runs wherever memory is allocated. So what it leaves is put here without a lock,
         # and no step below counts on `_free` to stay as it was.
@@ -106,7 +109,7 @@ class Pool(Generic[R]):
                 self._settle()
             region = self._reuse(wanted, wanted + wanted // 2)
             self._takes += 1
-            if self._takes % _WINDOW == 0:
+            if self._takes >= _WINDOW and self._is_window_over():
                 self._peaks = [self._peaks[1], self._in_use]
             self._in_use += wanted
             if self._in_use > self._peaks[1]:
@@ -149,7 +152,7 @@ class Pool(Generic[R]):
             wanted = size_class(likely)
             with self._lock:
                 self._takes += 1
-                if self._takes % _WINDOW == 0:
+                if self._takes >= _WINDOW:
                     self._next_window()
                 self._settle()
                 region = self._reuse(num_bytes, sys.maxsize)
@@ -174,7 +177,7 @@ class Pool(Generic[R]):
                 array, region = one
                 shelf.append(one)
                 self._takes += 1
-                if self._takes % _WINDOW == 0:
+                if self._takes >= _WINDOW:
                     self._next_window()
                 return region, array
             shelf.insert(0, one)
@@ -252,8 +255,18 @@ class Pool(Generic[R]):
             self._idle -= found.size
         return found
 
+    def _is_window_over(self) -> bool:
+        """Begins the next one if it is."""
+        now, self._takes = time.monotonic(), 0
+        if now < self._window_began + _WINDOW_SECONDS:
+            return False
+        self._window_began = now
+        return True
+
     def _next_window(self) -> None:
         with self._lock:
+            if not self._is_window_over():
+                return
             self._settle()
             self._peaks = [self._peaks[1], self._in_use]
             self._trim_to_peak(0)
