@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from typing import Any
 
 import pytest
@@ -9,9 +11,9 @@ import torch
 
 import tokenyard
 from tests.cases.clock import scaled
-from tests.cases.inside import transport_of
+from tests.cases.inside import little_is_much, transport_of
 from tests.cases.processes import Pools
-from tokenyard import Config
+from tokenyard import Config, PeerLeft
 from tokenyard.testing import Processes, assert_same, numbered_tokens, routing
 
 pytestmark = pytest.mark.processes
@@ -115,6 +117,35 @@ def threads(group: Any) -> None:
 
 def test_threads_share_the_channels(ranks: Processes) -> None:
     ranks.run(threads)
+
+
+def raise_in_a_part(group: Any) -> str:
+    """One of the threads that drive the channels raises on rank 0; the others are in the midst."""
+    with tokenyard.Buffer(group, transport="ring", timeout=scaled(60)) as ring:
+        kernels, began = transport_of(ring)._kernels, time.monotonic()
+        real, parts = kernels.ring_dispatch, itertools.count()
+
+        def raising(*args: Any) -> int:
+            if next(parts) == 0:
+                raise MemoryError("of one thread")
+            left: int = real(*args)
+            return left
+
+        if ring.rank == 0:
+            kernels.ring_dispatch = raising
+        try:
+            with little_is_much(), pytest.raises((MemoryError, PeerLeft)) as caught:
+                there_and_back(ring, 64, 8, 1)
+        finally:
+            kernels.ring_dispatch = real
+        assert time.monotonic() - began < scaled(20)
+        return type(caught.value).__name__
+
+
+def test_a_thread_that_raises_ends_the_call_of_all(ranks: Processes) -> None:
+    raised, *heard = ranks.run(raise_in_a_part)
+    assert raised == "MemoryError"
+    assert heard == ["PeerLeft"] * 2
 
 
 def use_channels(group: Any) -> None:

@@ -150,15 +150,22 @@ class RingTransport(SharedMemoryTransport):
         stage: str,
     ) -> None:
         """Send and receive on all channels, with as many threads as torch may use, if they pay."""
+        has_raised: list[bool] = []
 
         def part(begin: int, end: int) -> None:
             def step() -> int:
+                if has_raised:  # a part ends with the whole call, which that error has ended
+                    return 0
                 left = kernel(begin, end, _PATIENCE)
                 if left < 0:
                     raise self._node.liveness.stray(-1 - left, stage)
                 return left
 
-            self._node.liveness.wait_until(step, awaits, stage)
+            try:
+                self._node.liveness.wait_until(step, awaits, stage)
+            except BaseException:
+                has_raised.append(True)
+                raise
 
         in_threads(part, num_channels, num_bytes)
         # Rings do not need this signal, but the survivors of a death do: a rank that went on alone
