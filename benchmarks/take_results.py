@@ -15,9 +15,9 @@ import re
 from functools import partial
 from pathlib import Path
 
-from tokenyard.bench.catalogue import BENCHMARKS
-from tokenyard.bench.report import commit, processor
-from tokenyard.bench.running import run
+from tokenyard.tools.bench.catalogue import BENCHMARKS
+from tokenyard.tools.bench.report import commit, processor
+from tokenyard.tools.bench.running import run
 
 RESULTS = Path(__file__).parent / "results"
 

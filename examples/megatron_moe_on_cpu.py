@@ -1,7 +1,7 @@
 """Megatron's own MoELayer, with its experts on several processes, on a machine without a GPU.
 
 pip install --no-deps megatron-core==0.16.1
-export PYTHONPATH=$(python -m tokenyard.deep_ep_path)  # `import deep_ep` is tokenyard
+export PYTHONPATH=$(python -m tokenyard.compat.deep_ep_path)  # `import deep_ep` is tokenyard
 torchrun --nproc-per-node 4 examples/megatron_moe_on_cpu.py
 
 For tests of expert parallelism in CI: routing, dispatch, experts and combine are Megatron's code,

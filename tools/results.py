@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenyard.bench.catalogue import BENCHMARKS
-from tokenyard.bench.picture import BESIDE, OURS, seconds_text
-from tokenyard.bench.report import Measured, Report, load
+from tokenyard.tools.bench.catalogue import BENCHMARKS
+from tokenyard.tools.bench.picture import BESIDE, OURS, seconds_text
+from tokenyard.tools.bench.report import Measured, Report, load
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -13,23 +13,23 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Buffer": "buffer",
+    "Buffer": "compat.buffer",
     "BufferClosed": "errors",
     "BufferInUse": "errors",
     "CallMismatch": "errors",
     "Config": "types",
-    "EPHandle": "elastic",
-    "ElasticBuffer": "elastic",
+    "EPHandle": "compat.elastic",
+    "ElasticBuffer": "compat.elastic",
     "EventHandle": "runtime.events",
     "EventOverlap": "runtime.events",
-    "Handle": "handle",
-    "HybridEPBuffer": "hybrid_ep",
+    "Handle": "results",
+    "HybridEPBuffer": "compat.hybrid_ep",
     "PeerDied": "errors",
     "PeerError": "errors",
     "PeerInputError": "errors",
     "PeerLeft": "errors",
     "PeerTimeout": "errors",
-    "Prepared": "prepared",
+    "Prepared": "engine.loops",
     "PreparedRows": "engine.prepared",
     "Replicas": "replicas",
     "SharedMemoryError": "errors",
@@ -38,28 +38,34 @@ _HOMES = {
     "moe_align_block_size": "ops.align",
     "permute": "ops.permute",
     "rearrange": "ops.rearrange",
-    "record": "recording",
+    "record": "observe.recording",
     "per_token_cast_back": "ops.quantize",
     "per_token_cast_to_fp8": "ops.quantize",
-    "merge_traces": "tracing",
+    "merge_traces": "observe.tracing",
     "topk_idx_t": "types",
-    "trace": "tracing",
+    "trace": "observe.tracing",
     "unpermute": "ops.permute",
-    "warm_up": "warming",
+    "warm_up": "tools.warming",
 }
 
-_MODULES = ("kernels", "nn", "routing", "testing")
+_MODULES = {
+    "kernels": "kernels",
+    "nn": "nn",
+    "routing": "observe.routing",
+    "testing": "testing",
+}
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604
 
 if TYPE_CHECKING:
     from tokenyard import kernels as kernels
     from tokenyard import nn as nn
-    from tokenyard import routing as routing
     from tokenyard import testing as testing
-    from tokenyard.buffer import Buffer as Buffer
-    from tokenyard.elastic import ElasticBuffer as ElasticBuffer
-    from tokenyard.elastic import EPHandle as EPHandle
+    from tokenyard.compat.buffer import Buffer as Buffer
+    from tokenyard.compat.elastic import ElasticBuffer as ElasticBuffer
+    from tokenyard.compat.elastic import EPHandle as EPHandle
+    from tokenyard.compat.hybrid_ep import HybridEPBuffer as HybridEPBuffer
+    from tokenyard.engine.loops import Prepared as Prepared
     from tokenyard.engine.prepared import PreparedRows as PreparedRows
     from tokenyard.errors import BufferClosed as BufferClosed
     from tokenyard.errors import BufferInUse as BufferInUse
@@ -72,29 +78,28 @@ if TYPE_CHECKING:
     from tokenyard.errors import SharedMemoryError as SharedMemoryError
     from tokenyard.errors import TokenyardError as TokenyardError
     from tokenyard.groups import local_group as local_group
-    from tokenyard.handle import Handle as Handle
-    from tokenyard.hybrid_ep import HybridEPBuffer as HybridEPBuffer
+    from tokenyard.observe import routing as routing
+    from tokenyard.observe.recording import record as record
+    from tokenyard.observe.tracing import merge_traces as merge_traces
+    from tokenyard.observe.tracing import trace as trace
     from tokenyard.ops.align import moe_align_block_size as moe_align_block_size
     from tokenyard.ops.permute import permute as permute
     from tokenyard.ops.permute import unpermute as unpermute
     from tokenyard.ops.quantize import per_token_cast_back as per_token_cast_back
     from tokenyard.ops.quantize import per_token_cast_to_fp8 as per_token_cast_to_fp8
     from tokenyard.ops.rearrange import rearrange as rearrange
-    from tokenyard.prepared import Prepared as Prepared
-    from tokenyard.recording import record as record
     from tokenyard.replicas import Replicas as Replicas
+    from tokenyard.results import Handle as Handle
     from tokenyard.runtime.events import EventHandle as EventHandle
     from tokenyard.runtime.events import EventOverlap as EventOverlap
-    from tokenyard.tracing import merge_traces as merge_traces
-    from tokenyard.tracing import trace as trace
+    from tokenyard.tools.warming import warm_up as warm_up
     from tokenyard.types import Config as Config
     from tokenyard.types import topk_idx_t as topk_idx_t
-    from tokenyard.warming import warm_up as warm_up
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return importlib.import_module(f"tokenyard.{name}")
+        return importlib.import_module(f"tokenyard.{_MODULES[name]}")
     if name not in _HOMES:
         raise AttributeError(f"module 'tokenyard' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"tokenyard.{_HOMES[name]}"), name)

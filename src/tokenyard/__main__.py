@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenyard.cli.app import main
+from tokenyard.tools.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -15,18 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tokenyard import recording, validate
+from tokenyard import validate
 from tokenyard.engine.gather import all_gather
 from tokenyard.engine.inputs import CombineRequest, DispatchRequest
+from tokenyard.engine.loops import Few, Prepared, few_of
 from tokenyard.engine.prepared import Shape, checked_shape
 from tokenyard.engine.rebalance import rebalance
 from tokenyard.errors import PeerError
-from tokenyard.handle import Handle
-from tokenyard.hardware import Hardware
 from tokenyard.lifetime import Lifetime
 from tokenyard.low_latency.calls import LowLatencyCalls
 from tokenyard.opening import Options, check_group, default_timeout, open_engine
-from tokenyard.prepared import Few, Prepared, few_of
 from tokenyard.replicas import Moves, Replicas, replicas_of
 from tokenyard.results import (
     Combined,
@@ -34,8 +32,10 @@ from tokenyard.results import (
     DispatchedByExpert,
     DispatchLayout,
     Gathered,
+    Handle,
     Rows,
 )
+from tokenyard.runtime import observers
 from tokenyard.runtime.completion import AT_ONCE, Completion
 from tokenyard.runtime.events import EventHandle, EventOverlap
 from tokenyard.types import Config
@@ -43,10 +43,10 @@ from tokenyard.types import Config
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-AnyHandle = Handle | tuple[Any, ...]  # the tuple of its fields will do (`v1_tuple`)
+AnyHandle = Handle | tuple[Any, ...]  # the tuple of its fields will do (`compat.v1_tuple`)
 
 
-class Buffer(Lifetime, LowLatencyCalls, Hardware):
+class Buffer(Lifetime, LowLatencyCalls):
     """Moves tokens to the ranks that own their experts, and sums the results back.
 
     The first parameters are DeepEP's:
@@ -106,7 +106,6 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode = low_latency_mode
         self.enable_shrink = enable_shrink
-        self._scratch = {}
         options = Options(
             transport=transport,
             kernels=kernels,
@@ -215,10 +214,11 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
                     x, handle, beside, config, previous_event, completion
                 )
                 return Dispatched(_pair(again, scales), None, None, None, None, event)
-        if (notes := recording.active) is not None:
+        if observers.dispatched:
             if num_tokens_per_expert is not None:
                 num_experts = engine.local.num_logical(num_tokens_per_expert.shape[0])
-            notes.note(engine, x, topk_idx, topk_weights, num_experts)
+            for tell in observers.dispatched:
+                tell(engine, x, topk_idx, topk_weights, num_experts)
         return dispatched
 
     def combine(
@@ -283,8 +283,8 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
         self._use.stage = "dispatch by expert"
         with self._use as engine:
             got, handle = engine.calls.dispatch_by_expert(request)
-        if (notes := recording.active) is not None:
-            notes.note(engine, x, topk_idx, topk_weights, num_experts)
+        for tell in observers.dispatched:
+            tell(engine, x, topk_idx, topk_weights, num_experts)
         return DispatchedByExpert(
             _pair(got.x, got.scales), got.offsets, got.num_tokens_per_expert, handle
         )
@@ -335,7 +335,7 @@ class Buffer(Lifetime, LowLatencyCalls, Hardware):
             config = _default_config(Buffer.num_sms)
             routing = num_topk, num_experts, dtype, by_expert, expert_alignment
             shape = checked_shape(engine, Shape(max_tokens, hidden, *routing, config))
-            return Prepared(self, engine, shape)
+            return Prepared(self, self._use, engine, shape)
 
     def all_gather(self, x: Tensor, handle: AnyHandle | None = None) -> Gathered:
         """x [T, ...] of every rank, one rank after the other, on all ranks: [sum of T, ...].

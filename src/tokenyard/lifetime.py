@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.autograd import profiler
 
-from tokenyard import tracing
 from tokenyard.engine.engine import Engine
 from tokenyard.engine.failure import raised_on_all_ranks
 from tokenyard.errors import BufferClosed, BufferInUse, PeerError
 from tokenyard.low_latency.engine import LowLatency
 from tokenyard.low_latency.handle import STAGE_OF
-from tokenyard.runtime import afterwards, memory, recorder
+from tokenyard.runtime import afterwards, memory, observers, recorder
 from tokenyard.runtime.recorder import Recorder, Track
 
 if TYPE_CHECKING:
@@ -210,7 +209,8 @@ class Lifetime:
             if not self.explicitly_destroy:
                 self._finalizer.detach()
             engine.close()
-            tracing.write_for_environment()
+            for tell in observers.closed:
+                tell()
 
     def destroy(self) -> None:
         """DeepEP's name for close."""

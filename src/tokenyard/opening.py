@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tokenyard import kernels as kernel_sets
-from tokenyard import recording, tracing, validate
+from tokenyard import validate
 from tokenyard.comm import connect
 from tokenyard.comm.clocks import clocks_ahead
 from tokenyard.comm.process_table import ProcessWatch, this_process
@@ -30,6 +30,7 @@ from tokenyard.engine.mismatch import STAGES
 from tokenyard.errors import PeerError, SharedMemoryError
 from tokenyard.low_latency.engine import LowLatency
 from tokenyard.replicas import Replicas, place_words
+from tokenyard.runtime import observers
 from tokenyard.runtime.interrupts import shorten_tracebacks
 from tokenyard.runtime.streams import streams_for
 from tokenyard.shm import guard
@@ -167,8 +168,8 @@ def open_engine(group: Any, options: Options) -> tuple[Engine, LowLatency | None
     try:
         try:
             guard.begin_from_environment()
-            recording.begin_from_environment()
-            tracing.begin_from_environment()
+            for tell in observers.opening:
+                tell()
             kernel_set, placed = options.check(size, communicator.device)
             call = Call(stage=STAGES.index("Buffer"), options=options.digest(placed))
             probe, own_reason = _try_probe(kernel_set)

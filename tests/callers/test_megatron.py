@@ -18,7 +18,7 @@ from tests.cases.callers.ranks import CALLERS, Callers, why_not
 from tests.cases.lanes import at_night
 from tests.cases.programs import run_python
 from tests.cases.wrappers.compare import assert_like_one_process
-from tokenyard import deep_ep_path
+from tokenyard.compat import deep_ep_path
 
 ROOT = Path(__file__).parents[2]
 NAME = "megatron-core"

@@ -13,7 +13,7 @@ import pytest
 
 from tests.cases.package import SOURCE
 from tests.cases.programs import free_port, run_python
-from tokenyard import deep_ep_path
+from tokenyard.compat import deep_ep_path
 
 _BESIDE = Path(__file__).parents[3] / "shared" / "third_party" / "DeepEP"
 CHECKOUT = Path(os.environ.get("DEEP_EP_SOURCE", _BESIDE))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import tokenyard
 from tokenyard import spec
-from tokenyard.hybrid_ep import indices_to_map
+from tokenyard.compat.hybrid_ep import indices_to_map
 from tokenyard.testing import assert_same, numbered_tokens, routing
 
 FP8 = torch.float8_e4m3fn

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokenyard.routing import LayerRouting
+from tokenyard.observe.routing import LayerRouting
 from tokenyard.testing import routing
 from tokenyard.topology import Topology, even_split
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import tokenyard
-from tokenyard import v1_tuple
+from tokenyard.compat import v1_tuple
 from tokenyard.testing import assert_same, routing
 
 NUM_EXPERTS, NUM_TOPK = 4, 2

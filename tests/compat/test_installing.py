@@ -48,7 +48,7 @@ def tops(wheel: Path) -> set[str]:
 def test_tokenyards_wheel_owns_no_deep_ep(wheels: Wheels) -> None:
     assert tops(wheels.tokenyard) == {"tokenyard"}
     assert tops(wheels.alias) == {"deep_ep", "deep_ep_cpp.py"}
-    folder = "tokenyard/deep_ep_folder/"
+    folder = "tokenyard/compat/deep_ep_folder/"
     names = zipfile.ZipFile(wheels.tokenyard).namelist()
     carried = {name.removeprefix(folder) for name in names if name.startswith(folder)}
     installed = zipfile.ZipFile(wheels.alias).namelist()
@@ -67,7 +67,7 @@ def test_by_pythonpath_ours_is_in_force_for_one_run(wheels: Wheels, tmp_path: Pa
         place.says(VERSION)
     place.install(wheels.theirs)
     assert place.says(VERSION) == THEIRS
-    folder = run(place.python, "-m", "tokenyard.deep_ep_path")
+    folder = run(place.python, "-m", "tokenyard.compat.deep_ep_path")
     assert Path(folder).is_relative_to(tmp_path)
     assert place.says(VERSION, PYTHONPATH=folder) == OURS
     # Theirs is hidden as a whole, not mixed with ours.
@@ -100,7 +100,7 @@ def test_spawned_processes_find_it_too(wheels: Wheels, tmp_path: Path) -> None:
     by_path, by_wheel = Environment(tmp_path / "path"), Environment(tmp_path / "wheel")
     by_path.install(wheels.tokenyard, wheels.theirs)
     by_wheel.install(wheels.tokenyard, wheels.alias)
-    folder = run(by_path.python, "-m", "tokenyard.deep_ep_path")
+    folder = run(by_path.python, "-m", "tokenyard.compat.deep_ep_path")
     assert run(by_path.python, script, PYTHONPATH=folder) == OURS
     assert run(by_wheel.python, script) == OURS
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import tokenyard
-from tokenyard import deep_ep_path
+from tokenyard.compat import deep_ep_path
 
 FOLDER = deep_ep_path.folder()
 FILES = sorted(FOLDER.rglob("*.py"))
@@ -65,8 +65,8 @@ def test_the_version_says_whose_it_is(alias: None) -> None:
 
 
 def test_names_that_tokenyard_keeps_deeper(alias: None) -> None:
-    from tokenyard.hybrid_ep import indices_to_map
-    from tokenyard.testing import deepep
+    from tokenyard.compat import deepep_tests as deepep
+    from tokenyard.compat.hybrid_ep import indices_to_map
 
     deep_ep = importlib.import_module("deep_ep")
     for name in ("get_logical_domain_size", "get_physical_domain_size"):

@@ -18,7 +18,7 @@ from tests.cases.v1_handles import (
     replace_buffers,
     train_with_tuples,
 )
-from tokenyard import v1_tuple
+from tokenyard.compat import v1_tuple
 from tokenyard.testing import run_virtual
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -13,8 +13,8 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 import tokenyard
 from tests.cases.transformers import moe as jobs
-from tokenyard import routing
 from tokenyard.integrations.transformers import expert_parallel
+from tokenyard.observe import routing
 from tokenyard.testing import assert_same, run_virtual
 
 LAYERS = [f"model.layers.{number}.mlp.experts" for number in range(2)]

@@ -14,10 +14,10 @@ from torch import Tensor
 import tokenyard
 from tests.cases.clock import scaled
 from tests.cases.nn.few import ordinary, watched
-from tokenyard import routing
 from tokenyard.integrations.vllm.exchange import Exchange
 from tokenyard.integrations.vllm.settings import Settings
 from tokenyard.integrations.vllm.watch import Watch
+from tokenyard.observe import routing
 from tokenyard.testing import assert_same, run_virtual
 from tokenyard.topology import even_split
 

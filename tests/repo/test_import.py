@@ -35,6 +35,14 @@ def test_importing_loads_nothing_heavy(code: str) -> None:
     assert not set(HEAVY) & set(loaded)
 
 
+def test_the_core_loads_no_wing() -> None:
+    core = "tokenyard, tokenyard.buffer, tokenyard.nn, tokenyard.testing"
+    loaded = run(f"import {core}, sys; print(*sys.modules)").stdout.split()
+    assert "tokenyard.engine.engine" in loaded
+    wings = ("compat", "integrations", "observe", "planner", "tools")
+    assert not [name for name in loaded if name.startswith(tuple(f"tokenyard.{w}" for w in wings))]
+
+
 def test_only_who_compiles_pays_for_the_compiler() -> None:
     loaded = run("import tokenyard.nn, sys; print(*sys.modules)").stdout.split()
     assert "tokenyard.nn" in loaded

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.take_results import file_name
-from tokenyard.bench.catalogue import BENCHMARKS
+from tokenyard.tools.bench.catalogue import BENCHMARKS
 from tools import results
 
 

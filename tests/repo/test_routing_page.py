@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.cases.pages import ROOT, consoles_of, words
-from tokenyard.cli.app import COMMANDS
-from tokenyard.cli.group import make_app
+from tokenyard.tools.cli.app import COMMANDS
+from tokenyard.tools.cli.group import make_app
 
 PAGE = ROOT / "docs" / "guide" / "routing.md"
 STEPS = "20"  # a third of what the page shows

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from tests.cases.clock import scaled
 from tests.cases.places import MAY_NOT, MEMFD_CREATE, SECCOMP
 from tests.cases.programs import run_python
-from tokenyard.cli.app import COMMANDS
-from tokenyard.cli.group import make_app
 from tokenyard.testing import RankFailed, conformance, run_virtual
 from tokenyard.testing.conformance import FAILED, LOW_LATENCY, NORMAL, NOT_HERE, OK, Check, Verdict
+from tokenyard.tools.cli.app import COMMANDS
+from tokenyard.tools.cli.group import make_app
 
 
 @pytest.mark.processes
@@ -98,7 +98,7 @@ def test_too_many_ranks(ranks: str) -> None:
 @pytest.mark.processes
 def test_what_cannot_run_here_is_no_failure() -> None:
     before = f"import sys\n{SECCOMP}\nrefuse({MEMFD_CREATE}, {MAY_NOT})\n"
-    code = before + "from tokenyard.cli.app import main; main(['selftest', '--json'])"
+    code = before + "from tokenyard.tools.cli.app import main; main(['selftest', '--json'])"
     done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
     states = {one["transport"]: one for one in json.loads(done.stdout)["checks"]}

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.cases.processes import Pools
-from tokenyard.testing import deepep
+from tokenyard.compat import deepep_tests as deepep
 
 
 def test_cuda_means_the_cpu() -> None:

@@ -70,15 +70,15 @@ FAULTS = (
     Fault(
         "elastic-sends-into-a-slot-in-use",
         "elastic",
-        "elastic/pipes.py",
+        "compat/elastic/pipes.py",
         "self._block.wait([2 + here], [to], number + 1 - self._num_slots, SEND)",
         "self._block.wait([2 + here], [to], number - self._num_slots, SEND)",
-        first="tests/elastic/test_parts.py",
+        first="tests/compat/elastic/test_parts.py",
     ),
     Fault(
         "hybrid-ep-keeps-a-row-past-the-limit",
         "hybrid_ep",
-        "hybrid_ep/buffer.py",
+        "compat/hybrid_ep/buffer.py",
         "row_of = row_of.masked_fill(row_of >= limit, -1)",
         "row_of = row_of.masked_fill(row_of > limit, -1)",
     ),

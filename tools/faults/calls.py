@@ -146,7 +146,7 @@ FAULTS = (
         "kernels/numba/layout.py",
         "ranks[later], slots[later] = ranks[later + 1], slots[later + 1]",
         "ranks[later] = ranks[later + 1]",
-        first="tests/elastic/test_conformance.py::test_virtual_ranks",
+        first="tests/compat/elastic/test_conformance.py::test_virtual_ranks",
     ),
     Fault(
         "layout-triton-forgets-earlier-blocks",

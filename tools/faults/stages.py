@@ -83,7 +83,12 @@ STAGES: dict[str, tuple[Stage, ...]] = {
         *_FAULTS,
         _all("tests/cluster"),
     ),
-    "elastic/": (_quick("tests/elastic"), _processes("tests/elastic"), *_FAULTS, _FUZZ),
+    "compat/elastic/": (
+        _quick("tests/compat/elastic"),
+        _processes("tests/compat/elastic"),
+        *_FAULTS,
+        _FUZZ,
+    ),
     "engine/": (
         _quick("tests/engine", "tests/test_stats.py", "tests/test_buffer.py"),
         _processes("tests/engine", "tests/test_stats.py"),
@@ -91,10 +96,18 @@ STAGES: dict[str, tuple[Stage, ...]] = {
     ),
     "engine/by_expert.py": _EXCHANGE,
     "engine/choice.py": _COPIES,
-    "engine/lane_order.py": (_quick("tests/elastic"), _processes("tests/elastic"), _FUZZ),
+    "engine/lane_order.py": (
+        _quick("tests/compat/elastic"),
+        _processes("tests/compat/elastic"),
+        _FUZZ,
+    ),
     "engine/nodes.py": (_quick("tests/test_stats.py"), *_BETWEEN_NODES),
     "engine/parcels.py": _EXCHANGE,
-    "hybrid_ep/": (_quick("tests/hybrid_ep"), _processes("tests/hybrid_ep"), _FUZZ),
+    "compat/hybrid_ep/": (
+        _quick("tests/compat/hybrid_ep"),
+        _processes("tests/compat/hybrid_ep"),
+        _FUZZ,
+    ),
     "integrations/transformers/": (_all("tests/integrations"), _all("tests/wrappers")),
     "integrations/vllm/": (
         _all("tests/integrations/test_vllm_plugin.py", "tests/integrations/test_vllm_exchange.py"),
@@ -103,7 +116,11 @@ STAGES: dict[str, tuple[Stage, ...]] = {
     "kernels/numba/": (_quick("tests/kernels"), *_EXCHANGE),
     "kernels/numba/between_nodes/": _BETWEEN_NODES,
     "kernels/numba/call/": (_quick("tests/engine", "tests/test_stats.py"), *_EXCHANGE),
-    "kernels/numba/layout.py": (_quick("tests/kernels"), _quick("tests/elastic"), *_EXCHANGE),
+    "kernels/numba/layout.py": (
+        _quick("tests/kernels"),
+        _quick("tests/compat/elastic"),
+        *_EXCHANGE,
+    ),
     "kernels/numba/low_latency/": _LOW_LATENCY,
     "kernels/numba/ring/": (
         _quick("tests/kernels/test_ring.py", "tests/transports/test_ring.py"),
@@ -113,7 +130,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
     "kernels/triton/": (_triton("tests/kernels"), _triton("tests/transports")),
     "low_latency/": _LOW_LATENCY,
     "nn/": (_quick("tests/nn"), _processes("tests/nn"), _all("tests/integrations")),
-    "planner/": (_quick("tests/planner", "tests/cli"),),
+    "planner/": (_quick("tests/planner", "tests/tools/cli"),),
     "runtime/": (
         _quick("tests/runtime"),
         _quick("tests/engine"),

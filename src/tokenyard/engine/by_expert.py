@@ -14,8 +14,8 @@ from torch import Tensor
 from tokenyard import validate
 from tokenyard.engine.core import Core
 from tokenyard.engine.inputs import CombineRequest, DispatchRequest
-from tokenyard.handle import Handle
 from tokenyard.kernels.base import wide_dtype
+from tokenyard.results import Handle
 from tokenyard.runtime.completion import AT_ONCE
 from tokenyard.runtime.memory import as_bytes
 from tokenyard.types import ByExpert, KnownPairs

@@ -26,7 +26,7 @@ from tokenyard.engine.parcels import ParcelCalls
 from tokenyard.engine.plans import CallKernels, DispatchShape, Plan, Plans
 from tokenyard.engine.sums import SumCalls, known_ledger, tell_ledger
 from tokenyard.engine.turns import Turns
-from tokenyard.handle import Handle
+from tokenyard.results import Handle
 from tokenyard.runtime.completion import AT_ONCE, Completion
 from tokenyard.runtime.events import EventOverlap
 from tokenyard.shm import shared_rows

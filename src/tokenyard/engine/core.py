@@ -17,8 +17,8 @@ from tokenyard.engine.agreement import Agreement, Call
 from tokenyard.engine.failure import Failure
 from tokenyard.engine.inputs import Checked, Preparation
 from tokenyard.engine.statistics import Statistics, links_of
-from tokenyard.handle import Handle, Ledger
 from tokenyard.kernels import Kernels
+from tokenyard.results import Handle, Ledger
 from tokenyard.runtime import recorder
 from tokenyard.runtime.completion import Completion
 from tokenyard.runtime.events import EventHandle, EventOverlap, Worker

@@ -20,8 +20,8 @@ from tokenyard.engine.general import GeneralCalls
 from tokenyard.engine.inputs import CombineRequest, DispatchRequest, wait
 from tokenyard.engine.nodes import NodeCalls
 from tokenyard.errors import PeerLeft
-from tokenyard.handle import Handle
 from tokenyard.replicas import Replicas
+from tokenyard.results import Handle
 from tokenyard.runtime.completion import Completion
 from tokenyard.runtime.events import EventOverlap
 from tokenyard.topology import Placement

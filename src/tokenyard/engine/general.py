@@ -25,7 +25,7 @@ from tokenyard.engine.core import Core
 from tokenyard.engine.inputs import Checked, CombineRequest, Counted, DispatchRequest
 from tokenyard.engine.statistics import ENCLOSED, GENERAL
 from tokenyard.errors import SharedMemoryError
-from tokenyard.handle import Handle, ListedLedger
+from tokenyard.results import Handle, ListedLedger
 from tokenyard.runtime.completion import Completion
 from tokenyard.runtime.events import EventOverlap
 from tokenyard.shm.shared_rows import check

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tokenyard import validate
 from tokenyard.engine.choice import Choice
-from tokenyard.handle import Handle
 from tokenyard.kernels import Kernels
 from tokenyard.replicas import Replicas, as_replicas, num_logical, replicas_of
+from tokenyard.results import Handle
 from tokenyard.runtime import memory
 from tokenyard.runtime.events import EventHandle
 from tokenyard.topology import Placement, even_placement

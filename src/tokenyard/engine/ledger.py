@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenyard.handle import Ledger
 from tokenyard.kernels.base import RowKernels
+from tokenyard.results import Ledger
 from tokenyard.topology import Topology
 from tokenyard.transports.hierarchical.route import KnownMarks
 from tokenyard.types import Flow, Route

@@ -25,8 +25,8 @@ from tokenyard.engine.ledger import MarkedLedger
 from tokenyard.engine.plans import MOST_PLANS, tell_routing
 from tokenyard.engine.statistics import COMPILED
 from tokenyard.errors import SharedMemoryError
-from tokenyard.handle import Handle
 from tokenyard.kernels.base import RowSteps, Step, SumSteps
+from tokenyard.results import Handle
 from tokenyard.runtime import memory
 from tokenyard.runtime.completion import AT_ONCE, Completion
 from tokenyard.runtime.events import EventOverlap

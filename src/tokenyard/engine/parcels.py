@@ -23,7 +23,7 @@ from tokenyard.engine.meeting import Meeting
 from tokenyard.engine.plans import CallKernels, CombineShape, DispatchShape, Plan, Plans
 from tokenyard.engine.turns import Lent, Turns
 from tokenyard.errors import SharedMemoryError
-from tokenyard.handle import Handle
+from tokenyard.results import Handle
 from tokenyard.runtime import memory
 from tokenyard.runtime.memory import as_bytes
 from tokenyard.runtime.threads import in_threads, num_threads

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokenyard import validate
 from tokenyard.engine.inputs import CombineRequest, DispatchRequest
-from tokenyard.handle import Handle
+from tokenyard.results import Handle
 from tokenyard.runtime.completion import AT_ONCE
 from tokenyard.types import ROW_DTYPES, Config
 

@@ -26,7 +26,7 @@ from tokenyard.engine.plans import CombineShape, DispatchShape
 from tokenyard.engine.prepared import PreparedRows, Shape, nothing_dispatched
 from tokenyard.engine.turns import Lent
 from tokenyard.errors import SharedMemoryError
-from tokenyard.handle import Handle
+from tokenyard.results import Handle
 from tokenyard.runtime import memory
 from tokenyard.shm import shared_rows
 from tokenyard.shm.pool import rows

@@ -21,7 +21,7 @@ from tokenyard.engine.meeting import Meeting
 from tokenyard.engine.plans import CallKernels, CombineShape, Plan, Plans
 from tokenyard.engine.turns import Turns
 from tokenyard.errors import SharedMemoryError
-from tokenyard.handle import Handle
+from tokenyard.results import Handle
 from tokenyard.runtime.completion import AT_ONCE, Completion
 from tokenyard.runtime.events import EventHandle, EventOverlap
 from tokenyard.runtime.memory import as_bytes

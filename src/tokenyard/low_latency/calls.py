@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tokenyard import recording
 from tokenyard.errors import BufferClosed
 from tokenyard.low_latency import forks
 from tokenyard.low_latency.engine import LowLatency
 from tokenyard.low_latency.handle import STAGE_OF, LowLatencyHandle
 from tokenyard.low_latency.inputs import most_bytes
+from tokenyard.runtime import observers
 from tokenyard.runtime.completion import AT_ONCE, Completion, RecvHook
 from tokenyard.runtime.events import EventOverlap
 from tokenyard.wire.slots import COMBINE, DISPATCH
@@ -99,8 +99,8 @@ class LowLatencyCalls:
                 (use_fp8, round_scale, use_ue8m0),
                 completion,
             )
-        if (notes := recording.active) is not None:
-            notes.note(opened, x, chosen, None, num_experts)
+        for tell in observers.dispatched:
+            tell(opened, x, chosen, None, num_experts)
         recv_x = got.x if got.scales is None else (got.x, got.scales)
         hook = partial(self._receive, later) if return_recv_hook and later else None
         return LowLatencyDispatched(recv_x, got.counts, handle, event, hook)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from tokenyard.buffer import Buffer
-from tokenyard.handle import Handle
 from tokenyard.nn.clipping import own_change
 from tokenyard.nn.moving import pieces, send
 from tokenyard.nn.share import own_parameters, refuse_adapters_of_copies, shares
 from tokenyard.replicas import Replicas
+from tokenyard.results import Handle
 
 _WIDTH = 4096  # elements of a row, at most
 

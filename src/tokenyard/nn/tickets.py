@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.buffer import Buffer
-from tokenyard.handle import Handle
+from tokenyard.results import Handle
 
 _buffers: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
 _numbers: weakref.WeakKeyDictionary[Buffer, int] = weakref.WeakKeyDictionary()

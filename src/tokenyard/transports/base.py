@@ -18,8 +18,8 @@ from torch import Tensor
 
 from tokenyard.comm.base import Communicator, Leaving, Move
 from tokenyard.errors import PeerError
-from tokenyard.handle import Handle
 from tokenyard.kernels.base import RowKernels
+from tokenyard.results import Handle
 from tokenyard.runtime import memory
 from tokenyard.shm import shared_rows
 from tokenyard.shm.node import SharedNode

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenyard import v1_tuple
-from tokenyard.handle import Handle
 from tokenyard.replicas import PhysicalPlacement, Replicas
+from tokenyard.results import Handle, handle_of
 from tokenyard.runtime.events import EventHandle, EventOverlap
 from tokenyard.topology import Placement
 from tokenyard.types import (
@@ -223,17 +222,16 @@ def bad_expert(
 
 def handle(value: Any, origin: Origin) -> Handle:
     """A handle that a Buffer of this origin can use. It may come as the tuple of its fields."""
-    known = value if isinstance(value, Handle) else v1_tuple.find(value)
-    if known is None and isinstance(value, (tuple, list)):
-        raise ValueError(
-            f"handle is {kind(value)}, want the handle that dispatch returned, or all its fields "
-            "as they came out of it: its first tensor is of no handle that is still alive"
-        )
-    require(
-        isinstance(known, Handle),
-        f"handle is {kind(value)}, want the handle that dispatch returned"
-        + ", or topk_idx=, topk_weights= and num_experts= by keyword" * isinstance(value, Tensor),
-    )
+    known = handle_of(value)
+    if known is None:
+        want = f"handle is {kind(value)}, want the handle that dispatch returned"
+        if isinstance(value, (tuple, list)):
+            raise ValueError(
+                f"{want}, or all its fields as they came out of it: its first tensor is of no "
+                "handle that is still alive"
+            )
+        more = ", or topk_idx=, topk_weights= and num_experts= by keyword"
+        raise ValueError(want + more * isinstance(value, Tensor))
     require(
         known.origin.buffer != origin.buffer
         or known.origin.rank != origin.rank

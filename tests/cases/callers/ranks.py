@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.cases.callers.settings import set_up
 from tests.cases.clock import scaled
 from tests.cases.processes import Pool
-from tokenyard import deep_ep_path
+from tokenyard.compat import deep_ep_path
 
 CALLERS = Path(
     os.environ.get("TOKENYARD_CALLERS", Path(__file__).parents[3] / ".ci" / "callers")

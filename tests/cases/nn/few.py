@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-import tokenyard
+from tokenyard.buffer import Buffer
+from tokenyard.engine.loops import Few
 from tokenyard.nn import functional
-from tokenyard.prepared import Few
 
 
 @contextmanager
-def watched(buffer: tokenyard.Buffer) -> Iterator[list[int]]:
+def watched(buffer: Buffer) -> Iterator[list[int]]:
     """The number of tokens of each such call, while it lasts."""
     few: Any = buffer._few
     assert type(few) is Few
@@ -33,13 +33,13 @@ def watched(buffer: tokenyard.Buffer) -> Iterator[list[int]]:
         yield seen
 
 
-def ordinary(buffer: tokenyard.Buffer) -> Any:
+def ordinary(buffer: Buffer) -> Any:
     """While it lasts, layers make ordinary calls."""
     return _given(buffer, None)
 
 
 def through_experts(
-    buffer: tokenyard.Buffer,
+    buffer: Buffer,
     x: Tensor,
     topk_idx: Tensor,
     topk_weights: Tensor,
@@ -57,7 +57,7 @@ def through_experts(
 
 
 @contextmanager
-def _given(buffer: tokenyard.Buffer, few: Any) -> Iterator[None]:
+def _given(buffer: Buffer, few: Any) -> Iterator[None]:
     before, buffer._few = buffer._few, few
     try:
         yield

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tokenyard.buffer import Buffer
-from tokenyard.handle import Handle
 from tokenyard.nn.operators.define import operator
 from tokenyard.nn.tickets import number_of
+from tokenyard.results import Handle
 
 
 class Everyone:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
-from tokenyard.buffer import Buffer
+from tokenyard.compat.buffer import Buffer
 from tokenyard.integrations.transformers.everyone import everyone_of, join_slices, slice_of_rank
 from tokenyard.integrations.transformers.experts import FLOATS, NAME, Experts, through_experts
 from tokenyard.nn import functional

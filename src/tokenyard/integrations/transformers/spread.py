@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, get_args
 from torch import Tensor, nn
 
 from tokenyard import validate
-from tokenyard.buffer import Buffer
+from tokenyard.compat.buffer import Buffer
 from tokenyard.errors import PeerLeft, PeerTimeout
 from tokenyard.integrations.transformers import adapters, lora
 from tokenyard.integrations.transformers.everyone import Everyone

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tokenyard import recording, validate
-from tokenyard.buffer import Buffer
-from tokenyard.handle import Handle
+from tokenyard import validate
+from tokenyard.compat.buffer import Buffer
 from tokenyard.integrations.vllm.settings import Settings
-from tokenyard.results import Rows
+from tokenyard.observe import recording
+from tokenyard.results import Handle, Rows
 from tokenyard.topology import Placement
 
 

@@ -15,10 +15,10 @@ from vllm.distributed import get_pcp_group
 from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
 from vllm.logger import init_logger
 
-from tokenyard.handle import Handle
 from tokenyard.integrations.vllm import metrics, settings
 from tokenyard.integrations.vllm.exchange import Exchange
 from tokenyard.integrations.vllm.watch import Watch
+from tokenyard.results import Handle
 
 _log = init_logger("vllm.plugins.tokenyard")
 

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from tokenyard.errors import PeerError, PeerLeft
-from tokenyard.handle import Handle
 from tokenyard.kernels.base import RowSteps, SharingKernels, Step, SumSteps
+from tokenyard.results import Handle
 from tokenyard.runtime import memory
 from tokenyard.shm.mailbox import SignalKernels
 from tokenyard.shm.node import SharedNode

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tokenyard.comm.base import Communicator, Move
 from tokenyard.errors import PeerError, name_ranks
-from tokenyard.handle import Handle
+from tokenyard.results import Handle
 from tokenyard.shm import shared_rows
 from tokenyard.shm.node import SharedNode
 from tokenyard.shm.shared_rows import SharedRows

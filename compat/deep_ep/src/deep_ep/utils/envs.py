@@ -1,6 +1,6 @@
 """How DeepEP's own tests start their ranks, here on CPUs."""
 
-from tokenyard.testing.deepep import (
+from tokenyard.compat.deepep_tests import (
     dist_print,
     get_global_seed,
     get_local_seed,

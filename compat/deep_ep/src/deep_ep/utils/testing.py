@@ -1,5 +1,5 @@
 """How DeepEP's own tests measure, here by the clock."""
 
-from tokenyard.testing.deepep import bench, bench_kineto
+from tokenyard.compat.deepep_tests import bench, bench_kineto
 
 __all__ = ["bench", "bench_kineto"]

@@ -1,0 +1,1 @@
+"""What people hold in their hands: the command, the doctor, benchmarks, sizes, and warming up."""
