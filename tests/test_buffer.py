@@ -36,12 +36,22 @@ def test_automatic_choices_are_logged_with_their_reason(caplog: pytest.LogCaptur
     assert f"{said} counted" in caplog.messages
 
 
-def test_num_sms_is_the_default_of_all_buffers() -> None:
+def sets_num_sms(group: Any) -> list[int]:
+    """How many channels a Buffer takes where another one is open, by default."""
+    with tokenyard.Buffer(group) as before:
+        tokenyard.Buffer.set_num_sms(8)
+        with tokenyard.Buffer(group) as after:
+            return [one._config.num_channels for one in (before, after)]
+
+
+def test_num_sms_is_the_default_of_buffers_that_open() -> None:
     before = tokenyard.Buffer.num_sms
     try:
         tokenyard.Buffer.set_num_sms(8)
         assert tokenyard.Buffer.get_dispatch_config(5).num_channels == 4
         assert tokenyard.Buffer.get_combine_config(5).num_sms == 8
+        tokenyard.Buffer.set_num_sms(before)
+        assert run_virtual(sets_num_sms, 1).results == [[10, 4]]
     finally:
         tokenyard.Buffer.num_sms = before
 

@@ -9,7 +9,6 @@ combined, _, _ = buffer.combine(experts(received), handle)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +44,8 @@ if TYPE_CHECKING:
 
 AnyHandle = Handle | tuple[Any, ...]  # the tuple of its fields will do (`compat.v1_tuple`)
 
+_CONFIG = Config()
+
 
 class Buffer(Lifetime, LowLatencyCalls):
     """Moves tokens to the ranks that own their experts, and sums the results back.
@@ -79,8 +80,6 @@ class Buffer(Lifetime, LowLatencyCalls):
     holds any more frees itself, unless explicitly_destroy is set.
     """
 
-    num_sms: int = 20
-
     def __init__(
         self,
         group: ProcessGroup | Any = None,
@@ -106,6 +105,7 @@ class Buffer(Lifetime, LowLatencyCalls):
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode = low_latency_mode
         self.enable_shrink = enable_shrink
+        self._config = self.get_dispatch_config(0)  # of calls that give none
         options = Options(
             transport=transport,
             kernels=kernels,
@@ -114,15 +114,14 @@ class Buffer(Lifetime, LowLatencyCalls):
             placement=placement,
             num_nvl_bytes=num_nvl_bytes,
             num_rdma_bytes=num_rdma_bytes,
-            num_channels=_default_config(Buffer.num_sms).num_channels,
+            num_channels=self._config.num_channels,
             low_latency_mode=low_latency_mode,
             enable_shrink=enable_shrink,
         )
         engine, low_latency = open_engine(group, options)
         self._opened(engine, low_latency)
         self.group_size = engine.num_ranks
-        config = partial(Buffer.get_dispatch_config, engine.num_ranks)
-        self._few: Few | None = few_of(engine, self._use, config)
+        self._few: Few | None = few_of(engine, self._use, self._config)
 
     def get_dispatch_layout(
         self,
@@ -176,7 +175,7 @@ class Buffer(Lifetime, LowLatencyCalls):
 
         A tag is a number of your own: if ranks give different ones, all raise CallMismatch.
         """
-        config = _default_config(Buffer.num_sms) if config is None else config
+        config = self._config if config is None else config
         completion = _completion(async_finish, allocate_on_comm_stream)
         self._use.stage = "dispatch" if handle is None else "cached dispatch"
         with self._use as engine:
@@ -245,7 +244,7 @@ class Buffer(Lifetime, LowLatencyCalls):
         is taken for them; Combined.x shares its memory. It must share none with x, topk_weights or
         bias. With async_finish it is written when the event is over: leave it alone until then.
         """
-        config = _default_config(Buffer.num_sms) if config is None else config
+        config = self._config if config is None else config
         request = CombineRequest(x, handle, topk_weights, bias, out, config, previous_event, tag)
         completion = _completion(async_finish, allocate_on_comm_stream)
         self._use.stage = "combine"
@@ -276,7 +275,7 @@ class Buffer(Lifetime, LowLatencyCalls):
         dispatch. The handle also is that of dispatch: combine takes rows by (source rank, token)
         with it.
         """
-        config = _default_config(Buffer.num_sms)
+        config = self._config
         request = DispatchRequest.plain(
             x, topk_idx, topk_weights, num_experts, expert_alignment, config, tag
         )
@@ -309,7 +308,7 @@ class Buffer(Lifetime, LowLatencyCalls):
         """
         self._use.stage = "combine by expert"
         with self._use as engine:
-            config = _default_config(Buffer.num_sms)
+            config = self._config
             request = CombineRequest.plain(y, handle, out, config, tag)
             return engine.calls.combine_by_expert(request, weigh)
 
@@ -332,7 +331,7 @@ class Buffer(Lifetime, LowLatencyCalls):
         same.
         """
         with self._use as engine:
-            config = _default_config(Buffer.num_sms)
+            config = self._config
             routing = num_topk, num_experts, dtype, by_expert, expert_alignment
             shape = checked_shape(engine, Shape(max_tokens, hidden, *routing, config))
             return Prepared(self, self._use, engine, shape)
@@ -350,7 +349,7 @@ class Buffer(Lifetime, LowLatencyCalls):
         """
         self._use.stage = "all_gather"
         with self._use as engine:
-            return Gathered(*all_gather(engine, x, handle, _default_config(Buffer.num_sms)))
+            return Gathered(*all_gather(engine, x, handle, self._config))
 
     def get_next_combine_buffer(self, handle: AnyHandle) -> Tensor:
         """[N, D] memory for the experts' output, which combine need not copy; [M, D] for
@@ -465,23 +464,9 @@ class Buffer(Lifetime, LowLatencyCalls):
         )
 
     @classmethod
-    def set_num_sms(cls, new_num_sms: int) -> None:
-        """DeepEP's knob for all Buffers of the process: the default of Config.num_sms."""
-        validate.require(
-            type(new_num_sms) is int and new_num_sms >= 2 and new_num_sms % 2 == 0,
-            f"new_num_sms is {new_num_sms!r}, want an even number of at least 2",
-        )
-        Buffer.num_sms = new_num_sms
-
-    @staticmethod
-    def get_dispatch_config(num_ranks: int) -> Config:
+    def get_dispatch_config(cls, num_ranks: int) -> Config:
         """A Config that works for any number of ranks."""
-        return _default_config(Buffer.num_sms)
-
-    @staticmethod
-    def get_combine_config(num_ranks: int) -> Config:
-        """The same as get_dispatch_config gives."""
-        return _default_config(Buffer.num_sms)
+        return _CONFIG
 
 
 def _pair(x: Tensor, scales: Tensor | None) -> Rows:
@@ -490,8 +475,3 @@ def _pair(x: Tensor, scales: Tensor | None) -> Rows:
 
 def _completion(async_finish: bool, on_comm_stream: bool) -> Completion:
     return Completion(async_finish, on_comm_stream) if async_finish or on_comm_stream else AT_ONCE
-
-
-@cache
-def _default_config(num_sms: int) -> Config:
-    return Config(num_sms)

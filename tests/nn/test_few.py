@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import threading
 import weakref
@@ -80,30 +79,6 @@ def mixed(group: Any) -> None:
 
 def test_other_ranks_may_make_ordinary_calls() -> None:
     run_virtual(mixed, 3)
-
-
-@torch.no_grad()
-def with_another_config(group: Any) -> None:
-    rank, barrier = group.rank(), torch.tensor([0.0])
-    with open_buffer(group) as buffer:
-        model = make_model(buffer).eval()
-        x = inputs(0, rank, 3)
-        want = model(x)
-        buffer.all_gather(barrier)
-        tokenyard.Buffer.set_num_sms(8)
-        buffer.all_gather(barrier)
-        with contextlib.ExitStack() as stack:
-            if rank:
-                stack.enter_context(ordinary(buffer))
-            assert_same(model(x), want)
-
-
-def test_the_config_may_change() -> None:
-    before = tokenyard.Buffer.num_sms
-    try:
-        run_virtual(with_another_config, 2)
-    finally:
-        tokenyard.Buffer.set_num_sms(before)
 
 
 def keeps_everything(group: Any) -> None:

@@ -10,5 +10,5 @@ from tokenyard.results import read_handles_as
 read_handles_as(v1_fields)
 
 
-class Buffer(buffer.Buffer, Hardware):
+class Buffer(Hardware, buffer.Buffer):
     __doc__ = buffer.Buffer.__doc__

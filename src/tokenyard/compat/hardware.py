@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -11,13 +11,43 @@ from torch import Tensor
 from tokenyard import validate
 from tokenyard.engine.engine import Engine
 from tokenyard.runtime.events import EventHandle, EventOverlap
+from tokenyard.types import Config
+
+
+@cache
+def _config(num_sms: int) -> Config:
+    return Config(num_sms)
 
 
 class Hardware:
     """Names of DeepEP that are about GPUs, and what they say without any."""
 
+    num_sms: int = 20
     num_nvl_bytes: int
     num_rdma_bytes: int
+    _open_engine: Callable[[], Engine]
+
+    @classmethod
+    def set_num_sms(cls, new_num_sms: int) -> None:
+        """DeepEP's knob for all Buffers: Config.num_sms where a caller gives no Config.
+
+        A Buffer keeps the number that it was opened with.
+        """
+        validate.require(
+            type(new_num_sms) is int and new_num_sms >= 2 and new_num_sms % 2 == 0,
+            f"new_num_sms is {new_num_sms!r}, want an even number of at least 2",
+        )
+        cls.num_sms = new_num_sms
+
+    @classmethod
+    def get_dispatch_config(cls, num_ranks: int) -> Config:
+        """A Config that works for any number of ranks."""
+        return _config(cls.num_sms)
+
+    @classmethod
+    def get_combine_config(cls, num_ranks: int) -> Config:
+        """A Config for combine, as get_dispatch_config gives one for dispatch."""
+        return _config(cls.num_sms)
 
     @cached_property
     def _scratch(self) -> dict[bool, Tensor]:
@@ -67,6 +97,3 @@ class Hardware:
             f"{num_bytes} bytes from offset {offset} on",
         )
         return elements[: wanted.numel()].view(wanted)
-
-    def _open_engine(self) -> Engine:
-        raise NotImplementedError

@@ -8,7 +8,6 @@ out = step.combine(experts(rows.x, rows.offsets))
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -92,8 +91,7 @@ class Few:
     turn comes stay as they are. To other ranks it is all the same.
     """
 
-    def __init__(self, use: Use, config: Callable[[], Config]) -> None:
-        """`config` gives that of all calls now."""
+    def __init__(self, use: Use, config: Config) -> None:
         self._use, self._config = use, config
         self._idle: dict[Shape, list[StandingPair]] = {}
 
@@ -111,7 +109,7 @@ class Few:
             return None
         (num_tokens, hidden), num_topk = x.shape, topk_idx.shape[1]
         shape = Shape(
-            _FEW, hidden, num_topk, num_experts, x.dtype, True, 1, self._config(), tag, True
+            _FEW, hidden, num_topk, num_experts, x.dtype, True, 1, self._config, tag, True
         )
         if (
             num_tokens > _FEW
@@ -179,6 +177,6 @@ def _new_pair(engine: Engine, shape: Shape) -> StandingPair:
         return StandingPair(engine, engine.calls, checked_shape(engine, shape))
 
 
-def few_of(engine: Engine, use: Use, config: Callable[[], Config]) -> Few | None:
+def few_of(engine: Engine, use: Use, config: Config) -> Few | None:
     """None where calls are not compiled."""
     return Few(use, config) if isinstance(engine.calls, SharedCalls) else None
