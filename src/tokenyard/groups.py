@@ -8,7 +8,7 @@ import os
 from typing import TYPE_CHECKING
 
 from tokenyard.comm.loopback import LoopbackGroup, LoopbackWorld
-from tokenyard.runtime.interrupts import shorten_tracebacks
+from tokenyard.runtime import variables
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -37,12 +37,11 @@ def local_group() -> ProcessGroup | LoopbackGroup:
 
     For several ranks in one process see `tokenyard.testing.run_virtual`.
     """
-    shorten_tracebacks()
     # Not at the top: torch.distributed is not there on every build of torch.
     import torch.distributed as dist
 
     if not dist.is_initialized():
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if variables.is_set("RANK") and variables.is_set("WORLD_SIZE"):
             try:
                 dist.init_process_group("gloo")
             except RuntimeError as error:
@@ -63,13 +62,13 @@ def local_group() -> ProcessGroup | LoopbackGroup:
 
 def _check_alone() -> None:
     """Raise where this is plainly one of several processes: groups of one would all be right."""
-    given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
+    given = [name for name in ("RANK", "WORLD_SIZE") if variables.is_set(name)]
     if given:
         raise RuntimeError(f"{given[0]} is set alone, want RANK and WORLD_SIZE, or neither")
     for launcher, (rank, size) in _LAUNCHERS.items():
-        if os.environ.get(size, "1") not in ("0", "1"):
+        if variables.read(size) not in ("0", "1"):
             raise RuntimeError(
-                f"{launcher} has started {os.environ[size]} processes ({size}) and RANK is not "
+                f"{launcher} has started {variables.read(size)} processes ({size}) and RANK is not "
                 f"set, want for each: RANK=${rank} WORLD_SIZE=${size} MASTER_ADDR=<host of rank 0> "
                 "MASTER_PORT=29500 python ..., or a group of your own"
             )

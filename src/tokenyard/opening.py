@@ -6,7 +6,6 @@ Only then are the transport and the engines built, so that bad options on one ra
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import socket
 from collections.abc import Sequence
@@ -30,8 +29,7 @@ from tokenyard.engine.mismatch import STAGES
 from tokenyard.errors import PeerError, SharedMemoryError
 from tokenyard.low_latency.engine import LowLatency
 from tokenyard.replicas import Replicas, place_words
-from tokenyard.runtime import observers
-from tokenyard.runtime.interrupts import shorten_tracebacks
+from tokenyard.runtime import observers, variables
 from tokenyard.runtime.streams import streams_for
 from tokenyard.shm import guard
 from tokenyard.topology import Placement, Topology
@@ -86,7 +84,7 @@ def default_timeout() -> Any:
     For programs that cannot be edited on machines where a rank may come late. What is no number
     is returned as it is: Options refuses it, on all ranks.
     """
-    given = os.environ.get("TOKENYARD_TIMEOUT", "30")
+    given = variables.read("TOKENYARD_TIMEOUT")
     try:
         return float(given)
     except ValueError:
@@ -157,7 +155,6 @@ class Options:
 
 def open_engine(group: Any, options: Options) -> tuple[Engine, LowLatency | None]:
     """The engines of a new Buffer. Bad options on one rank raise on all of them."""
-    shorten_tracebacks()
     communicator = connect(group, options.timeout if options.has_sane_timeout else 30.0)
     rank, size = communicator.rank, communicator.size
     # The first meeting must take place even if `kernels` is wrong, and needs no fast ones.

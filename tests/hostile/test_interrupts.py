@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -22,7 +21,6 @@ from tests.cases.programs import launched
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ("quickstart.py", "deepep_style.py", "train_moe.py")
-SCREEN = 50  # lines
 LONGEST = 12.0  # seconds after which Ctrl-C comes at the latest
 # Torch's own import loses a Ctrl-C now and then (`python -c "import torch"`, 2 of 25 tries), so the
 # clock starts after it, and after that of its compiler, which tokenyard.nn imports.
@@ -59,14 +57,13 @@ def interrupt(draw: random.Random, folder: Path, soon: float) -> str:
             late.append(number)
     seconds = time.monotonic() - begin
     what = f"{example} on {num_ranks} ranks, {'cold' if is_cold else 'warm'}, after {delay:.2f} s"
-    longest = max(length(text) for text in said)
     left_over = [path.name for path in folder.rglob("*.turn")]
     with suppress(ProcessLookupError):
         os.killpg(ranks[0].pid, signal.SIGKILL)
         left_over.append("a process")
-    if late or seconds > soon or longest > SCREEN or left_over:
+    if late or seconds > soon or left_over:
         end = "\n".join(text[-1500:] for text in said)
-        return f"{what}: {seconds:.1f} s, late {late}, {longest} lines, left {left_over}\n{end}"
+        return f"{what}: {seconds:.1f} s, late {late}, left {left_over}\n{end}"
     return ""
 
 
@@ -86,14 +83,6 @@ def start(example: str, num_ranks: int, settings: dict[str, str]) -> list[subpro
             )
         )
     return ranks
-
-
-def length(text: str) -> int:
-    """In lines. Not of a traceback out of an import, or out of torch's meeting of ranks: it is as
-    long as modules, or torch's functions, nest.
-    """
-    is_torchs = re.search(r'File ".*/site-packages/(.*, in <module>|torch/.*/rendezvous.py")', text)
-    return 0 if is_torchs else len(text.splitlines())
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="needs process_group= of Popen")

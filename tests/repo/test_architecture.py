@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.cases.source import imported, parsed
+from tokenyard.runtime import variables
 
 SOURCE = Path(__file__).parents[2] / "src" / "tokenyard"
 
@@ -262,3 +263,22 @@ def test_kernel_sets_have_the_same_files() -> None:
         assert own <= found, f"{kernels} has no {own - found}"
         names[kernels] = found - own
     assert names["numba"] == names["triton"] == names["reference"]
+
+
+def test_the_environment_is_read_in_one_module() -> None:
+    """And what tokenyard's own variables mean is told in one table of the guide."""
+    reading = [
+        f"{path.relative_to(SOURCE)}:{node.lineno}"
+        for path in FILES
+        if path != SOURCE / "runtime" / "variables.py"
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
+    ]
+    writing = {"compat/deepep_tests.py", "testing/processes.py"}
+    assert {one.partition(":")[0] for one in reading} <= writing, reading
+    page = (SOURCE.parents[1] / "docs" / "guide" / "operating.md").read_text()
+    told: dict[str, str] = {}
+    for names, default in re.findall(r"^\| (`TOKENYARD_[^|]*) \|.*\| ([^|]+) \|$", page, re.M):
+        values = default.partition(";")[0].split(", ")
+        told.update(zip(re.findall(r"`(\w+)`", names), values, strict=True))
+    assert {name: "" if told[name] == "none" else told[name] for name in told} == variables.OURS

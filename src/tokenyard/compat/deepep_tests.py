@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tokenyard.compat.elastic import ElasticBuffer
+from tokenyard.runtime import variables
 from tokenyard.testing.processes import LOOPBACK
 
 _MOST_CALLS = 10  # of a measurement: DeepEP's numbers are for kernels of microseconds
@@ -44,9 +45,9 @@ def init_dist(
     """
     global _local_rank
     _local_rank = local_rank
-    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    port = os.environ.get("MASTER_PORT", "8361")
-    num_nodes, node = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    address = variables.read("MASTER_ADDR")
+    port = variables.read("MASTER_PORT")
+    num_nodes, node = int(variables.read("WORLD_SIZE") or 1), int(variables.read("RANK") or 0)
     if num_nodes == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_local_ranks))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-import os
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple, Protocol, TypeVar, cast
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tokenyard.runtime import variables
 from tokenyard.types import Aligned, DeviceCounts, Layout, Places, Route, UnpermuteGrads
 from tokenyard.wire.slots import SlotPairs, SlotResults, SlotShape
 
@@ -282,7 +282,7 @@ def available() -> tuple[str, ...]:
 
 def interprets_triton() -> bool:
     """Whether Triton runs kernels in Python, on CPU tensors. It decides when they are defined."""
-    return os.environ.get("TRITON_INTERPRET") == "1" and has_triton()
+    return variables.read("TRITON_INTERPRET") == "1" and has_triton()
 
 
 def has_triton() -> bool:

@@ -30,7 +30,7 @@ import torch
 from tokenyard.observe.routing import file
 from tokenyard.observe.routing.layer_names import Caller, find_caller, name_of
 from tokenyard.observe.routing.notes import Notes
-from tokenyard.runtime import observers
+from tokenyard.runtime import observers, variables
 from tokenyard.runtime.locks import alone_with
 
 _log = logging.getLogger("tokenyard")
@@ -192,10 +192,10 @@ def begin_from_environment() -> None:
     if _asked_environment:
         return
     _asked_environment = True
-    path = os.environ.get("TOKENYARD_RECORD", "")
+    path = variables.read("TOKENYARD_RECORD")
     if not path:
         return
-    every = os.environ.get("TOKENYARD_RECORD_EVERY", "1")
+    every = variables.read("TOKENYARD_RECORD_EVERY")
     try:
         if not every.isdigit() or every == "0":
             raise ValueError(f"TOKENYARD_RECORD_EVERY is {every!r}, want a number of at least 1")

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tokenyard.runtime import recorder
+from tokenyard.runtime import recorder, variables
 from tokenyard.runtime.chrome import chrome_trace, rows_between
 from tokenyard.runtime.locks import alone_with
 from tokenyard.runtime.recorder import Recorder, Track
@@ -87,7 +87,7 @@ def missing_ranks(parts: Iterable[dict[str, Any]]) -> set[int]:
 
 def begin_from_environment() -> None:
     """Where a Buffer is opened: begin the trace that TOKENYARD_TRACE names, unless it is on."""
-    path = os.environ.get("TOKENYARD_TRACE")
+    path = variables.read("TOKENYARD_TRACE")
     if path and path not in _started:
         _started[path] = recorder.start()
 

@@ -9,10 +9,13 @@ cgroups) everything is allowed.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+
+_log = logging.getLogger("tokenyard")
 
 SPARE = 16 << 20  # bytes that must stay free for everything else
 _SPARE_FILES = 64  # likewise, if they may be had
@@ -98,6 +101,7 @@ def allow_files(more: int, what: str) -> None:
     reach = need if hard == resource.RLIM_INFINITY else min(need, hard)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (reach, hard))
+        _log.info("this process may open %d files, was %d: for %s", reach, soft, what)
     if used + more > resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
         raise OSError(
             errno.EMFILE,

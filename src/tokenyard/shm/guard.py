@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from tokenyard.runtime import memory, pool
+from tokenyard.runtime import memory, pool, variables
 from tokenyard.shm import segment
 from tokenyard.types import round_up
 from tokenyard.wire import int64s
@@ -35,7 +35,7 @@ _PAGE = mmap.PAGESIZE
 
 
 def begin_from_environment() -> None:
-    if os.environ.get("TOKENYARD_GUARD", "0") not in ("", "0"):
+    if variables.read("TOKENYARD_GUARD") not in ("", "0"):
         _begin()
 
 

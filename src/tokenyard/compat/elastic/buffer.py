@@ -26,7 +26,7 @@ from tokenyard.compat.elastic.sessions import SessionCalls
 from tokenyard.engine.agreement import Call, Terms
 from tokenyard.engine.engine import Engine
 from tokenyard.engine.mismatch import STAGES
-from tokenyard.opening import Options, check_group, open_engine
+from tokenyard.opening import Options, check_group, default_timeout, open_engine
 from tokenyard.runtime import observers
 from tokenyard.runtime.events import EventHandle, EventOverlap
 from tokenyard.types import Config
@@ -58,6 +58,9 @@ class ElasticCombined(NamedTuple):
     event: EventOverlap
 
 
+_V2_TIMEOUTS = 300, 100  # the defaults of DeepEP V2, seconds
+
+
 class ElasticBuffer(EngramCalls, PipelineCalls, SessionCalls):
     """Moves tokens to the ranks, or straight to the experts, that they chose, and sums them back.
 
@@ -67,7 +70,8 @@ class ElasticBuffer(EngramCalls, PipelineCalls, SessionCalls):
         allow_hybrid_mode         on several nodes, combine rounds the sum of each node
         allow_multiple_reduction  False: combine sums all rows of an expanded dispatch at once
         num_cpu_timeout_secs, num_gpu_timeout_secs
-                                  the smaller is `timeout`, unless that is given
+                                  the smaller is `timeout`, unless that is given; if none of the
+                                  three is, `timeout` is Buffer's
         explicitly_destroy        as Buffer's
 
     Memory is taken as calls need it: num_bytes, or what V2 would make of hidden, num_topk and
@@ -106,7 +110,8 @@ class ElasticBuffer(EngramCalls, PipelineCalls, SessionCalls):
         check_group(group, None)
         super().__init__(group, explicitly_destroy)
         if timeout is None:
-            timeout = min(num_cpu_timeout_secs, num_gpu_timeout_secs)
+            given = num_cpu_timeout_secs, num_gpu_timeout_secs
+            timeout = default_timeout() if given == _V2_TIMEOUTS else min(given)
         engine, _ = open_engine(
             group,
             Options(

@@ -7,10 +7,10 @@ several API servers. Otherwise only a server that computes in its own process sh
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from tokenyard.buffer import Buffer
+from tokenyard.runtime import variables
 
 EVERY = 1.0  # seconds between two copies for other processes
 
@@ -27,7 +27,7 @@ def show(buffer: Buffer, log: Any) -> Any:
     except ImportError:
         return None
     try:
-        if not os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+        if not variables.read("PROMETHEUS_MULTIPROC_DIR"):
             prometheus_client.REGISTRY.register(BufferCollector(buffer))
             return None
         if _publisher is None:

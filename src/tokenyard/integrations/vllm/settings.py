@@ -1,9 +1,12 @@
-"""What the environment says. Read here, and nowhere else."""
+"""What the environment says about the plugin."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
+
+from tokenyard.runtime import variables
+
+_TIMEOUT = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,23 +15,18 @@ class Settings:
 
     enabled: bool  # TOKENYARD_VLLM, 0 switches the plugin off
     transport: str  # TOKENYARD_VLLM_TRANSPORT, of tokenyard.Buffer
-    timeout: float  # TOKENYARD_VLLM_TIMEOUT, seconds without progress until PeerTimeout
+    timeout: float | None  # seconds without progress until PeerTimeout; None: TOKENYARD_TIMEOUT's
 
 
 def read() -> Settings:
-    """The default timeout is torch.distributed's: a rank may load or compile for minutes while
-    others wait. A rank that dies is noticed at once, whatever the timeout.
+    """Without TOKENYARD_TIMEOUT the timeout is torch.distributed's: a rank may load or compile for
+    minutes while others wait. A rank that dies is noticed at once, whatever the timeout.
     """
-    enabled = os.environ.get("TOKENYARD_VLLM", "1")
-    timeout = os.environ.get("TOKENYARD_VLLM_TIMEOUT", "1800")
+    enabled = variables.read("TOKENYARD_VLLM")
     if enabled not in ("0", "1"):
         raise ValueError(f"TOKENYARD_VLLM is {enabled!r}, want 0 or 1")
-    try:
-        seconds = float(timeout)
-    except ValueError:
-        raise ValueError(f"TOKENYARD_VLLM_TIMEOUT is {timeout!r}, want seconds") from None
     return Settings(
         enabled=enabled == "1",
-        transport=os.environ.get("TOKENYARD_VLLM_TRANSPORT", "auto"),
-        timeout=seconds,
+        transport=variables.read("TOKENYARD_VLLM_TRANSPORT"),
+        timeout=None if variables.is_set("TOKENYARD_TIMEOUT") else _TIMEOUT,
     )

@@ -17,6 +17,8 @@ from typing import Any
 
 from numba.core.dispatcher import Dispatcher
 
+from tokenyard.runtime import variables
+
 _LINE = 1.5  # seconds between two lines
 
 
@@ -44,7 +46,7 @@ class Progress:
 
     def beat(self, seconds: float) -> None:
         """The process has been busy for so long, and is."""
-        if os.environ.get("TOKENYARD_PROGRESS") == "0" or sys.stderr is None:
+        if variables.read("TOKENYARD_PROGRESS") == "0" or sys.stderr is None:
             return
         if self._voice is None:
             self._voice = _take_voice()
@@ -83,7 +85,7 @@ def _count_missing(kernel: Any, seen: set[int]) -> int:
 def _take_voice() -> int | None:
     """A descriptor that one child of a launcher can have: the system takes it back at its end."""
     if sys.platform != "linux":  # no such names of sockets; then it is rank 0 that speaks
-        return 0 if os.environ.get("RANK", "0") == "0" else None
+        return 0 if variables.read("RANK") in ("", "0") else None
     voice = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         voice.bind(f"\0tokenyard-progress-{os.geteuid()}-{os.getppid()}")

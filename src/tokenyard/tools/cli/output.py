@@ -6,7 +6,6 @@ Results go to standard output, progress to standard error, so that `--json > fil
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -18,6 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
+
+from tokenyard.runtime import variables
 
 # The option that every command has: `as_json: Json = False`.
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
@@ -42,7 +43,7 @@ def mistakes(kinds: type[Exception] | tuple[type[Exception], ...] = ValueError) 
 def console() -> Console:
     """Standard output as it is now. Rich numbers, links and markup stay plain text."""
     is_terminal = sys.stdout.isatty()
-    width = None if is_terminal or "COLUMNS" in os.environ else _WIDTH
+    width = None if is_terminal or variables.is_set("COLUMNS") else _WIDTH
     return Console(width=width, highlight=False, markup=False, emoji=False)
 
 

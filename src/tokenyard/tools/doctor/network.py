@@ -6,11 +6,11 @@ has. Where that is the loopback, ranks of this machine meet, and no others.
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
 from collections.abc import Iterator
 
+from tokenyard.runtime import variables
 from tokenyard.tools.doctor.findings import BAD, OK, WARN, Finding, read
 
 PART = "network"
@@ -73,7 +73,7 @@ def interfaces() -> dict[str, tuple[str, bool, bool]]:
 
 def _gloo(found: dict[str, tuple[str, bool, bool]], outward: list[str]) -> Iterator[Finding]:
     advice = f"for several machines {_HOWTO}={outward[0]}" if outward else ""
-    named = os.environ.get("GLOO_SOCKET_IFNAME")
+    named = variables.read("GLOO_SOCKET_IFNAME")
     if named:
         # gloo takes several, separated by commas.
         missing = [one for one in named.split(",") if one not in found]

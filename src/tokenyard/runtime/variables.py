@@ -1,0 +1,42 @@
+"""Variables of the environment: each one that tokenyard reads is in these tables, and is read here.
+
+`docs/guide/operating.md` says what tokenyard's own mean.
+"""
+
+from __future__ import annotations
+
+import os
+
+# What each says where it is not set.
+OURS = {
+    "TOKENYARD_TIMEOUT": "30",
+    "TOKENYARD_PROGRESS": "1",
+    "TOKENYARD_TRACE": "",
+    "TOKENYARD_RECORD": "",
+    "TOKENYARD_RECORD_EVERY": "1",
+    "TOKENYARD_GUARD": "0",
+    "TOKENYARD_VLLM": "1",
+    "TOKENYARD_VLLM_TRANSPORT": "auto",
+}
+# Those of launchers, of gloo, Triton, Prometheus and terminals.
+OTHERS = {
+    "RANK": "",
+    "WORLD_SIZE": "",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "8361",
+    "OMPI_COMM_WORLD_SIZE": "1",
+    "PMI_SIZE": "1",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "GLOO_SOCKET_IFNAME": "",
+    "TRITON_INTERPRET": "0",
+    "PROMETHEUS_MULTIPROC_DIR": "",
+    "COLUMNS": "",
+}
+
+
+def read(name: str) -> str:
+    return os.environ.get(name, OURS[name] if name in OURS else OTHERS[name])
+
+
+def is_set(name: str) -> bool:
+    return name in os.environ
