@@ -61,7 +61,7 @@ def train(group: Any, steps: int, every: int) -> dict[str, Any]:
                 buffer, mine, topk_idx, weights.float(), num_experts=EXPERTS
             )
             y = layer.experts(rows.x, rows.offsets)
-            out = functional.combine_by_expert(buffer, y, rows, len(mine))
+            out = functional.combine_by_expert(buffer, y, rows)
             loss = (out - mine.roll(1, 1)).square().sum() / TOKENS
             optimizer.zero_grad()
             loss.backward()

@@ -42,7 +42,7 @@ def test_values_are_those_of_the_buffer() -> None:
             assert_same(rows.x.detach(), want.recv_x)
             assert_same(rows.topk_idx, want.recv_topk_idx)
             assert_same(rows.topk_weights.detach(), want.recv_topk_weights)
-            got = tf.combine(buffer, rows.x, rows.ticket, len(x))
+            got = tf.combine(buffer, rows.x, rows)
             assert_same(got.detach(), buffer.combine(rows.x.detach(), want.handle).x)
 
     run_virtual(job, 3)
@@ -98,12 +98,10 @@ def test_two_uses_of_one_dispatch() -> None:
         x, topk_idx, weights = leaves(group.rank())
         with tokenyard.Buffer(group) as buffer:
             rows = tf.dispatch(buffer, x, topk_idx, weights, NUM_EXPERTS)
-            one = tf.combine(buffer, rows.x * 2, rows.ticket, len(x))
-            other = tf.combine(buffer, rows.x * 3, rows.ticket, len(x))
+            one = tf.combine(buffer, rows.x * 2, rows)
+            other = tf.combine(buffer, rows.x * 3, rows)
             grad_of_sum = torch.autograd.grad((one + other).sum(), x, retain_graph=True)[0]
-            grad_of_five = torch.autograd.grad(
-                tf.combine(buffer, rows.x * 5, rows.ticket, len(x)).sum(), x
-            )[0]
+            grad_of_five = torch.autograd.grad(tf.combine(buffer, rows.x * 5, rows).sum(), x)[0]
             assert_same(grad_of_sum, grad_of_five)
 
     run_virtual(job, 2)
@@ -196,7 +194,7 @@ def test_ranks_of_which_one_needs_gradients_are_told_at_once() -> None:
             told = [said(lambda: dispatch(x=alone, num_experts=NUM_EXPERTS))]
             rows = dispatch(x=x, num_experts=NUM_EXPERTS)  # the Buffer still works
             y = rows.x.requires_grad_(group.rank() == 0)
-            told.append(said(lambda: tf.combine(buffer, y, rows.ticket, len(x))))
+            told.append(said(lambda: tf.combine(buffer, y, rows)))
             with torch.no_grad():
                 dispatch(x=alone, num_experts=NUM_EXPERTS)
             return told
@@ -248,7 +246,7 @@ def test_a_handle_lives_as_long_as_its_ticket() -> None:
         before = tickets.num_issued()
         with tokenyard.Buffer(group) as buffer:
             rows = tf.dispatch(buffer, x, topk_idx, weights, NUM_EXPERTS)
-            out = tf.combine(buffer, rows.x, rows.ticket.view(1, 1), len(x))
+            out = tf.combine(buffer, rows.x, rows._replace(ticket=rows.ticket.view(1, 1)))
             ticket = rows.ticket[:]
             del rows
             assert tickets.num_issued() == before + 1
@@ -285,8 +283,8 @@ def test_a_ticket_of_nobody_raises_on_all_ranks() -> None:
             rows = tf.dispatch(buffer, x, topk_idx, weights, NUM_EXPERTS)
             ticket = rows.ticket.clone() if group.rank() else torch.tensor([-5])
             with pytest.raises(ValueError, match="handle is None, want the handle that dispatch"):
-                tf.combine(buffer, rows.x, ticket, len(x))
-            tf.combine(buffer, rows.x, rows.ticket, len(x))  # and the Buffer goes on working
+                tf.combine(buffer, rows.x, rows._replace(ticket=ticket))
+            tf.combine(buffer, rows.x, rows)  # and the Buffer goes on working
 
     run_virtual(job, 2)
 
@@ -297,7 +295,7 @@ def test_the_number_of_tokens_is_checked() -> None:
         with tokenyard.Buffer(group) as buffer:
             rows = tf.dispatch(buffer, x, topk_idx, weights, NUM_EXPERTS)
             with pytest.raises(ValueError, match="num_tokens is 6, want 5, those of dispatch's x"):
-                tf.combine(buffer, rows.x, rows.ticket, 6)
+                tf.combine(buffer, rows.x, rows._replace(num_tokens=6))
 
     run_virtual(job, 2)
 

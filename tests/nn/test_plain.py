@@ -25,10 +25,10 @@ Call = Callable[[Tensor], Tensor]
 
 def calls(buffer: tokenyard.Buffer) -> dict[str, Call]:
     """A function of one tensor [6, 16] for each of `nn.functional`."""
-    ticket = functional.dispatch(buffer, X, TOPK_IDX, TOPK_WEIGHTS, 4).ticket
+    rows = functional.dispatch(buffer, X, TOPK_IDX, TOPK_WEIGHTS, 4)
     return {
         "dispatch": lambda x: functional.dispatch(buffer, x, TOPK_IDX, TOPK_WEIGHTS, 4).x,
-        "combine": lambda x: functional.combine(buffer, x, ticket, 6),
+        "combine": lambda x: functional.combine(buffer, x, rows),
         "permute": lambda x: functional.permute(x, TOPK_IDX, 4).x,
         "unpermute": lambda x: functional.unpermute(x.repeat(2, 1), ROW_OF, TOPK_WEIGHTS),
         "grouped_mm": lambda x: functional.grouped_mm(x, MATRICES, OFFSETS),

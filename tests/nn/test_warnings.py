@@ -108,7 +108,7 @@ def test_who_takes_care_of_gradients_is_told_nothing() -> None:
             rows = tf.dispatch(buffer, x, scene.topk_idx, weights, NUM_EXPERTS)
             grouped = tf.permute(rows.x, rows.topk_idx, NUM_EXPERTS)
             y = tf.unpermute(grouped.x, grouped.row_of, rows.topk_weights)
-            tf.combine(buffer, y, rows.ticket, NUM_TOKENS).sum().backward()
+            tf.combine(buffer, y, rows).sum().backward()
             assert x.grad is not None
             assert weights.grad is not None
 

@@ -3,13 +3,13 @@
     rows = dispatch(buffer, x, topk_idx, topk_weights, num_experts)
     grouped = permute(rows.x, rows.topk_idx, num_local)
     y = grouped_mm(grouped.x, weights, grouped.offsets)
-    out = combine(buffer, unpermute(y, grouped.row_of, rows.topk_weights), rows.ticket, num_tokens)
+    out = combine(buffer, unpermute(y, grouped.row_of, rows.topk_weights), rows)
 
 Or, with the same results and gradients, but fewer copies:
 
     rows = dispatch_by_expert(buffer, x, topk_idx, topk_weights, num_experts)
     y = grouped_mm(rows.x, weights, rows.offsets)
-    out = combine_by_expert(buffer, y, rows, num_tokens)
+    out = combine_by_expert(buffer, y, rows)
 
 Dispatch and combine are each other's gradient, and so are permute and unpermute. A backward pass
 uses the handle of the forward pass, without counting again. All are operators of torch.library, so
@@ -36,12 +36,13 @@ from tokenyard.types import Permuted
 
 
 class Rows(NamedTuple):
-    """What dispatch returns: the tensors of `Buffer.dispatch`, and the ticket for combine."""
+    """What dispatch returns: the tensors of `Buffer.dispatch`, and the way back for combine."""
 
     x: Tensor  # [N, D]
     topk_idx: Tensor  # [N, K] local expert ids, -1 where the expert is elsewhere
     topk_weights: Tensor  # [N, K]
     ticket: Tensor  # [1] stands for the handle, which lives as long as this tensor's memory
+    num_tokens: int  # T of the dispatch
 
 
 def dispatch(
@@ -68,17 +69,17 @@ def dispatch(
     if not num_worst_tokens:
         require_known_rows("dispatch", x, "num_worst_tokens")
     number, graph = number_of(buffer), _makes_graph(x, topk_weights)
-    return Rows(
-        *operators.dispatch(
-            x, topk_idx, topk_weights, number, num_experts, num_worst_tokens, place, graph
-        )
+    rows, ids, weights, ticket = operators.dispatch(
+        x, topk_idx, topk_weights, number, num_experts, num_worst_tokens, place, graph
     )
+    return Rows(rows, ids, weights, ticket, x.shape[0])
 
 
-def combine(buffer: Buffer, y: Tensor, ticket: Tensor, num_tokens: int) -> Tensor:
-    """[T, D]: the sum of each token's rows, back on its rank. num_tokens is T, dispatch's."""
+def combine(buffer: Buffer, y: Tensor, rows: Rows) -> Tensor:
+    """[T, D]: the sum of each token's results y [N, D], back on its rank; rows are dispatch's."""
     require_plain("combine", y=y)
-    return operators.combine(y, ticket, number_of(buffer), num_tokens, _makes_graph(y))
+    number, graph = number_of(buffer), _makes_graph(y)
+    return operators.combine(y, rows.ticket, number, rows.num_tokens, graph)
 
 
 class RowsByExpert(NamedTuple):
@@ -89,6 +90,7 @@ class RowsByExpert(NamedTuple):
     row_of: Tensor  # [N, K] the row of x of each pair that came to this rank, -1 for others
     topk_weights: Tensor  # [N, K]
     ticket: Tensor  # [1] stands for the handle, which lives as long as this tensor's memory
+    num_tokens: int  # T of the dispatch
 
 
 def dispatch_by_expert(
@@ -107,19 +109,24 @@ def dispatch_by_expert(
     require_plain("dispatch_by_expert", x=x, topk_idx=topk_idx, topk_weights=topk_weights)
     require_known_rows("dispatch_by_expert", x, "dispatch with num_worst_tokens")
     number, graph = number_of(buffer), _makes_graph(x, topk_weights)
-    return RowsByExpert(
-        *operators.dispatch_by_expert(
-            x, topk_idx, topk_weights, number, num_experts, expert_alignment, place, graph
-        )
+    rows, offsets, row_of, weights, ticket = operators.dispatch_by_expert(
+        x, topk_idx, topk_weights, number, num_experts, expert_alignment, place, graph
     )
+    return RowsByExpert(rows, offsets, row_of, weights, ticket, x.shape[0])
 
 
-def combine_by_expert(buffer: Buffer, y: Tensor, rows: RowsByExpert, num_tokens: int) -> Tensor:
+def combine_by_expert(
+    buffer: Buffer, y: Tensor, rows: RowsByExpert, num_tokens: int | None = None
+) -> Tensor:
     """[T, D]: for each token the sum over its experts of weight times their row of y [M, D], back
     on its rank. The weights are dispatch_by_expert's, whatever became of rows.topk_weights since.
+
+    num_tokens, T, is that of rows, and need not be given.
     """
     require_plain("combine_by_expert", y=y)
     number, graph = number_of(buffer), _makes_graph(y, rows.topk_weights)
+    if num_tokens is None:
+        num_tokens = rows.num_tokens
     return operators.combine_by_expert(
         y, rows.row_of, rows.topk_weights, rows.ticket, number, num_tokens, graph
     )
@@ -144,7 +151,7 @@ def through_experts(
         return sums
     rows = dispatch_by_expert(*given, place=place)
     y = experts(rows.x, rows.offsets)
-    return combine_by_expert(buffer, y, rows, x.shape[0])
+    return combine_by_expert(buffer, y, rows)
 
 
 def few_through_experts(

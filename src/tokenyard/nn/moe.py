@@ -175,7 +175,7 @@ class MoE(nn.Module):
             if out is None:
                 rows = functional.dispatch_by_expert(*given, place=place)
                 y = self.experts(rows.x, rows.offsets)
-                out = functional.combine_by_expert(self.buffer, y, rows, tokens.shape[0])
+                out = functional.combine_by_expert(self.buffer, y, rows)
         if self.shared is not None:
             out = out + self.shared(tokens)
         self._balance(chosen.scores, chosen.topk_idx)
@@ -198,7 +198,7 @@ class MoE(nn.Module):
         grouped = functional.permute(rows.x, rows.topk_idx, num_local, num_rows=most)
         y = self.experts(grouped.x, grouped.offsets)
         y = functional.unpermute(y, grouped.row_of, rows.topk_weights)
-        return functional.combine(self.buffer, y, rows.ticket, x.shape[0])
+        return functional.combine(self.buffer, y, rows)
 
     def _balance(self, scores: Tensor, topk_idx: Tensor) -> None:
         coefficient = self.router.config.auxiliary_loss

@@ -46,7 +46,7 @@ def combined(buffer: Any, y: Tensor) -> Tensor:
     num_tokens = TOKENS[buffer.rank]
     topk_idx, weights = routed(buffer.rank, num_tokens)
     rows = tf.dispatch(buffer, torch.zeros(num_tokens, 1), topk_idx, weights, NUM_EXPERTS)
-    return tf.combine(buffer, y, rows.ticket, num_tokens)
+    return tf.combine(buffer, y, rows)
 
 
 def dispatched_by_expert(buffer: Any, x: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def moe_by_expert(
     """As `moe`, in one call each way."""
     rows = tf.dispatch_by_expert(buffer, x, topk_idx, weights, NUM_EXPERTS)
     y = torch.tanh(tf.grouped_mm(rows.x, matrices, rows.offsets))
-    return tf.combine_by_expert(buffer, y, rows, x.shape[0])
+    return tf.combine_by_expert(buffer, y, rows)
 
 
 def moe(
@@ -95,7 +95,7 @@ def moe(
     grouped = tf.permute(rows.x, rows.topk_idx, len(matrices), num_rows=most)
     y = torch.tanh(tf.grouped_mm(grouped.x, matrices, grouped.offsets))
     out = tf.unpermute(y, grouped.row_of, rows.topk_weights)
-    return tf.combine(buffer, out, rows.ticket, x.shape[0])
+    return tf.combine(buffer, out, rows)
 
 
 def expert_matrices(hidden: int, dtype: torch.dtype) -> Tensor:

@@ -52,7 +52,7 @@ def through_experts(
     if sums is None:
         rows = functional.dispatch_by_expert(*given)
         y = experts(rows.x, rows.offsets)
-        sums = functional.combine_by_expert(buffer, y, rows, len(x))
+        sums = functional.combine_by_expert(buffer, y, rows)
     return sums
 
 

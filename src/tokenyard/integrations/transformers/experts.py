@@ -95,7 +95,7 @@ def run_spread(
             plan.buffer, x, topk_idx, weights, plan.num_experts, place=plan.place
         )
         y = run(module, *rows[:3])
-        return functional.combine(plan.buffer, y, rows.ticket, len(x))
+        return functional.combine(plan.buffer, y, rows)
     require_plain("the experts' exchange", x=x, topk_idx=topk_idx, topk_weights=weights)
     x, weights = (Replicated.apply(plan.everyone, one) for one in (x, weights))
     local = plan.local_of_expert[topk_idx].masked_fill(topk_idx < 0, -1)
