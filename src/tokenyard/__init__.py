@@ -36,7 +36,7 @@ _HOMES = {
     "TokenyardError": "errors",
     "local_group": "groups",
     "moe_align_block_size": "ops.align",
-    "permute": "ops.permute",
+    "permute": "nn.functional",
     "rearrange": "ops.rearrange",
     "record": "observe.recording",
     "per_token_cast_back": "ops.quantize",
@@ -44,7 +44,7 @@ _HOMES = {
     "merge_traces": "observe.tracing",
     "topk_idx_t": "types",
     "trace": "observe.tracing",
-    "unpermute": "ops.permute",
+    "unpermute": "nn.functional",
     "warm_up": "tools.warming",
 }
 
@@ -78,13 +78,13 @@ if TYPE_CHECKING:
     from tokenyard.errors import SharedMemoryError as SharedMemoryError
     from tokenyard.errors import TokenyardError as TokenyardError
     from tokenyard.groups import local_group as local_group
+    from tokenyard.nn.functional import permute as permute
+    from tokenyard.nn.functional import unpermute as unpermute
     from tokenyard.observe import routing as routing
     from tokenyard.observe.recording import record as record
     from tokenyard.observe.tracing import merge_traces as merge_traces
     from tokenyard.observe.tracing import trace as trace
     from tokenyard.ops.align import moe_align_block_size as moe_align_block_size
-    from tokenyard.ops.permute import permute as permute
-    from tokenyard.ops.permute import unpermute as unpermute
     from tokenyard.ops.quantize import per_token_cast_back as per_token_cast_back
     from tokenyard.ops.quantize import per_token_cast_to_fp8 as per_token_cast_to_fp8
     from tokenyard.ops.rearrange import rearrange as rearrange

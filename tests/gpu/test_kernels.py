@@ -69,7 +69,8 @@ def test_products_are_rounded_before_they_are_added() -> None:
     e = 2.0**-12
     y = torch.tensor([[-1 - 2 * e], [1 + e]]).expand(2, 128).contiguous()
     weights = torch.tensor([[1.0, 1 + e]])
-    got = tokenyard.unpermute(*there(y, torch.tensor([[0, 1]])), weights=weights.cuda())
+    y, row_of = there(y, torch.tensor([[0, 1]]))
+    got = tokenyard.unpermute(y, row_of, weights.cuda())
     assert_same(got.cpu(), torch.zeros(1, 128))
 
 

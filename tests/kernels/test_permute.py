@@ -350,7 +350,10 @@ X, IDX = torch.ones(3, 4), torch.tensor([[0, 1], [1, -1], [0, 0]])
         ({"topk_idx": IDX[:2]}, "topk_idx has shape [2, 2], want [3, topk]"),
         ({"topk_idx": IDX.float()}, "topk_idx has dtype float32, want int32, int64"),
         ({"topk_idx": IDX[:, :0]}, "topk_idx has top-k 0, want at least 1"),
-        ({"topk_idx": IDX.to("meta")}, "topk_idx is on device meta, want cpu"),
+        (
+            {"topk_idx": IDX.to("meta")},
+            "permute: x is on cpu and topk_idx on meta, want all on meta or none",
+        ),
         ({"num_experts": -1}, "num_experts is -1, want at least 0"),
         ({"num_experts": 2**40}, f"num_experts is {2**40}, want at most {2**20}"),
         ({"num_experts": 1}, "topk_idx[0, 1] is 1, want -1..0 (num_experts=1)"),

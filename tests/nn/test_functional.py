@@ -353,6 +353,21 @@ def test_opcheck_of_the_exchange() -> None:
     run_virtual(job, 1)
 
 
+def test_permute_is_one_function_with_gradients() -> None:
+    x, topk_idx = torch.ones(3, 4, requires_grad=True), torch.tensor([[1, -1], [0, 1], [-1, -1]])
+    assert tokenyard.permute is tf.permute
+    assert tokenyard.unpermute is tf.unpermute
+    rows = tokenyard.permute(x, topk_idx, 2)
+    (grad,) = torch.autograd.grad(tokenyard.unpermute(rows.x, rows.row_of).sum(), x)
+    assert grad[:, 0].tolist() == [1, 2, 0]
+    with pytest.raises(ValueError, match=r"permute with scales, out or kernels has no gradients"):
+        tokenyard.permute(x, topk_idx, 2, kernels="reference")
+    with pytest.raises(ValueError, match=r"unpermute with out or kernels has no gradients"):
+        tokenyard.unpermute(x, rows.row_of, out=torch.empty(3, 4))
+    with torch.no_grad():
+        tokenyard.permute(x, topk_idx, 2, kernels="reference")
+
+
 def test_opcheck_of_what_is_local() -> None:
     topk_idx = torch.tensor([[1, -1], [0, 1], [-1, -1]])
     x = torch.randn(3, 4, requires_grad=True)

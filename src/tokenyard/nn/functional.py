@@ -28,10 +28,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tokenyard import validate
 from tokenyard.buffer import Buffer
 from tokenyard.nn import operators
 from tokenyard.nn.plain import autocast_device, require_known_rows, require_plain
 from tokenyard.nn.tickets import number_of
+from tokenyard.ops import permute as rows_in_place
 from tokenyard.types import Permuted
 
 
@@ -185,29 +187,81 @@ def few_through_experts(
 
 
 def permute(
-    x: Tensor,
+    x: Tensor | tuple[Tensor, Tensor],
     topk_idx: Tensor,
     num_experts: int,
     *,
     expert_alignment: int = 1,
+    scales: Tensor | None = None,
+    out: Tensor | None = None,
     num_rows: int | None = None,
+    kernels: str = "auto",
 ) -> Permuted:
-    """As `tokenyard.permute`: one copy of a row for each of its local experts, by expert.
+    """One copy of a row for each of its local experts, by (expert, row, k).
 
-    With num_rows the result has exactly so many rows, whatever the routing, as torch.compile needs:
-    rows of zeros, which belong to no expert, follow the last offset.
+    x is [N, D], or the pair (x, scales [N, S]). topk_idx [N, K] has local ids, int32 or int64, -1
+    where an expert lives elsewhere. Each expert's rows are padded with zeros to a multiple of
+    expert_alignment. If `out` is given, the result's x is made of its first rows. If num_rows is
+    given, the result has exactly so many rows, whatever the routing, as torch.compile needs: rows
+    of zeros, which belong to no expert, follow the last offset.
+
+    x gets gradients, but for a call with scales, `out` or `kernels`, which raises if x requires
+    any.
+
+    >>> x, topk_idx = torch.tensor([[10.0], [20.0]]), torch.tensor([[1, -1], [0, 1]])
+    >>> got = permute(x, topk_idx, num_experts=2, expert_alignment=2)
+    >>> got.x.flatten().tolist(), got.offsets.tolist()
+    ([20.0, 0.0, 10.0, 20.0], [2, 4])
+    >>> unpermute(got.x * 3, got.row_of).flatten().tolist()  # row 1 has two experts
+    [30.0, 120.0]
     """
+    if not isinstance(x, Tensor) or scales is not None or out is not None or kernels != "auto":
+        _require_no_gradients("permute with scales, out or kernels", x, scales)
+        return rows_in_place.permute(
+            x,
+            topk_idx,
+            num_experts,
+            expert_alignment=expert_alignment,
+            scales=scales,
+            out=out,
+            num_rows=num_rows,
+            kernels=kernels,
+        )
     require_plain("permute", x=x, topk_idx=topk_idx)
     if num_rows is None:
         require_known_rows("permute", x, "num_rows")
+    else:
+        validate.integer("num_rows", num_rows, at_least=0)
     rows, row_of, offsets = operators.permute(
         x, topk_idx, num_experts, expert_alignment, -1 if num_rows is None else num_rows
     )
     return Permuted(x=rows, scales=None, row_of=row_of, offsets=offsets)
 
 
-def unpermute(y: Tensor, row_of: Tensor, weights: Tensor | None = None) -> Tensor:
-    """As `tokenyard.unpermute`: [N, D], the sum of each row's results, times weights if given."""
+def unpermute(
+    y: Tensor,
+    row_of: Tensor,
+    weights: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    kernels: str = "auto",
+) -> Tensor:
+    """[N, D]: the sum over k of a row's results, times weights[n, k] if given.
+
+    y is [M, D] in float64, float32, float16 or bfloat16; row_of [N, K] is permute's. Summed in
+    float32 (float64 for float64) from 0, k ascending, and rounded once; a product is rounded before
+    it is added. A row with no expert gives 0. If `out` is given, it is filled and returned.
+
+    y and weights get gradients, but for a call with `out` or `kernels`, which raises if one
+    requires any.
+
+    >>> y, row_of = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([[2, 0], [-1, 1]])
+    >>> unpermute(y, row_of, weights=torch.tensor([[0.5, 3.0], [9.0, 0.25]])).tolist()
+    [[5.0], [0.5]]
+    """
+    if out is not None or kernels != "auto":
+        _require_no_gradients("unpermute with out or kernels", y, weights)
+        return rows_in_place.unpermute(y, row_of, weights=weights, out=out, kernels=kernels)
     require_plain("unpermute", y=y, row_of=row_of, weights=weights)
     return operators.unpermute(y, row_of, weights)
 
@@ -249,6 +303,12 @@ def sum_over_ranks(buffer: Buffer, x: Tensor) -> Tensor:
     """[D]: the sum of x [D] of all ranks, on all ranks. For a few numbers, such as loads."""
     require_plain("sum_over_ranks", x=x)
     return operators.sum_over_ranks(x, number_of(buffer))
+
+
+def _require_no_gradients(what: str, *given: object) -> None:
+    tensors = [one for one in given if isinstance(one, Tensor)]
+    if tensors and _makes_graph(*tensors):
+        raise ValueError(f"{what} has no gradients, and a tensor requires some: want detach()")
 
 
 def _makes_graph(*tensors: Tensor) -> bool:

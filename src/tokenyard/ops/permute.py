@@ -1,8 +1,7 @@
 """Rows grouped by local expert, as a grouped GEMM wants them, and back.
 
-`permute` takes what `Buffer.dispatch` returned, and the result of `unpermute` goes to
-`Buffer.combine`. Gradients do not pass through these functions. The functions of the same names in
-`nn.functional` call these, and gradients pass through those.
+What the operators of `nn.functional` do: `tokenyard.permute` takes what `Buffer.dispatch` returned,
+and the result of `tokenyard.unpermute` goes to `Buffer.combine`.
 """
 
 from __future__ import annotations
@@ -30,21 +29,7 @@ def permute(
     num_rows: int | None = None,
     kernels: str = "auto",
 ) -> Permuted:
-    """One copy of a row for each of its local experts, by (expert, row, k).
-
-    x is [N, D], or the pair (x, scales [N, S]). topk_idx [N, K] has local ids, int32 or int64, -1
-    where an expert lives elsewhere. Each expert's rows are padded with zeros to a multiple of
-    expert_alignment. If `out` is given, the result's x is made of its first rows. If num_rows is
-    given, the result has exactly so many rows, whatever the routing: rows of zeros, which belong to
-    no expert, follow the last offset.
-
-    >>> x, topk_idx = torch.tensor([[10.0], [20.0]]), torch.tensor([[1, -1], [0, 1]])
-    >>> got = permute(x, topk_idx, num_experts=2, expert_alignment=2)
-    >>> got.x.flatten().tolist(), got.offsets.tolist()
-    ([20.0, 0.0, 10.0, 20.0], [2, 4])
-    >>> unpermute(got.x * 3, got.row_of).flatten().tolist()  # row 1 has two experts
-    [30.0, 120.0]
-    """
+    """`nn.functional.permute`, without gradients."""
     x_ND, scales_NS = _quantised(x, scales)
     device = x_ND.device
     topk_idx = validate.topk_ids("topk_idx", topk_idx, num_tokens=x_ND.shape[0], device=device)
@@ -95,16 +80,7 @@ def unpermute(
     out: Tensor | None = None,
     kernels: str = "auto",
 ) -> Tensor:
-    """[N, D]: the sum over k of a row's results, times weights[n, k] if given.
-
-    y is [M, D] in float64, float32, float16 or bfloat16; row_of [N, K] is permute's. Summed in
-    float32 (float64 for float64) from 0, k ascending, and rounded once; a product is rounded before
-    it is added. A row with no expert gives 0. If `out` is given, it is filled and returned.
-
-    >>> y, row_of = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([[2, 0], [-1, 1]])
-    >>> unpermute(y, row_of, weights=torch.tensor([[0.5, 3.0], [9.0, 0.25]])).tolist()
-    [[5.0], [0.5]]
-    """
+    """`nn.functional.unpermute`, without gradients."""
     y_MD = _rows("y", y, num_rows="rows", dtypes=validate.SUMMABLE, device=None)
     device, dtype = y_MD.device, y_MD.dtype
     row_of = _row_of(row_of, "rows", device)
