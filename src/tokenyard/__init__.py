@@ -13,35 +13,46 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Aligned": "types",
     "Buffer": "compat.buffer",
     "BufferClosed": "errors",
     "BufferInUse": "errors",
     "CallMismatch": "errors",
+    "Combined": "results",
     "Config": "types",
+    "DispatchLayout": "results",
+    "Dispatched": "results",
+    "DispatchedByExpert": "results",
     "EPHandle": "compat.elastic",
     "ElasticBuffer": "compat.elastic",
     "EventHandle": "runtime.events",
     "EventOverlap": "runtime.events",
+    "Gathered": "results",
     "Handle": "results",
     "HybridEPBuffer": "compat.hybrid_ep",
+    "LowLatencyCombined": "low_latency.calls",
+    "LowLatencyDispatched": "low_latency.calls",
+    "LowLatencyHandle": "low_latency.handle",
+    "Moves": "replicas",
     "PeerDied": "errors",
     "PeerError": "errors",
     "PeerInputError": "errors",
     "PeerLeft": "errors",
     "PeerTimeout": "errors",
+    "Permuted": "types",
     "Prepared": "engine.loops",
     "PreparedRows": "engine.prepared",
     "Replicas": "replicas",
     "SharedMemoryError": "errors",
     "TokenyardError": "errors",
     "local_group": "groups",
+    "merge_traces": "observe.tracing",
     "moe_align_block_size": "ops.align",
+    "per_token_cast_back": "ops.quantize",
+    "per_token_cast_to_fp8": "ops.quantize",
     "permute": "nn.functional",
     "rearrange": "ops.rearrange",
     "record": "observe.recording",
-    "per_token_cast_back": "ops.quantize",
-    "per_token_cast_to_fp8": "ops.quantize",
-    "merge_traces": "observe.tracing",
     "topk_idx_t": "types",
     "trace": "observe.tracing",
     "unpermute": "nn.functional",
@@ -78,6 +89,9 @@ if TYPE_CHECKING:
     from tokenyard.errors import SharedMemoryError as SharedMemoryError
     from tokenyard.errors import TokenyardError as TokenyardError
     from tokenyard.groups import local_group as local_group
+    from tokenyard.low_latency.calls import LowLatencyCombined as LowLatencyCombined
+    from tokenyard.low_latency.calls import LowLatencyDispatched as LowLatencyDispatched
+    from tokenyard.low_latency.handle import LowLatencyHandle as LowLatencyHandle
     from tokenyard.nn.functional import permute as permute
     from tokenyard.nn.functional import unpermute as unpermute
     from tokenyard.observe import routing as routing
@@ -88,12 +102,20 @@ if TYPE_CHECKING:
     from tokenyard.ops.quantize import per_token_cast_back as per_token_cast_back
     from tokenyard.ops.quantize import per_token_cast_to_fp8 as per_token_cast_to_fp8
     from tokenyard.ops.rearrange import rearrange as rearrange
+    from tokenyard.replicas import Moves as Moves
     from tokenyard.replicas import Replicas as Replicas
+    from tokenyard.results import Combined as Combined
+    from tokenyard.results import Dispatched as Dispatched
+    from tokenyard.results import DispatchedByExpert as DispatchedByExpert
+    from tokenyard.results import DispatchLayout as DispatchLayout
+    from tokenyard.results import Gathered as Gathered
     from tokenyard.results import Handle as Handle
     from tokenyard.runtime.events import EventHandle as EventHandle
     from tokenyard.runtime.events import EventOverlap as EventOverlap
     from tokenyard.tools.warming import warm_up as warm_up
+    from tokenyard.types import Aligned as Aligned
     from tokenyard.types import Config as Config
+    from tokenyard.types import Permuted as Permuted
     from tokenyard.types import topk_idx_t as topk_idx_t
 
 

@@ -14,7 +14,7 @@ from tokenyard.planner.balance import (
 )
 from tokenyard.planner.balancer import Balancer, Policy
 from tokenyard.planner.copies import expected_traffic
-from tokenyard.planner.rebalance import rebalance
+from tokenyard.planner.even_out import even_out
 from tokenyard.planner.shelves import largest_first, pack
 from tokenyard.replicas import Moves, Replicas
 from tokenyard.topology import Topology
@@ -99,7 +99,7 @@ def test_loads_are_even_over_nodes_that_prefer_their_own_copies(
     ]
     assert inside[1] > 1.2 * inside[0]
     drifted = load * np.random.default_rng(1).uniform(0.6, 1.6, 256)
-    change = rebalance(made, drifted, 1.05, topology)
+    change = even_out(made, drifted, 1.05, topology)
     assert change.before == pytest.approx(imbalance_of(made, drifted, topology))
     assert change.before > 1.1
     assert change.after <= 1.05 + 1e-9
@@ -111,7 +111,7 @@ def test_nodes_of_different_sizes_are_placed_as_well() -> None:
     load, topology = zipf(32), Topology.of_sizes([4, 2, 2])
     made = place(load, 40, 8, topology)
     _check_slots(made)
-    change = rebalance(made, np.roll(load, 5), 1.05, topology)
+    change = even_out(made, np.roll(load, 5), 1.05, topology)
     assert change.after < change.before
 
 
@@ -126,7 +126,7 @@ def test_rebalancing_moves_few_experts() -> None:
     load = zipf(256)
     current = place(load, 288, 32)
     drifted = load * np.random.default_rng(1).uniform(0.6, 1.6, 256)
-    change = rebalance(current, drifted, want=1.05)
+    change = even_out(current, drifted, want=1.05)
     assert change.before == pytest.approx(imbalance_of(current, drifted))
     assert change.before > 1.14
     assert change.after <= 1.05
@@ -145,7 +145,7 @@ def _check_slots_stay(moves: Moves) -> None:
 
 def test_ranks_with_different_numbers_of_slots_keep_them() -> None:
     current, load = Replicas([[0, 1, 2], [3, 4], [5, 0]]), np.array([1.0, 2.0, 6.0, 1.0, 1.0, 1.0])
-    change = rebalance(current, load, want=1.5)
+    change = even_out(current, load, want=1.5)
     assert change.after < change.before
     assert [len(held) for held in change.placement.experts_of_rank] == [3, 2, 2]
 
@@ -160,7 +160,7 @@ def test_no_change_makes_ranks_less_even(seed: int) -> None:
     rank_P = numbers.integers(0, num_ranks, len(experts))
     current = Replicas([experts[rank_P == rank] for rank in range(num_ranks)])
     load = numbers.pareto(1.0, num_experts) * numbers.integers(0, 2, num_experts)
-    change = rebalance(current, load, 1.05, topology)
+    change = even_out(current, load, 1.05, topology)
     assert change.after <= max(change.before, 1.05)
     assert change.before == pytest.approx(imbalance_of(current, load, topology))
     assert change.after == pytest.approx(imbalance_of(change.placement, load, topology))
@@ -176,14 +176,14 @@ def test_a_balancer_that_cannot_help_says_nothing() -> None:
 def test_less_gain_takes_fewer_moves() -> None:
     load = zipf(64, 3)
     current = Replicas.even(64, 8, 72)
-    counts = [len(rebalance(current, load, want).moves) for want in (1.5, 1.2, 1.05)]
+    counts = [len(even_out(current, load, want).moves) for want in (1.5, 1.2, 1.05)]
     assert counts == sorted(counts)
     assert 0 < counts[0] < counts[2]
 
 
 def test_a_placement_that_is_even_enough_stays() -> None:
     current = Replicas.even(8, 4)
-    change = rebalance(current, np.ones(8), want=1.0)
+    change = even_out(current, np.ones(8), want=1.0)
     assert (len(change.moves), change.before, change.after) == (0, 1.0, 1.0)
     assert change.placement is current
 

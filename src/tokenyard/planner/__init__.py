@@ -7,7 +7,7 @@
     copies      which copies of experts tokens go to
     balance     placements with copies for measured loads
     shelves     the packing behind them
-    rebalance   a change of placement with few moves
+    even_out    a change of placement with few moves
     balancer    when to rebalance: the loop from measured loads to placements
     simulate    a recorded routing replayed at any number of ranks
     reports     what was found, as tables; `pictures` draws it, `page` writes HTML

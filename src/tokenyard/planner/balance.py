@@ -2,7 +2,7 @@
 
 A placement is `Replicas`; here it gives each rank as many slots. `place` makes ranks even;
 `place_by_nodes` keeps groups of experts on one node each, for routers that choose groups first.
-`rebalance` changes a placement with few moves, and a `balancer.Balancer` calls it as loads come in.
+`even_out` changes a placement with few moves, and a `balancer.Balancer` calls it as loads come in.
 
 Copies of an expert share its load evenly on one node. Over several nodes tokens prefer the copies
 on their own node (see `copies`), so that copies share evenly only if all are on one node, or as

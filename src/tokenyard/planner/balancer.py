@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from tokenyard.planner.balance import Rebalancing, as_loads, imbalance_of
-from tokenyard.planner.rebalance import rebalance
+from tokenyard.planner.even_out import even_out
 from tokenyard.replicas import Replicas
 from tokenyard.topology import Topology
 
@@ -51,6 +51,6 @@ class Balancer:
         measured, self._load, self._steps = self._load, None, 0
         if imbalance_of(self.placement, measured, self.topology) <= self.policy.if_over:
             return None
-        change = rebalance(self.placement, measured, self.policy.want, self.topology)
+        change = even_out(self.placement, measured, self.policy.want, self.topology)
         self.placement = change.placement
         return change if len(change.moves) else None

@@ -196,7 +196,7 @@ def balance(
     from tokenyard.planner.balance import Rebalancing, place, place_by_nodes
     from tokenyard.planner.copies import expected_traffic
     from tokenyard.planner.cost import slots_for
-    from tokenyard.planner.rebalance import rebalance
+    from tokenyard.planner.even_out import even_out
     from tokenyard.replicas import Replicas
 
     with output.mistakes((ValueError, OSError)):
@@ -207,7 +207,7 @@ def balance(
                 raise Mistake("--current has ranks and slots: leave out --ranks, --spare, --groups")
             held = [Replicas.load(path) for path in _files_of_layers(current, num_layers)]
             topology = _nodes_of(held[0].num_ranks, nodes)
-            changes = [rebalance(old, load, want, topology) for old, load in zip(held, load_LE)]
+            changes = [even_out(old, load, want, topology) for old, load in zip(held, load_LE)]
         else:
             num_ranks = 8 if ranks is None else ranks
             topology = _nodes_of(num_ranks, nodes)

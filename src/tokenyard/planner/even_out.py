@@ -21,7 +21,7 @@ from tokenyard.topology import Topology
 _NEAR = 1e-9
 
 
-def rebalance(
+def even_out(
     current: Replicas,
     load_E: Tensor | np.ndarray,
     want: float = 1.0,
