@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from tokenyard import kernels as kernel_sets
 from tokenyard import validate
 from tokenyard.comm import connect
+from tokenyard.comm.base import Communicator
 from tokenyard.comm.clocks import clocks_ahead
 from tokenyard.comm.process_table import ProcessWatch, this_process
 from tokenyard.engine.agreement import Agreement, Call, Terms
@@ -156,89 +157,16 @@ class Options:
 def open_engine(group: Any, options: Options) -> tuple[Engine, LowLatency | None]:
     """The engines of a new Buffer. Bad options on one rank raise on all of them."""
     communicator = connect(group, options.timeout if options.has_sane_timeout else 30.0)
-    rank, size = communicator.rank, communicator.size
     # The first meeting must take place even if `kernels` is wrong, and needs no fast ones.
-    plain = kernel_sets.load("reference")
-    meeting = CollectiveTransport(communicator, plain, node_of_rank=[0] * size)
+    plain, on_one_node = kernel_sets.load("reference"), [0] * communicator.size
+    meeting = CollectiveTransport(communicator, plain, node_of_rank=on_one_node)
     first = Agreement(meeting)
-    probe: Probe | None = None
-    try:
-        try:
-            guard.begin_from_environment()
-            for tell in observers.opening:
-                tell()
-            kernel_set, placed = options.check(size, communicator.device)
-            call = Call(stage=STAGES.index("Buffer"), options=options.digest(placed))
-            probe, own_reason = _try_probe(kernel_set)
-            words = (0, -1, 0) if probe is None else probe.words
-            mine = (
-                secrets.randbits(62),
-                own_reason is not None,
-                _machine(),
-                *words,
-                *this_process(),
-            )
-            terms = Terms(call, payload=np.tile(np.array(mine, np.int64), (size, 1)))
-        except Exception as error:
-            first.reject("Buffer", error)
-        told = first.meet("Buffer", terms).payload
-        shared_id, own_id = int(told[0, 0]), int(told[rank, 0])
-        alone = None
-        if told[:, 1].any():
-            culprit = int(told[:, 1].argmax())
-            alone = own_reason if culprit == rank else f"rank {culprit} cannot share memory"
-        machines = told[:, 2].tolist()
-        communicator.settle(str(shared_id), ProcessWatch(rank, told[:, 2], told[:, 6:]))
-        if options.ranks_per_node is not None:
-            topology = _given(options.ranks_per_node, size)
-        else:
-            marks = machines if alone is not None else _find_nodes(meeting, told[:, 2:6])
-            topology = Topology.from_marks(marks)
-    finally:
-        if probe is not None:
-            probe.close()
-
-    def build(undo: ExitStack) -> tuple[Engine, LowLatency | None]:
-        opened = open_transport(
-            options.transport,
-            Opening(
-                communicator=communicator,
-                kernels=kernel_set,
-                topology=topology,
-                timeout=options.timeout,
-                num_bytes=options.num_nvl_bytes,
-                num_channels=options.num_channels,
-                label=str(shared_id),
-            ),
-            several_machines=len(set(machines)) > 1,
-            alone=alone,
-        )
-        # Others may have opened their Buffers when this rank fails, and wait for it in a call.
-        undo.enter_context(opened)
-        agreement, streams = Agreement(opened, shared_id), streams_for(communicator.device)
-        agreement.clocks_R = clocks_ahead(communicator, machines)
-        where = place_words(placed)
-        processes = told[:, 6:].tobytes()
-        place = repr((processes, machines, topology.node_of_rank, where, opened.name))
-        origin = Origin(shared_id, rank, digest(place), tuple(topology.node_of_rank))
-        engine = Engine(
-            opened, communicator, kernel_set, agreement, topology, placed, origin, own_id, streams
-        )
-        if not options.low_latency_mode:
-            return engine, None
-        return engine, LowLatency(
-            engine,
-            kernel_set,
-            options.enable_shrink,
-            options.num_rdma_bytes,
-            partial(communicator.own, f"{shared_id}/slots"),
-        )
-
+    met = _meet(communicator, meeting, first, options)
     with ExitStack() as undo:
         undo.callback(communicator.close)
         built, failure = None, None
         try:
-            built = build(undo)
+            built = _build(communicator, met, options, undo)
         except PeerError:
             raise
         except Exception as error:
@@ -248,6 +176,98 @@ def open_engine(group: Any, options: Options) -> tuple[Engine, LowLatency | None
         assert built is not None
         undo.pop_all()
     return built
+
+
+class _Met(NamedTuple):
+    """What a rank knows of the others when all have met."""
+
+    kernel_set: kernel_sets.Kernels
+    placement: Placement | None
+    told_RW: np.ndarray  # by rank: a number of its Buffer, 1 if it can share no memory, its
+    # machine, the three words of its Probe, and from 6 on those of its process
+    topology: Topology
+    alone: str | None  # why ranks share no memory, if they do not
+
+    @property
+    def machines(self) -> list[int]:
+        return self.told_RW[:, 2].tolist()
+
+    @property
+    def processes_RW(self) -> np.ndarray:
+        return self.told_RW[:, 6:]
+
+
+def _meet(
+    communicator: Communicator, meeting: CollectiveTransport, first: Agreement, options: Options
+) -> _Met:
+    rank, size = communicator.rank, communicator.size
+    probe: Probe | None = None
+    try:
+        try:
+            guard.begin_from_environment()
+            for tell in observers.opening:
+                tell()
+            kernel_set, placement = options.check(size, communicator.device)
+            call = Call(stage=STAGES.index("Buffer"), options=options.digest(placement))
+            probe, own_reason = _try_probe(kernel_set)
+            probed = (0, -1, 0) if probe is None else probe.words
+            sharing = own_reason is not None, _machine(), *probed
+            mine = np.array((secrets.randbits(62), *sharing, *this_process()), np.int64)
+            terms = Terms(call, payload=np.tile(mine, (size, 1)))
+        except Exception as error:
+            first.reject("Buffer", error)
+        told_RW = first.meet("Buffer", terms).payload
+        alone = None
+        if told_RW[:, 1].any():
+            culprit = int(told_RW[:, 1].argmax())
+            alone = own_reason if culprit == rank else f"rank {culprit} cannot share memory"
+        watch = ProcessWatch(rank, told_RW[:, 2], told_RW[:, 6:])
+        communicator.settle(str(told_RW[0, 0]), watch)
+        if options.ranks_per_node is not None:
+            topology = _given(options.ranks_per_node, size)
+        elif alone is not None:
+            topology = Topology.from_marks(told_RW[:, 2].tolist())
+        else:
+            topology = Topology.from_marks(_find_nodes(meeting, told_RW[:, 2:6]))
+    finally:
+        if probe is not None:
+            probe.close()
+    return _Met(kernel_set, placement, told_RW, topology, alone)
+
+
+def _build(
+    communicator: Communicator, met: _Met, options: Options, undo: ExitStack
+) -> tuple[Engine, LowLatency | None]:
+    rank, machines, topology = communicator.rank, met.machines, met.topology
+    shared_id, own_id = int(met.told_RW[0, 0]), int(met.told_RW[rank, 0])
+    opened = open_transport(
+        options.transport,
+        Opening(
+            communicator=communicator,
+            kernels=met.kernel_set,
+            topology=topology,
+            timeout=options.timeout,
+            num_bytes=options.num_nvl_bytes,
+            num_channels=options.num_channels,
+            label=str(shared_id),
+        ),
+        several_machines=len(set(machines)) > 1,
+        alone=met.alone,
+    )
+    # Others may have opened their Buffers when this rank fails, and wait for it in a call.
+    undo.enter_context(opened)
+    agreement, streams = Agreement(opened, shared_id), streams_for(communicator.device)
+    agreement.clocks_R = clocks_ahead(communicator, machines)
+    where, processes = place_words(met.placement), met.processes_RW.tobytes()
+    place = repr((processes, machines, topology.node_of_rank, where, opened.name))
+    origin = Origin(shared_id, rank, digest(place), tuple(topology.node_of_rank))
+    beside = agreement, topology, met.placement, origin, own_id, streams
+    engine = Engine(opened, communicator, met.kernel_set, *beside)
+    if not options.low_latency_mode:
+        return engine, None
+    own = partial(communicator.own, f"{shared_id}/slots")
+    bound = options.enable_shrink, options.num_rdma_bytes
+    return engine, LowLatency(engine, met.kernel_set, *bound, own)
 
 
 def _try_probe(kernel_set: kernel_sets.Kernels) -> tuple[Probe | None, str | None]:
