@@ -267,8 +267,6 @@ class HybridEPBuffer:
                 )
             row_of = row_of.masked_fill(row_of >= limit, -1)
             offsets = offsets.clamp(max=limit)
-        there = row_of[row_of >= 0]
-        expert_of_row = torch.searchsorted(offsets, there.to(offsets.dtype), right=True)
         route = HybridRoute(
             handle=got.handle,
             token_P=token_P,
@@ -281,21 +279,6 @@ class HybridEPBuffer:
             row_of=row_of,
             num_tokens_per_expert=torch.diff(offsets.long(), prepend=offsets.new_zeros(1).long()),
         )
-        hybrid = HybridHandle(
-            sparse_to_dense_map=None,
-            rdma_to_attn_map=None,
-            attn_to_rdma_map=None,
-            num_dispatched_tokens_tensor=torch.tensor(
-                [len(row_of)], dtype=torch.int32, device="cpu"
-            ),
-            local_expert_routing_map=None,
-            dense_chunk_layout=None,
-            dense_to_expert_map=row_of,
-            tokens_per_expert=torch.bincount(expert_of_row, minlength=len(offsets)).int(),
-            num_of_tokens_per_rank=num_tokens,
-            config=route,
-            overflow_flag=torch.tensor([int(overflows)], dtype=torch.int32, device="cpu"),
-        )
         config = self.configurer.buffer_config
         config.max_num_of_tokens_per_rank = max(config.max_num_of_tokens_per_rank, num_tokens)
         x, scales = _pair(got.x)
@@ -304,7 +287,7 @@ class HybridEPBuffer:
             None if probs is None else route.by_row(by_expert.topk_weights),
             None if scales is None else _of_length(scales, route.num_rows),
             route.num_tokens_per_expert,
-            hybrid,
+            _handle_of(route, offsets, num_tokens, overflows),
         )
 
     def _dispatch_again(
@@ -347,6 +330,27 @@ def _rows(
 
 def _pair(rows: Rows) -> tuple[Tensor, Tensor | None]:
     return rows if isinstance(rows, tuple) else (rows, None)
+
+
+def _handle_of(
+    route: HybridRoute, offsets: Tensor, num_tokens: int, overflows: bool
+) -> HybridHandle:
+    row_of = route.row_of
+    there = row_of[row_of >= 0]
+    expert_of_row = torch.searchsorted(offsets, there.to(offsets.dtype), right=True)
+    return HybridHandle(
+        sparse_to_dense_map=None,
+        rdma_to_attn_map=None,
+        attn_to_rdma_map=None,
+        num_dispatched_tokens_tensor=torch.tensor([len(row_of)], dtype=torch.int32, device="cpu"),
+        local_expert_routing_map=None,
+        dense_chunk_layout=None,
+        dense_to_expert_map=row_of,
+        tokens_per_expert=torch.bincount(expert_of_row, minlength=len(offsets)).int(),
+        num_of_tokens_per_rank=num_tokens,
+        config=route,
+        overflow_flag=torch.tensor([int(overflows)], dtype=torch.int32, device="cpu"),
+    )
 
 
 def _limit(value: Any, pad_multiple: int | None, non_blocking: bool) -> int | None:

@@ -16,6 +16,7 @@ from tokenyard.tools.cli.output import Json, Mistake
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tokenyard.planner.balance import Rebalancing
     from tokenyard.planner.page import Report
     from tokenyard.topology import Topology
 
@@ -193,9 +194,7 @@ def balance(
         tokenyard balance loads.pt --ranks 8 --spare 4 --nodes 2 --groups 4
     """
     from tokenyard.planner import pictures, reports
-    from tokenyard.planner.balance import Rebalancing, place, place_by_nodes
     from tokenyard.planner.copies import expected_traffic
-    from tokenyard.planner.cost import slots_for
     from tokenyard.planner.even_out import even_out
     from tokenyard.replicas import Replicas
 
@@ -209,17 +208,8 @@ def balance(
             topology = _nodes_of(held[0].num_ranks, nodes)
             changes = [even_out(old, load, want, topology) for old, load in zip(held, load_LE)]
         else:
-            num_ranks = 8 if ranks is None else ranks
-            topology = _nodes_of(num_ranks, nodes)
-            slots = slots_for(num_experts + spare, num_ranks)
-            even = Replicas.even(num_experts, num_ranks, slots)
-            changes = []
-            for load in load_LE:
-                if groups > 1:
-                    made = place_by_nodes(load, slots, num_ranks, nodes, groups)
-                else:
-                    made = place(load, slots, num_ranks, topology)
-                changes.append(Rebalancing.between(even, made, load, topology))
+            topology = _nodes_of(8 if ranks is None else ranks, nodes)
+            changes = _placed_anew(load_LE, topology, spare, groups)
         if save is not None:
             for path, change in zip(_files_of_layers(save, num_layers), changes):
                 change.placement.save(path)
@@ -235,6 +225,25 @@ def balance(
         return pictures.draw_balance(*both)
 
     _show(report, [change.as_dict() for change in changes], draw, _Shown(png, html, as_json))
+
+
+def _placed_anew(load_LE: Tensor, topology: Topology, spare: int, groups: int) -> list[Rebalancing]:
+    """For each layer the change from an even placement without copies."""
+    from tokenyard.planner.balance import Rebalancing, place, place_by_nodes
+    from tokenyard.planner.cost import slots_for
+    from tokenyard.replicas import Replicas
+
+    num_experts, num_ranks = load_LE.shape[1], topology.num_ranks
+    slots = slots_for(num_experts + spare, num_ranks)
+    even = Replicas.even(num_experts, num_ranks, slots)
+    changes = []
+    for load in load_LE:
+        if groups > 1:
+            made = place_by_nodes(load, slots, num_ranks, topology.num_nodes, groups)
+        else:
+            made = place(load, slots, num_ranks, topology)
+        changes.append(Rebalancing.between(even, made, load, topology))
+    return changes
 
 
 def _nodes_of(num_ranks: int, num_nodes: int) -> Topology:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from tokenyard.tools.cli import output
 from tokenyard.tools.cli.output import Json
+
+if TYPE_CHECKING:
+    from tokenyard.testing.conformance import Verdict
 
 _LEVELS = {"ok": "ok", "failed": "bad", "not here": "warn"}
 
@@ -37,41 +42,38 @@ def selftest(
         for verdict in conformance.run(ranks):
             found.append(verdict)
             step(f"{verdict.check.transport}, {verdict.check.mode}")
-    failed = [one for one in found if one.state == conformance.FAILED]
-    told = {
-        "ranks": ranks,
-        "ok": not failed,
-        "checks": [
-            {
-                "transport": one.check.transport,
-                "mode": one.check.mode,
-                "state": one.state,
-                "calls": one.calls,
-                "seconds": round(one.seconds, 2),
-                "detail": one.detail,
-            }
-            for one in found
-        ],
-    }
+    failed = sum(one.state == conformance.FAILED for one in found)
+    checks = [
+        {
+            "transport": one.check.transport,
+            "mode": one.check.mode,
+            "state": one.state,
+            "calls": one.calls,
+            "seconds": round(one.seconds, 2),
+            "detail": one.detail,
+        }
+        for one in found
+    ]
 
     def draw(console: Console) -> None:
-        rows = [
-            [
-                output.level(_LEVELS[one.state], one.state),
-                one.check.transport,
-                one.check.mode,
-                one.calls,
-                f"{one.seconds:.1f} s",
-                one.detail,
-            ]
-            for one in found
-        ]
-        heads = ["", "transport", "mode", "calls", "time", ""]
-        console.print(output.table(heads, rows, right=(4,)))
+        console.print(_table(found))
         good = sum(one.state == conformance.OK for one in found)
-        console.print(
-            f"\n{good} of {len(found)} give the specification's bits, {len(failed)} wrong"
-        )
+        console.print(f"\n{good} of {len(found)} give the specification's bits, {failed} wrong")
 
-    output.show(told, as_json, draw)
+    output.show({"ranks": ranks, "ok": not failed, "checks": checks}, as_json, draw)
     raise typer.Exit(1 if failed else 0)
+
+
+def _table(found: Sequence[Verdict]) -> Table:
+    rows = [
+        [
+            output.level(_LEVELS[one.state], one.state),
+            one.check.transport,
+            one.check.mode,
+            one.calls,
+            f"{one.seconds:.1f} s",
+            one.detail,
+        ]
+        for one in found
+    ]
+    return output.table(["", "transport", "mode", "calls", "time", ""], rows, right=(4,))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from tokenyard.tools.cli import output
 from tokenyard.tools.cli.output import Json
+
+if TYPE_CHECKING:
+    from tokenyard.tools.sizing import Workload
 
 
 def size(
@@ -58,9 +62,15 @@ def size(
             transport=transport,
             low_latency=low_latency,
         )
+    output.show(_told(work), as_json, partial(_draw, work))
+
+
+def _told(work: Workload) -> dict[str, Any]:
+    from tokenyard.tools import sizing
+
     even, worst = sizing.parts(work), sizing.parts(work, work.most_rows)
-    per_node = ranks // nodes
-    told = {
+    per_node = work.num_ranks // work.num_nodes
+    return {
         "transport": work.chosen,
         "rows": {"even": work.even_rows, "worst": work.most_rows},
         "parts": [
@@ -82,27 +92,30 @@ def size(
         },
     }
 
-    def draw(console: Console) -> None:
-        console.print(
-            f"transport {work.chosen}; a rank gets {work.even_rows} rows of a dispatch if routing "
-            f"is even, {work.most_rows} at worst\n"
-        )
-        rows = [
-            [
-                one.name,
-                one.kind,
-                output.bytes_text(one.num_bytes),
-                output.bytes_text(other.num_bytes),
-            ]
-            for one, other in zip(even, worst)
-        ]
-        for name, times in (("a rank", 1), (f"a machine, {per_node} ranks", per_node)):
-            both = (output.bytes_text(times * sizing.total(found)) for found in (even, worst))
-            rows.append([name, "", *both])
-        console.print(output.table(["part", "memory", "even", "worst"], rows, right=(2, 3)))
-        console.print()
-        for one in even:
-            mark = "" if one.is_exact else " (at most)"
-            console.print(output.hanging(f"{one.name}{mark}: {one.why}", 4))
 
-    output.show(told, as_json, draw)
+def _draw(work: Workload, console: Console) -> None:
+    from tokenyard.tools import sizing
+
+    even, worst = sizing.parts(work), sizing.parts(work, work.most_rows)
+    per_node = work.num_ranks // work.num_nodes
+    console.print(
+        f"transport {work.chosen}; a rank gets {work.even_rows} rows of a dispatch if routing "
+        f"is even, {work.most_rows} at worst\n"
+    )
+    rows = [
+        [
+            one.name,
+            one.kind,
+            output.bytes_text(one.num_bytes),
+            output.bytes_text(other.num_bytes),
+        ]
+        for one, other in zip(even, worst)
+    ]
+    for name, times in (("a rank", 1), (f"a machine, {per_node} ranks", per_node)):
+        both = (output.bytes_text(times * sizing.total(found)) for found in (even, worst))
+        rows.append([name, "", *both])
+    console.print(output.table(["part", "memory", "even", "worst"], rows, right=(2, 3)))
+    console.print()
+    for one in even:
+        mark = "" if one.is_exact else " (at most)"
+        console.print(output.hanging(f"{one.name}{mark}: {one.why}", 4))

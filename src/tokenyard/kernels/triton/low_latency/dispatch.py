@@ -232,12 +232,25 @@ def fill_slots(
         TOKENS=min(power_of_two(num_max), max(1, _CHOICES // topk)),
         TOPK=topk,
     )
+    _fill(sources, chosen, found, addresses, shape, out)
+    check(stray)
+
+
+def _fill(
+    sources: Tensor,
+    chosen: Tensor,
+    found: Tensor,
+    addresses: Sequence[int],
+    shape: SlotShape,
+    out: SlotResults,
+) -> None:
+    num_ranks, num_max = shape.num_ranks, shape.num_max
     rows = granules(shape.row_bytes, out.x.data_ptr(), *addresses)
     scales = out.x if out.scales is None else out.scales
     scale_rows = granules(shape.scale_bytes, scales.data_ptr(), *addresses)
     launch(
         _fill_kernel,
-        (both, rows.num_blocks, LANES),
+        (shape.num_local * num_ranks, rows.num_blocks, LANES),
         sources,
         chosen,
         found,
@@ -262,4 +275,3 @@ def fill_slots(
         RANKS=power_of_two(num_ranks),
         LANES=LANES,
     )
-    check(stray)
