@@ -71,7 +71,9 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         svg = (ROOT / "docs" / "pictures" / f"{found.group(2)}.svg").read_text()
         if ALONE not in svg:  # drawn by something else: it stays an image, on white paper
             return found.group()
-        return f'<figure class="ty-picture">{svg.replace(ALONE, "")}</figure>'
+        width = re.search(r'viewBox="0 0 (\d+) ', svg)
+        style = f"--ty-width: {width.group(1)}px" if width else ""
+        return f'<figure class="ty-picture" style="{style}">{svg.replace(ALONE, "")}</figure>'
 
     return _IMAGE.sub(drawn, html)
 

@@ -41,7 +41,7 @@ class Canvas:
         width, height = self._size
         opening = (
             f'<svg xmlns="http://www.w3.org/2000/svg" class="ty-svg" role="img" '
-            f'viewBox="0 0 {width} {height}" font-size="14">'
+            f'width="{width}" height="{height}" viewBox="0 0 {width} {height}" font-size="14">'
         )
         paper = f'<rect class="ty-back" width="{width}" height="{height}" rx="8"/>'
         parts = "\n".join(self._parts)

@@ -8,36 +8,35 @@ BLUE, ORANGE, GREEN, PURPLE = RANKS
 
 
 def stages() -> Canvas:
+    """Upright, so that a phone shows all of it."""
     c = Canvas(
-        820,
-        318,
+        450,
+        470,
         "Two ranks go through layout, notify, dispatch, experts and combine. Counts cross in "
         "notify, rows in dispatch, and rows back in combine.",
     )
     told = {
-        "layout": ("who gets each token", "nothing is exchanged"),
-        "notify": ("how much arrives", "all agree, or all raise"),
+        "layout": ("who gets each token,", "nothing is exchanged"),
+        "notify": ("how much arrives,", "all agree or all raise"),
         "dispatch": ("rows move, once", "for each rank"),
         "experts": ("your code, on the", "rows that arrived"),
         "combine": ("rows go back", "and are summed"),
     }
-    for rank, y in enumerate((12, 172)):
-        c.panel((10, y), (800, 86), RANKS[rank], f"rank {rank}")
-    middles = [150 + 146 * n for n in range(5)]
-    for x, (name, lines) in zip(middles, told.items(), strict=True):
-        for rank, y in enumerate((60, 220)):
-            c.box((x, y), (104, 40), name, RANKS[rank])
-            if x != middles[-1]:
-                c.arrow([(x + 54, y), (x + 90, y)])
-        c.lines((x, 284), lines, "soft", size=13)
-    for x, words, width in ((middles[1], "counts", 1.6), (middles[2], "rows", 3.2)):
-        c.arrow([(x - 22, 83), (x + 22, 197)], BLUE, width=width)
-        c.arrow([(x - 22, 197), (x + 22, 83)], ORANGE, width=width)
-        c.text((x + 30, 144), words, anchor="start")
-    x = middles[4]
-    c.arrow([(x - 22, 83), (x + 22, 197)], BLUE, width=3.2)
-    c.arrow([(x - 22, 197), (x + 22, 83)], ORANGE, width=3.2)
-    c.text((x - 30, 144), "rows back", anchor="end")
+    crossing = {"notify": ("counts", 1.6), "dispatch": ("rows", 3.2), "combine": ("rows back", 3.2)}
+    for rank, x in enumerate((154, 326)):
+        c.panel((x, 10), (114, 450), RANKS[rank], f"rank {rank}")
+    for n, (name, lines) in enumerate(told.items()):
+        y = 70 + 86 * n
+        c.lines((8, y - 8), lines, "soft", size=13, anchor="start")
+        for rank, x in enumerate((211, 383)):
+            c.box((x, y), (92, 40), name, RANKS[rank])
+            if n < len(told) - 1:
+                c.arrow([(x, y + 22), (x, y + 62)])
+        if name in crossing:
+            words, width = crossing[name]
+            c.arrow([(259, y - 7), (333, y - 7)], BLUE, width=width)
+            c.arrow([(335, y + 9), (261, y + 9)], ORANGE, width=width)
+            c.text((297, y - 24), words)
     return c
 
 
