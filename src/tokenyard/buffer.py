@@ -393,7 +393,7 @@ class Buffer(Lifetime, LowLatencyCalls):
         """Change where experts live, on all ranks at once, and say which of them move.
 
         All ranks give the same placement, of as many experts as before, or all raise and nothing
-        changes. Only the Buffer's knowledge changes: weights are moved by whoever holds them, as
+        changes. Only the Buffer's knowledge changes: the holder of the weights moves them, as
         tokenyard.nn.rebalance does. Handles of earlier dispatches are refused afterwards; hooks of
         earlier low-latency dispatches still deliver. stats() counts the load of experts anew.
         """
@@ -450,7 +450,7 @@ class Buffer(Lifetime, LowLatencyCalls):
         return self._open_engine().transport.explain(stage, error)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
-        """Itself: a copy of a model uses the same connections."""
+        """Return this Buffer itself: a copy of a model uses the same connections."""
         return self
 
     def __repr__(self) -> str:

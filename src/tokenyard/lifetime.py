@@ -119,7 +119,7 @@ class Lifetime:
     rank: int
 
     def __init__(self, group: Any, explicitly_destroy: bool) -> None:
-        """Before the engines are opened, since that may raise."""
+        """Set what must be there before the engines are opened, since that may raise."""
         # Weakly, since a group that outlives its destruction aborts the process at exit.
         self._group = weakref.ref(group)
         self.explicitly_destroy = explicitly_destroy
@@ -162,8 +162,8 @@ class Lifetime:
             rows_to      for each rank the rows that went there, of all stages; bytes_to likewise
             waited_for   by rank: seconds that this rank waited, and that rank came last
             came_last    by rank: how many waits it ended so
-            memory       bytes held now, by part: `results` that can be shared are of this Buffer,
-                         `process` is that of all Buffers of the process for results that are not
+            memory       bytes held now, by part: `results` are shared segments of this Buffer,
+                         `process` is memory for other results, of all Buffers of this process
             expert_load  for each local expert the (token, k) pairs that it has got
 
         Plain values, which json can write. Local: ranks exchange nothing. Any thread may ask; what

@@ -144,7 +144,7 @@ class Options:
         return kernel_set, validate.placement(self.placement, num_ranks, device)
 
     def digest(self, placement: Placement | None) -> int:
-        """Of what must be the same on all ranks."""
+        """A digest of the options that must be the same on all ranks."""
         where = place_words(placement)
         rings = (self.num_nvl_bytes, self.num_channels) if self.transport == "ring" else None
         nodes = self.ranks_per_node
@@ -317,7 +317,7 @@ def _find_nodes(meeting: CollectiveTransport, told_RW: np.ndarray) -> list[int]:
 
 
 def _machine() -> int:
-    """The same on ranks of one machine, and on no other: a digest of the kernel's boot id. Raises
+    """A digest of the kernel's boot id: equal on ranks of one machine, and on no others. Raises
     OSError if it could not be read just now, rather than let a rank count as another machine.
     """
     try:

@@ -101,12 +101,12 @@ class Replicas:
 
     @property
     def num_ranks(self) -> int:
-        """Also those that hold nothing."""
+        """How many ranks there are, with those that hold nothing."""
         return len(self.experts_of_rank)
 
     @property
     def num_slots(self) -> int:
-        """Of all ranks: the number of physical experts."""
+        """How many slots all ranks have: the number of physical experts."""
         return len(self.expert_of_slot)
 
     @cached_property
@@ -121,7 +121,7 @@ class Replicas:
 
     @cached_property
     def _slots(self) -> tuple[Slot, ...]:
-        """By number."""
+        """All slots, by their number."""
         return tuple(
             Slot(rank, local)
             for rank, held in enumerate(self.experts_of_rank)
@@ -130,7 +130,7 @@ class Replicas:
 
     @cached_property
     def copies(self) -> tuple[tuple[int, ...], ...]:
-        """By logical expert: its physical experts, ascending."""
+        """The physical experts of each logical expert, ascending."""
         found: list[list[int]] = [[] for _ in range(self.num_experts)]
         for slot, expert in enumerate(self.expert_of_slot):
             found[expert].append(slot)
@@ -138,7 +138,7 @@ class Replicas:
 
     @property
     def num_copies(self) -> tuple[int, ...]:
-        """By logical expert."""
+        """How many copies each logical expert has."""
         return tuple(map(len, self.copies))
 
     @cached_property
@@ -198,7 +198,7 @@ class Replicas:
         )
 
     def save(self, path: str | PathLike[str]) -> None:
-        """As JSON: {"kind": "tokenyard.Replicas", "num_experts": E, "experts": [[...], ...]}."""
+        """Write JSON: {"kind": "tokenyard.Replicas", "num_experts": E, "experts": [[...], ...]}."""
         Path(path).write_text(self.to_json() + "\n")
 
     @classmethod
@@ -238,7 +238,7 @@ class Moves:
 
     @cached_property
     def between_ranks(self) -> tuple[Move, ...]:
-        """Those that travel, by rank and slot afterwards."""
+        """The moves from one rank to another, by rank and slot afterwards."""
         return tuple(
             Move(self.after.experts_of_rank[rank][local], source, Slot(rank, local))
             for rank, sources in enumerate(self.sources)
@@ -270,12 +270,12 @@ class PhysicalPlacement(Placement):
 
 
 def replicas_of(placement: Placement | None) -> Replicas | None:
-    """None where each expert has one rank."""
+    """The Replicas of a placement; None where each expert has one rank."""
     return placement.replicas if isinstance(placement, PhysicalPlacement) else None
 
 
 def as_replicas(placement: Placement) -> Replicas:
-    """Also of a placement without copies."""
+    """The Replicas of a placement, also of one without copies."""
     found = replicas_of(placement)
     return Replicas(placement.experts_of_rank, placement.num_experts) if found is None else found
 

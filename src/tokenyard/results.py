@@ -1,5 +1,5 @@
-"""What the calls of a Buffer return: tuples that unpack as DeepEP's do, and the one handle of a
-dispatch, whoever made it, with its ledger.
+"""What the calls of a Buffer return: tuples that unpack as DeepEP's do, and the one handle of any
+dispatch, with its ledger.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Ledger(Protocol):
 
 
 class ListedLedger:
-    """That of a dispatch which the engine has made, and of any that was copied or pickled."""
+    """The ledger of a dispatch that the engine has made, or whose handle was copied or pickled."""
 
     def __init__(self, flow: Flow, is_token_in_rank: Tensor, src_idx: Tensor) -> None:
         self.flow, self.is_token_in_rank, self.src_idx = flow, is_token_in_rank, src_idx
@@ -150,7 +150,7 @@ class Form(Protocol):
     """How else a handle reads: as the tuple of DeepEP V1 (`compat.v1_fields`)."""
 
     def names(self, nodes: tuple[int, ...]) -> tuple[str, ...]:
-        """Of the tuple's fields, where ranks are on these nodes."""
+        """The names of the tuple's fields, where ranks are on these nodes."""
         ...
 
     def at(self, handle: Handle, place: int) -> Tensor | None:
@@ -230,7 +230,7 @@ class Combined(NamedTuple):
 
 
 class DispatchedByExpert(NamedTuple):
-    """What dispatch_by_expert returns, and says."""
+    """What dispatch_by_expert returns: rows by expert, where each expert's end, and the handle."""
 
     x: Rows
     offsets: Tensor

@@ -154,7 +154,7 @@ class Topology:
 
     @cached_property
     def _num_sources(self) -> tuple[int, ...]:
-        """By rail: the number of ranks that send on it."""
+        """How many ranks send on each rail."""
         sizes = list(map(len, self.ranks_of_node))
         return tuple(sum(size > rail for size in sizes) for rail in range(self.num_rails))
 

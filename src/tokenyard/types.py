@@ -152,7 +152,7 @@ class KnownPairs(Protocol):
 
     @property
     def num_rows(self) -> int:
-        """M."""
+        """M, the rows of all pairs, with their padding."""
 
     @property
     def row_of(self) -> Tensor:
@@ -165,7 +165,7 @@ class KnownPairs(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ByExpert:
-    """The same, as the engine has listed it."""
+    """`KnownPairs` that the engine has listed."""
 
     num_rows: int
     row_of: Tensor
@@ -234,7 +234,7 @@ class Flow(NamedTuple):
         sent_RR: np.ndarray | None = None,
         two_level: Any = None,
     ) -> Flow:
-        """With room for the rows that come. `sent_RR` on one node, `two_level` on several."""
+        """A flow with room for what comes. `sent_RR` on one node, `two_level` on several."""
         counts, most = tuple(came_R.tolist()), int(tokens_R.sum())
         rows_R = None if sent_RR is None else sent_RR.sum(0)
         return cls(route, counts, sum(counts), tokens_R, rows_R, sent_RR, most, two_level)

@@ -90,8 +90,8 @@ class Communicator:
     def exchange_counted(
         self, message_RM: Tensor, numbers: Tensor, stage: str
     ) -> tuple[np.ndarray, np.ndarray]:
-        """As `exchange`, of a message that lies on this communicator's device. The host reads the
-        answer together with `numbers`, an int64 tensor of this rank: it waits once for both.
+        """Exchange a message that lies on this communicator's device. The host reads the answer
+        together with `numbers`, an int64 tensor of this rank: it waits once for both.
         """
         one_each = [1] * self.size
         answer = torch.zeros_like(message_RM)

@@ -1,9 +1,9 @@
-"""Of many virtual ranks one runs at a time, from one meeting to the next.
+"""One of many virtual ranks runs at a time, from one meeting to the next.
 
 Hundreds of threads that run at once spend most of their time on fighting for the interpreter. So
 the rank that runs has a baton, and hands it on when it waits for others in a meeting. If nobody
-hands the baton on for a while, the other ranks run without it: whoever has it may be waiting for
-one of them by some other means.
+hands the baton on for a while, the other ranks run without it: the rank that has it may be waiting
+for one of them by some other means.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ class Baton:
             return False
 
     def retire(self) -> None:
-        """From now on ranks run as they like."""
+        """Take the baton away: from now on ranks run as they like."""
         with self._lock:
             self.is_used, self.patience = False, threading.TIMEOUT_MAX
             while self._queue:
                 self._queue.popleft().open()
 
     def begin(self) -> None:
-        """A rank starts to run."""
+        """Wait until this rank may run."""
         if self.is_used:
             gate = Gate()
             self.call([gate])

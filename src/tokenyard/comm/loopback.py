@@ -41,7 +41,7 @@ class LoopbackWorld:
     def __init__(
         self, size: int, members: Sequence[int] | None = None, whole: LoopbackWorld | None = None
     ) -> None:
-        """Of all ranks, or of these `members` of a `whole`."""
+        """A world of all ranks, or of these `members` of a `whole`."""
         self.size = size
         self.members = range(size) if members is None else members
         self._whole = self if whole is None else whole
@@ -211,7 +211,7 @@ class LoopbackWorld:
 
     @property
     def bytes_sent(self) -> dict[str, Tensor]:
-        """By stage: [R, R] int64, from rank i to rank j."""
+        """The bytes that ranks sent, by stage: [R, R] int64, from rank i to rank j."""
         return {stage: torch.from_numpy(sent) for stage, sent in self._bytes.items()}
 
     def lay_out(self, rank: int, message_RM: np.ndarray, stage: str) -> int:

@@ -52,7 +52,7 @@ class ProcessWatch:
                 self._watched &= self._pids != pid
 
     def _watched_pids(self) -> list[int]:
-        """Each once: virtual ranks are one process."""
+        """Each watched process once: virtual ranks are one process."""
         return np.unique(self._pids[self._watched]).tolist()
 
     def sees(self, rank: int) -> bool:

@@ -400,7 +400,7 @@ def _say(kind: type[PeerError], culprits: tuple[int, ...]) -> str:
 
 
 def _own_connection(store: dist.Store, timeout: float) -> dist.Store:
-    """The same store; if it is across a network, through a new connection with this time limit.
+    """This store; if it is across a network, through a new connection with this time limit.
 
     Other stores are not copied: each copy of a FileStore counts as a worker, and the last one that
     ends removes the file.

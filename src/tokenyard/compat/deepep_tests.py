@@ -96,7 +96,7 @@ def get_physical_domain_size(group: dist.ProcessGroup) -> tuple[int, int]:
 def get_logical_domain_size(
     group: dist.ProcessGroup, allow_hybrid_mode: bool = True
 ) -> tuple[int, int]:
-    """The same where hybrid mode is allowed, else all ranks as one domain."""
+    """(nodes, ranks of a node) where hybrid mode is allowed, else (1, ranks)."""
     with ElasticBuffer(group, allow_hybrid_mode=allow_hybrid_mode) as buffer:
         return buffer.get_logical_domain_size()
 
@@ -166,7 +166,7 @@ def bench_kineto(
 
 
 class CpuForCuda(TorchFunctionMode):
-    """Whoever asks for a tensor on a GPU gets one on the CPU."""
+    """A call that asks for a tensor on a GPU gets one on the CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ class ClockEvent:
         self._at = time.perf_counter()
 
     def elapsed_time(self, end: ClockEvent) -> float:
-        """Milliseconds."""
+        """Milliseconds from this event to `end`."""
         return (end._at - self._at) * 1e3
 
     def synchronize(self) -> None: ...

@@ -48,7 +48,7 @@ _SEVERAL_NODES = (
 
 
 def names(nodes: tuple[int, ...]) -> tuple[str, ...]:
-    """Of the fields where ranks are on these nodes, in V1's order."""
+    """The names of the fields in V1's order, where ranks are on these nodes."""
     return _ONE_NODE if len(set(nodes)) == 1 else _SEVERAL_NODES
 
 
@@ -86,7 +86,7 @@ def _rank_prefix_matrix(handle: Handle) -> Tensor | None:
 
 
 def _channel_prefix_matrix(handle: Handle) -> Tensor | None:
-    """As gbl_channel_prefix_matrix, on one node."""
+    """The numbers of gbl_channel_prefix_matrix, under their name on one node."""
     return None if any(handle.nodes) else _gbl_channel_prefix_matrix(handle)
 
 

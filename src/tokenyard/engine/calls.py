@@ -73,7 +73,7 @@ class BySource:
         return True
 
     def rows(self) -> Received:
-        """What has come."""
+        """The rows that have come, as tensors over the block."""
         plan, array = self._plan, self.block.array
         shape, num_rows = plan.shape, plan.table[at.NUM_ROWS]
         begins = column_offsets(num_rows, plan.widths)

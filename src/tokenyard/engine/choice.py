@@ -77,15 +77,15 @@ class Choice:
         return self._slots[turn_TK.add_(self._first[topk_idx_TK])]
 
     def or_none(self, topk_idx_TK: Tensor) -> Tensor | None:
-        """The same; None if there is no such expert."""
+        """Choose copies as `__call__` does; None if an id is no expert."""
         try:
             return self(topk_idx_TK)
         except ValueError:
             return None
 
     def before_checks(self, topk_idx: Any) -> Any:
-        """The same before a call has checked its input: what is no [T, K] int64 tensor of this
-        choice's device comes back as it is, for that check to refuse.
+        """Choose copies for input that is not checked yet: anything but a [T, K] int64 tensor on
+        this choice's device comes back unchanged, so that the later check refuses it.
         """
         if not (
             isinstance(topk_idx, Tensor)

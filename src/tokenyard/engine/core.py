@@ -85,13 +85,13 @@ class Core:
         return known
 
     def number_of(self, known: Handle) -> int:
-        """By which ranks compare handles."""
+        """The number by which ranks compare handles."""
         return known.origin.number(known.call, self.origin)
 
     def handle(
         self, number: int, out: Checked, ledger: Ledger, arrived: EventHandle | None
     ) -> Handle:
-        """Of dispatch `number`."""
+        """The handle of dispatch `number`."""
         return Handle(
             origin=self.origin,
             call=number,
@@ -171,7 +171,7 @@ class Core:
     def _work_later(
         self, work: Callable[[], None], pending: EventHandle | None, stage: str
     ) -> None:
-        """On the Buffer's thread."""
+        """Do the work of an asynchronous call, on the Buffer's thread."""
         if pending is not None:
             pending.current_stream_wait()
         begin = time.monotonic_ns()
@@ -182,5 +182,5 @@ class Core:
             self.track(recorder.active).moves.append(Span(stage, begin, end))
 
     def track(self, active: Recorder) -> Track:
-        """This Buffer's in a trace."""
+        """This Buffer's track in a trace."""
         return active.track(self.statistics, self.agreement.buffer_id, self.agreement.clocks_R)

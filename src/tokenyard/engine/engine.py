@@ -64,12 +64,12 @@ class Calls(Protocol):
         """The placement has changed."""
 
     def wait_to_leave(self) -> None:
-        """Before memory is unmade that others may still read."""
+        """Wait before memory is unmade that other ranks may still read."""
 
 
 class Engine(Core):
     def __init__(self, *parts: Any, **named: Any) -> None:
-        """Of the parts that `Core` has."""
+        """Take the parts of `Core`, and find how calls are made."""
         super().__init__(*parts, **named)
         self.calls = self._find_calls()
 

@@ -180,7 +180,7 @@ class GeneralCalls:
         """The placement has changed."""
 
     def wait_to_leave(self) -> None:
-        """Before memory is unmade that others may still read."""
+        """Wait before memory is unmade that other ranks may still read."""
 
     def _reject(self, stage: str, error: Exception, heard: Heard | None) -> NoReturn:
         """Bad input. The other ranks must hear of it, unless they heard that all is well."""

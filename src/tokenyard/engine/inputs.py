@@ -66,7 +66,7 @@ class DispatchRequest(NamedTuple):
         config: Any,
         tag: Any,
     ) -> DispatchRequest:
-        """Without experts: the layout alone says where tokens go."""
+        """A request without experts: the layout alone says where tokens go."""
         idle = num_tokens_per_rank.new_zeros(num_experts)
         layout = num_tokens_per_rank, is_token_in_rank_TR, idle
         return DispatchRequest(x, None, None, *layout, None, 1, 0, config, None, tag)
@@ -184,7 +184,7 @@ class Preparation:
         return self._replicas[num_experts]
 
     def num_logical(self, num_slots: int) -> int:
-        """Of experts, where counts were given for each of their copies."""
+        """How many logical experts there are, where counts were given for each of their copies."""
         given = self.given_placement
         return num_slots if given is None else num_logical(given)
 
@@ -195,7 +195,7 @@ class Preparation:
 
     @property
     def any_placement(self) -> Placement:
-        """For a call whose rows go to no expert."""
+        """The placement for a call whose rows go to no expert."""
         given = self.given_placement
         return self.placement(self._num_ranks) if given is None else given
 
@@ -272,7 +272,7 @@ class Preparation:
         return Counted(layout, self._kernels.route(layout.is_token_in_rank))
 
     def _placement_of(self, layout: Layout, num_experts: Any) -> Placement:
-        """Of a layout that the user gave. Where experts have copies, it counts by copy."""
+        """The placement of a user's layout, which counts by copy where experts have copies."""
         counted = layout.num_tokens_per_expert.shape[0]
         if self.choice is None:
             return self.placement(counted)
@@ -330,7 +330,7 @@ class Preparation:
         return self._numbers[:num_tokens]
 
     def numbers_at(self, num_tokens: int) -> int:
-        """Where such numbers lie."""
+        """The address of what `token_numbers` returns."""
         numbers = self._numbers
         if num_tokens > numbers.shape[0]:
             numbers = self.token_numbers(num_tokens)

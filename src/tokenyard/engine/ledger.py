@@ -18,7 +18,7 @@ from tokenyard.wire.nodes_table import CAME_ROWS, CAME_TOKENS
 
 
 class WrittenLedger:
-    """That of a dispatch where all ranks share memory.
+    """The ledger of a dispatch where all ranks share memory.
 
     Its memory holds, in int64, the rows from each rank to each, the tokens of each rank, and the
     rows of each rank's result; then, in int32, copy_start, copy_rank and copy_slot of `Route`, and
@@ -30,7 +30,7 @@ class WrittenLedger:
     def __init__(
         self, rank: int, num_ranks: int, num_tokens: int, room: int, src_room: int
     ) -> None:
-        """With room for so many rows that are sent, and of the result."""
+        """Make room for `room` rows that are sent, and `src_room` rows of the result."""
         words = num_ranks * (num_ranks + 2) + (num_tokens + 2 * room + src_room + 2) // 2
         self.memory = int64s.new(words)
         self.address = int64s.address(self.memory)
@@ -38,7 +38,7 @@ class WrittenLedger:
         self.room, self.src_room = room, src_room
 
     def with_room(self, src_room: int) -> WrittenLedger:
-        """The same with room for so many rows of the result, which are yet to be written."""
+        """A copy with room for `src_room` rows of the result, which are yet to be written."""
         made = WrittenLedger(self.rank, self.num_ranks, self.num_tokens, self.room, src_room)
         same = min(len(made.memory), len(self.memory))
         made.memory[:same] = self.memory[:same]
@@ -121,7 +121,7 @@ class WrittenLedger:
 
 
 class MarkedLedger:
-    """That of a dispatch between nodes: who gets which token, and what came from whom."""
+    """The ledger of a dispatch between nodes: who gets which token, and what came from whom."""
 
     def __init__(
         self,

@@ -178,5 +178,5 @@ def _new_pair(engine: Engine, shape: Shape) -> StandingPair:
 
 
 def few_of(engine: Engine, use: Use, config: Config) -> Few | None:
-    """None where calls are not compiled."""
+    """The exchange of few tokens; None where calls are not compiled."""
     return Few(use, config) if isinstance(engine.calls, SharedCalls) else None

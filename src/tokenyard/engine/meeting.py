@@ -43,7 +43,7 @@ class Meeting:
         return 0
 
     def end(self, plan: Plan, stage: str) -> int:
-        """The same of a call in which ranks have met: also on the Buffer's thread."""
+        """Go on, as `enter`, with a call in which ranks have met: also on the Buffer's thread."""
         while verdict := plan.call():
             if not self.answers(verdict, plan, stage):
                 return verdict

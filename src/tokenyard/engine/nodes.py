@@ -298,7 +298,7 @@ class NodeCalls(GeneralCalls):
         tag: int,
         config: Config,
     ) -> _Plan | None:
-        """None for a shape that only general calls can be made of, or that is wrong."""
+        """A new plan; None for a shape that only general calls can take, or that is wrong."""
         try:
             placement = self._local.placement(num_experts)
             validate.integer("expert_alignment", expert_alignment, at_least=1)

@@ -48,7 +48,7 @@ class Lists:
     num_rows = num_came = 0  # M, and N: known once all is written
 
     def __init__(self, room: int, num_topk: int) -> None:
-        """With room for the pairs of so many rows."""
+        """Make room for the pairs of `room` rows."""
         pairs = room * num_topk
         self._memory = int64s.new(pairs + pairs // 2 + 1)
         self.num_topk, self._pairs = num_topk, pairs
@@ -57,7 +57,7 @@ class Lists:
 
     @classmethod
     def of(cls, known: KnownPairs) -> Lists:
-        """The same of pairs that came as lists."""
+        """Copy known pairs into lists, as a compiled dispatch would have written them."""
         num_came, num_topk = known.row_of.shape
         made = cls(num_came, num_topk)
         made.num_rows, made.num_came = known.num_rows, num_came
@@ -125,7 +125,7 @@ class ByExpert:
         return self.x
 
     def rows(self) -> RowsByExpert:
-        """What has come."""
+        """The rows that have come, by expert."""
         return RowsByExpert(self.room(), self._scales, self.ends, self._plan.per_expert.tolist())
 
 
@@ -139,7 +139,7 @@ class Columns(NamedTuple):
 
 
 def handle_of(core: Core, plan: Plan, ledger: WrittenLedger, lists: Lists) -> Handle:
-    """That of a plan's last dispatch, which has written these."""
+    """The handle of a plan's last dispatch, which has written this ledger and these lists."""
     table, shape = plan.table, plan.shape
     ledger.num_tokens, ledger.num_rows = table[at.NUM_TOKENS], table[at.NUM_ROWS]
     ledger.num_copies = table[at.NUM_COPIES]

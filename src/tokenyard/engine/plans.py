@@ -288,7 +288,7 @@ class Plans:
         return self._keep(self.new_dispatch(shape, placement, config))
 
     def find_combine(self, shape: CombineShape, config: Config) -> Plan:
-        """The same of a combine."""
+        """The plan of a combine whose shape was checked."""
         found = self._known.get(shape)
         if found is not None and found.config == config:
             return found

@@ -39,7 +39,7 @@ class Shape(NamedTuple):
     expert_alignment: int
     config: Config
     tag: int = -1
-    leaves_rows: bool = False  # to whoever holds them when their memory's turn comes: by expert
+    leaves_rows: bool = False  # to their holder when their memory's turn comes: by expert
 
     @property
     def row_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """A placement that changes: all ranks agree on the new one, and forget what the old one told them.
 
-Only what the Buffer knows changes here. Whoever holds weights moves them by the Moves that come
-back, as `nn.rebalance` does.
+Only what the Buffer knows changes here. The holder of the weights moves them by the Moves that
+come back, as `nn.rebalance` does.
 """
 
 from __future__ import annotations

@@ -288,7 +288,7 @@ class StandingPair:
         return out
 
     def handle(self) -> Handle:
-        """That of the last dispatch by expert, good until the next but one."""
+        """The handle of the last dispatch by expert, good until the next but one."""
         assert self._last is not None
         space = self._last.by_expert
         assert space is not None

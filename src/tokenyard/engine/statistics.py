@@ -92,7 +92,7 @@ class Statistics:
         way: str = GENERAL,
         back: bool = False,
     ) -> None:
-        """The same, of rows that have gone along a flow, or back."""
+        """Count a call whose rows have gone along a flow, or back along it."""
         sent, received = flow.route.send_counts, flow.recv_counts
         if back:
             sent, received = received, sent
@@ -153,7 +153,7 @@ def _most(loads: Mapping[tuple[int, int], np.ndarray]) -> np.ndarray:
 
 
 def links_of(transport: Transport, topology: Topology) -> list[str]:
-    """By what this rank reaches each rank."""
+    """The link by which this rank reaches each rank."""
     rank, nodes = transport.rank, topology.node_of_rank
     links = [NETWORK] * transport.size
     if transport.node is not None:  # of all ranks

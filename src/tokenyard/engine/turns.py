@@ -1,8 +1,8 @@
 """Memory that a rank offers to the others for rows that they read: two blocks, used in turn.
 
 Nothing says that the others have read a block. But a rank posts its next message, of whatever call,
-only when it has read all blocks of this one. So whoever has heard all messages of a later call
-knows that his block was read, and two calls after that in which he wrote it, it is free again.
+only when it has read all blocks of this one. So a rank that has heard all messages of a later call
+knows that its block was read, and two calls after the one in which it wrote it, it is free again.
 
 A call that tells of a block for the first time ends when all ranks have read it: then they have
 mapped it, even if this rank ends right afterwards. So does one with a large block, which is lent
@@ -61,9 +61,9 @@ class Turns:
         return lent
 
     def offer_rows(self, plan: Plan, address: int, num_bytes: int) -> Lent | None:
-        """The same of rows that others shall read: in a block, to which the call copies them; or
-        where they lie, if those are many, and can be read there. The caller may write there again
-        when the call has ended, so it would wait until all have read: copying little is quicker.
+        """Offer rows for others to read: in a block, to which the call copies them; or where they
+        lie, if they are many and can be read there. The caller may write there again when the call
+        has ended, so the call waits until all have read: copying few rows is quicker.
         """
         table, head = plan.table, plan.head
         segment = self._pool.find(address, num_bytes) if num_bytes > _COPIED else None

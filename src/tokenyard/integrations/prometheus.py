@@ -65,7 +65,7 @@ def samples(stats: dict[str, Any]) -> Iterator[tuple[_Metric, tuple[str, ...], f
 
 
 def _sum(buffers: Iterable[Buffer]) -> dict[tuple[_Metric, tuple[str, ...]], float]:
-    """Of several Buffers of a process. Those that are closed count no more."""
+    """The figures of several Buffers of a process, added up. Closed Buffers count no more."""
     found: dict[tuple[_Metric, tuple[str, ...]], float] = {}
     for buffer in buffers:
         try:

@@ -111,7 +111,7 @@ class SharingKernels(RowKernels, Protocol):
         biases_TD: Tensors,
         out_TD: Tensor,
     ) -> None:
-        """As `reduce`, given the address of each rank's first row."""
+        """Sum as `reduce` does, given the address of each rank's first row."""
 
     def list_by_lane(self, route: Route, topk_idx_TK: Tensor, rank_of_expert_E: Tensor) -> None:
         """Reorder each token's copies by the last lane of their ranks."""
@@ -350,5 +350,5 @@ def pick(name: str, device_type: str) -> Kernels:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums are kept in."""
+    """The dtype in which sums of rows of this dtype are kept."""
     return torch.float64 if dtype == torch.float64 else torch.float32

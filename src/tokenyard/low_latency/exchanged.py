@@ -55,7 +55,7 @@ class _Mail:
     began: int = field(default_factory=time.monotonic_ns)
 
     def parcels(self) -> Sequence[Tensor]:
-        """By the rank that sent them."""
+        """The parcels that came, by the rank that sent them."""
         return self.came_NB.split(list(map(self.units, self.rows_from)))
 
 

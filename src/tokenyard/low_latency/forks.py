@@ -40,7 +40,7 @@ def check_dispatch(given: Mapping[str, Any]) -> str | None:
 
 
 def check_combine(given: Mapping[str, Any], x: Any) -> str | None:
-    """The same for a combine of x."""
+    """What is wrong with these arguments of a combine of x, if anything."""
     wrong = _check("low_latency_combine", _COMBINE, given)
     on_device = getattr(getattr(x, "device", None), "type", "cpu") != "cpu"
     for name in _SIGNALS:

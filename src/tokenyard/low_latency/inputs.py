@@ -217,7 +217,7 @@ def most_bytes(
 
 
 def counters(what: str, value: Any, length: int, dtype: torch.dtype) -> Tensor:
-    """Where a call adds to what is there."""
+    """Check a user's counters, to which a call adds."""
     value = validate.target(what, value, shape=[length], dtypes=(dtype,))
     validate.require(value.is_contiguous(), f"{what} is not contiguous, want it so")
     return value

@@ -62,7 +62,7 @@ Differs = Callable[[str, int, int | np.ndarray], None]
 
 
 def control_bytes(num_ranks: int) -> int:
-    """Of the segment in which a rank posts its calls."""
+    """Bytes of the segment in which a rank posts its calls."""
     return round_up(_MASKS + 8 * num_ranks, 4096)
 
 
@@ -117,7 +117,7 @@ class Post(NamedTuple):
 
 class Posts:
     def __init__(self, node: SharedNode, kernels: PostKernels, shrink: bool, stage: str) -> None:
-        """All ranks together."""
+        """Share memory for the posts of all ranks, which call this together."""
         self._node, self._kernels, self._shrink = node, kernels, shrink
         self._rank, self._size = node.rank, node.size
         node.liveness.shrinks = shrink
@@ -223,9 +223,9 @@ class Posts:
     def wait_until_read(self, place: int, named: int, post: Post, number: int) -> bool:
         """At the end of call `number`: wait until all ranks have read what call `named` has sent.
 
-        This leaves no rank out, because the results of the call say already who is. It returns
-        False, without waiting on, if a rank may be waiting for this one: this rank has a hook still
-        to call, or another rank is past the call that ends here.
+        It masks nobody, because the results of the call say already which ranks were masked. It
+        returns False at once if a rank may be waiting for this one: this rank has a hook still to
+        call, or another rank is past the call that ends here.
         """
         given_up, limits = set(self.left_out()), self._limits(post, number)
         reads = self._posts[place].reads
@@ -253,8 +253,8 @@ class Posts:
         return all(words(int(reads[rank]) + _UNREAD, 1)[0] < named for rank in self._others())
 
     def wait_to_leave(self, place: int, named: int, deadline: float) -> None:
-        """As `wait_until_read`, before this rank closes its Buffer. It blames nobody, and does not
-        wait for a call that this rank has not read itself.
+        """Wait, before this rank closes its Buffer, until all ranks have read call `named`. It
+        blames nobody, and does not wait for a call that this rank has not read itself.
         """
         post = self._posts[place]
         if words(post.read, 1)[0] < named:

@@ -55,7 +55,7 @@ class Results:
         )
 
     def release(self, number: int) -> None:
-        """That call has failed: whoever holds its tensors, as its traceback does, holds nothing."""
+        """Call `number` failed: lend its memory again, even if a traceback still refers to it."""
         for place, lent in enumerate(self._lent):
             if lent is not None and lent[0] == number:
                 self._lent[place] = None

@@ -93,7 +93,7 @@ class SharedSlots:
         stage: str,
         statistics: Statistics,
     ) -> None:
-        """All ranks together."""
+        """Share memory for posts. All ranks call this together."""
         self._statistics = statistics
         self._node, self._kernels, self._shrink = node, kernels, shrink
         self._rank, self._size = node.rank, node.size
@@ -334,7 +334,7 @@ class SharedSlots:
         self._calls.clear()
 
     def _make_calls(self, post: Post, shape: SlotShape, dtype: torch.dtype | None) -> Calls:
-        """With all words in their table that follow from the arguments."""
+        """New calls whose table has all words that follow from the arguments."""
         table, terms, most, picked = new_table(shape), shape.terms, shape.block_bytes, None
         table[at.PATIENCE], table[at.YIELDS] = self._node.mailbox.patience, YIELDS
         table[at.WAITS] = self._node.mailbox.waits.address

@@ -45,8 +45,8 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """As torch.nn.utils.clip_grad_norm_, with the experts of all ranks in the norm. Returns the
-    norm, the same bits on every rank.
+    """Clip as torch.nn.utils.clip_grad_norm_ does, with the experts of all ranks in the norm.
+    Returns the norm, the same bits on every rank.
 
     It takes the module itself, plain or wrapped by DistributedDataParallel or FSDP2, not its
     parameters. Every rank calls it, after the gradients of dense parameters were averaged.

@@ -71,7 +71,7 @@ class Experts(nn.Module):
         return functional.grouped_mm(x, weights.to(x.dtype), offsets)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """As torch has it, with the experts' ids as metadata: a stack does not tell whose it is."""
+        """Save as torch does, and the experts' ids as metadata: a stack does not tell them."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if hasattr(destination, "_metadata"):
             destination._metadata[prefix[:-1]]["experts"] = list(self.ids)
@@ -79,7 +79,7 @@ class Experts(nn.Module):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *more: Any
     ) -> None:
-        """As torch has it; a stack of other experts is refused, if its metadata came with it."""
+        """Load as torch does, but refuse a stack whose metadata names other experts."""
         saved = local_metadata.get("experts", self.ids)
         if saved != self.ids:
             *_, errors = more
@@ -182,7 +182,7 @@ class MoE(nn.Module):
         return out if x.dim() == 2 else out.reshape(x.shape)
 
     def _with_fixed_sizes(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
-        """The same for num_worst_tokens: no size depends on values."""
+        """The forward pass with num_worst_tokens: no size depends on values."""
         rows = functional.dispatch(
             self.buffer,
             x,
@@ -221,7 +221,7 @@ class MoE(nn.Module):
             self.router.move_bias(self._over_ranks(self.router.load))
 
     def __getstate__(self) -> dict[str, Any]:
-        """As copy.deepcopy takes it: the loss of a call belongs to that call's graph."""
+        """What a copy gets: all but the loss of a call, which belongs to that call's graph."""
         return {**self.__dict__, "auxiliary_loss": None}
 
     def _over_ranks(self, load: Tensor) -> Tensor:

@@ -153,7 +153,7 @@ class _Kept:
         self._records = self._make_records()
 
     def tensors(self) -> dict[str, Tensor]:
-        """To save, and to load into."""
+        """The tensors to save, and to load into."""
         found: dict[str, Tensor] = {}
         for key, value in self._room.items():
             if not isinstance(value, Tensor):
@@ -168,7 +168,7 @@ class _Kept:
         return found
 
     def taken_apart(self) -> tuple[list[str], dict[str, Any]]:
-        """Of what is there: the states with one part for each expert, and the numbers besides."""
+        """The names of the states with one part for each expert; and the other states, by name."""
         by_expert = [key for key in self._there if self._is_by_expert(key)]
         rest = {key: one for key, one in self._there.items() if key not in by_expert}
         return by_expert, {
@@ -251,7 +251,7 @@ class _Kept:
         return self._stack is not None and key in self._stack.by_expert
 
     def _check(self, stack: _Stack, key: str, value: Tensor) -> None:
-        """That the state is made of one part an expert, or is one number."""
+        """Refuse a state, unless it has one part for each expert or is one number."""
         shape = tuple(value.shape)
         if key in stack.by_expert:
             assert self._experts is not None
@@ -296,7 +296,7 @@ def _refuse(optimizer: Optimizer, key: str, what: str, name: str, why: str) -> N
 
 
 def _zeros(value: Any, by_expert: bool, experts: list[int] | None) -> Any:
-    """To load into: the shapes of the first step, with as many experts as there are."""
+    """Zeros to load into: shapes as after the first step, with as many experts as there are."""
     if not isinstance(value, Tensor):
         return value
     if by_expert and experts is not None:

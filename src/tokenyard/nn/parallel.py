@@ -26,7 +26,7 @@ _COMPILED = "_orig_mod."  # before the names of a module that torch.compile has 
 
 
 def expert_parameters(module: nn.Module) -> set[nn.Parameter]:
-    """As `fully_shard(module, ignored_params=expert_parameters(module))` wants them."""
+    """The experts' parameters: `fully_shard(module, ignored_params=expert_parameters(module))`."""
     return {parameter for _, parameter in named_expert_parameters(module)}
 
 

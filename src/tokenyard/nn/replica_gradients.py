@@ -97,7 +97,7 @@ class _Routes:
         self._handles: dict[int, Handle] = {}
 
     def handle(self, count: int) -> Handle:
-        """Of a dispatch of so many rows an expert, from its home to its copies."""
+        """The handle of a dispatch of `count` rows an expert, from its home to its copies."""
         if count not in self._handles:
             to_ranks = self._to_ranks.repeat_interleave(count, 0)
             rows = torch.zeros(len(to_ranks), 1, dtype=torch.float32, device="cpu")

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(given: object) -> TypeGuard[DTensor]:
-    """Without importing that part of torch, which takes half a second: before somebody has
-    imported it there is none.
+    """Whether this is a DTensor, without the half second that importing that part of torch takes:
+    before it is imported, no DTensor exists.
     """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(given, module.DTensor)
@@ -70,7 +70,7 @@ class Share:
 
     @property
     def num_experts(self) -> int:
-        """Of all ranks."""
+        """How many experts all ranks have together."""
         return self.replicas.num_experts
 
     def weights(self, module: nn.Module, name: str) -> Tensor:
@@ -190,7 +190,7 @@ def watch_gradients(module: nn.Module) -> None:
 
 
 def own_parameters(part: nn.Module) -> list[nn.Parameter]:
-    """Of a module that holds experts: those that stack them."""
+    """The parameters in which a module stacks its experts."""
     return [parameter for _, parameter in _stacked(part)]
 
 
@@ -221,7 +221,7 @@ def _adapters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Share]]:
 
 
 def _share_of(part: nn.Module | None) -> Share | None:
-    """Of a module that holds experts, or of an adapter around one."""
+    """The Share of a module that holds experts, or of the one inside an adapter; else None."""
     while part is not None:
         share = part.__dict__.get("tokenyard")
         if isinstance(share, Share):
@@ -276,7 +276,7 @@ def _check_wrapper(wrapper: nn.Module, key: str, module: nn.Module | None) -> No
 
 
 def is_fsdp1(module: nn.Module) -> bool:
-    """By name: importing it takes a while, and few do."""
+    """Whether FSDP1 wraps it, by the class's name: importing the class takes a while."""
     return any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__)
 
 

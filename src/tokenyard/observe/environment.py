@@ -7,7 +7,7 @@ from tokenyard.runtime import observers
 
 
 def listen() -> None:
-    """From now on, where Buffers open and close. Reads nothing before that."""
+    """Do what the environment asks for wherever a Buffer opens or closes; read nothing before."""
     observers.add("opening", recording.begin_from_environment)
     observers.add("opening", tracing.begin_from_environment)
     observers.add("closed", tracing.write_for_environment)

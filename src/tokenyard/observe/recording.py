@@ -70,7 +70,7 @@ class Recording:
 
     @property
     def num_bytes(self) -> int:
-        """Of the notes in memory."""
+        """Bytes of the notes in memory."""
         return self._notes.num_bytes
 
     def note(

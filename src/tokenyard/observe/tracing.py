@@ -97,7 +97,7 @@ def write_for_environment() -> None:
     for path, made in _started.items():
         try:
             write(made, Path(path))
-        except (OSError, ValueError) as error:  # whoever closes a Buffer has other worries
+        except (OSError, ValueError) as error:  # the caller closes a Buffer, and has other worries
             _log.warning("%s cannot be written: %s", path, error)
 
 

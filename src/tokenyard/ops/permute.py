@@ -192,7 +192,7 @@ def _row_of(value: Any, num_rows: int | str, device: torch.device) -> Tensor:
 
 
 def _weights(value: Any, row_of: Tensor, y_MD: Tensor) -> Tensor:
-    """In the dtype of the sums."""
+    """The weights in the dtype of the sums."""
     value = validate.tensor(
         "weights", value, shape=row_of.shape, dtypes=validate.SUMMABLE, device=y_MD.device
     )

@@ -6,7 +6,7 @@ A placement is `Replicas`; here it gives each rank as many slots. `place` makes 
 
 Copies of an expert share its load evenly on one node. Over several nodes tokens prefer the copies
 on their own node (see `copies`), so that copies share evenly only if all are on one node, or as
-many on each. Whoever gives a `topology` gets placements that are even by that rule.
+many on each. With a `topology`, placements are even by that rule.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def spread_copies(load_E: np.ndarray, num_slots: int, most: int) -> np.ndarray:
 def place(
     load_E: Tensor | np.ndarray, num_slots: int, num_ranks: int, topology: Topology | None = None
 ) -> Replicas:
-    """For these loads. Over several nodes that are alike, the most even of some placements: copies
+    """A placement for these loads. Over several nodes that are alike, the most even of some: copies
     anywhere, or some of the hottest experts on every node and each of the others on one. The more
     are on every node the better, as their tokens need not leave it.
     """
@@ -107,8 +107,8 @@ def place(
 def place_by_nodes(
     load_E: Tensor | np.ndarray, num_slots: int, num_ranks: int, num_nodes: int, num_groups: int
 ) -> Replicas:
-    """For these loads, groups of consecutive experts first: groups to nodes, as many to each, then
-    copies of a node's experts among its slots, then slots to its ranks.
+    """A placement for these loads that keeps groups of consecutive experts together: groups to
+    nodes, as many to each, then copies among a node's slots, then slots to its ranks.
     """
     load = as_loads(load_E, len(load_E))
     _check_slots(len(load), num_slots, num_ranks)
@@ -189,7 +189,7 @@ class Rebalancing:
 
     @property
     def placement(self) -> Replicas:
-        """For `Buffer.rebalance` and `nn.rebalance`."""
+        """The placement to give to `Buffer.rebalance` and `nn.rebalance`."""
         return self.moves.after
 
     def as_dict(self) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class Work:
             raise ValueError(f"num_tokens is {self.num_tokens}, want at least 1")
 
     def row_bytes(self, model: Model) -> tuple[int, int]:
-        """Of a row of dispatch, and of combine."""
+        """Bytes of a row of dispatch, and of a row of combine."""
         wide = model.hidden * 2
         narrow = model.hidden if self.fp8 else wide
         scales = -(-model.hidden // FP8_GROUP) * 4 if self.fp8 else 0
@@ -121,7 +121,7 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Of a layer's exchange: all stages, one after the other."""
+        """Seconds of a layer's exchange: all stages, one after the other."""
         return sum(stage.seconds for stage in self.stages)
 
     @property
@@ -259,7 +259,7 @@ def memory_of(model: Model, work: Work, rows: Rows, num_slots: int) -> dict[str,
 
 
 def imbalance(rows_R: np.ndarray) -> float:
-    """Of the busiest rank to the average: 1.0 is even.
+    """The rows of the busiest rank, divided by those of an average rank: 1.0 is even.
 
     >>> imbalance(np.array([1.0, 2.0, 3.0]))
     1.5

@@ -34,7 +34,7 @@ class Point:
 
 
 def routing_of(figure: Figure, model: Model, ranks_per_node: int) -> Routing:
-    """DeepEP's benchmark has a group a node, of which a token chooses up to four."""
+    """The routing of DeepEP's benchmark: a group a node, of which a token chooses up to four."""
     nodes = -(-figure.num_ranks // ranks_per_node)
     if not figure.groups or nodes == 1:
         return Routing(num_experts=model.num_experts, num_topk=model.num_topk)

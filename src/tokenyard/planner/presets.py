@@ -18,7 +18,7 @@ _H800_NODE, _H800_NETWORK = 200e9, 50e9
 
 
 def _gpus(name: str, ranks_per_node: int, node: float, network: float, what: str) -> Cluster:
-    """By what manufacturers give for one direction of a GPU's links, in bytes a second."""
+    """A cluster of GPUs, from bytes a second that makers give for one direction of their links."""
     return Cluster(
         name=name,
         ranks_per_node=ranks_per_node,

@@ -41,8 +41,8 @@ class Replay:
         return sum(len(change.moves) for change in self.changes.values())
 
     def moving_seconds(self, cluster: Cluster, model: Model, weight_bytes: int) -> float:
-        """To bring the weights of experts that moved: those of the rank that gets most, in each
-        change, over the network, or in the node if there is only one.
+        """Seconds to bring the weights of experts that moved: in each change those of the rank that
+        gets most, over the network, or in the node if there is only one.
         """
         one_node = self.num_ranks <= cluster.ranks_per_node
         rate = cluster.node_rate if one_node else cluster.network_rate

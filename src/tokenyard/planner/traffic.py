@@ -37,7 +37,7 @@ class Rows:
     results: np.ndarray  # [R], the rows that the rank's experts get
 
     def total(self) -> dict[str, float]:
-        """Of all ranks, by link."""
+        """The rows that all ranks send, by link."""
         sent = (self.itself, self.node_out, self.network_out)
         return {link: float(one.sum()) for link, one in zip(LINKS, sent)}
 

@@ -21,8 +21,8 @@ _pid = 0  # the process whose thread runs: a fork has none
 
 
 def start() -> None:
-    """Before anything is left. Where no thread can be started nobody does it, and the system takes
-    all back when the process ends.
+    """Start the thread, before anything is left to it. Where no thread can be started, the system
+    takes all back when the process ends.
     """
     global _pid, _work
     if _pid != os.getpid():

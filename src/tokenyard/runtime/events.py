@@ -126,7 +126,7 @@ class Worker:
             self.pending = None
 
     def wait(self) -> None:
-        """Until all work has ended, well or not."""
+        """Wait until all work so far has ended, well or not."""
         if self.pending is not None:
             with stopping(sys.exc_info()[1]):
                 futures.wait([self.pending])
@@ -139,7 +139,7 @@ class Worker:
         self._on_failure = None
 
     def close_then(self, last: Callable[[], None]) -> None:
-        """The same without waiting. The thread calls `last` at its end; without one, this does."""
+        """Close without waiting. The thread calls `last` at its end; without one, this does."""
 
         def end() -> None:
             last()

@@ -22,7 +22,7 @@ closed: tuple[Observer, ...] = ()
 
 
 def add(event: str, observer: Observer) -> None:
-    """Also tell this one, once an event."""
+    """Tell this observer too of such events, once each."""
     if observer not in globals()[event]:
         globals()[event] += (observer,)
 

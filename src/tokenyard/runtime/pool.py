@@ -1,7 +1,7 @@
 """Memory that is used again when its tensors have died: the one allocator of the library.
 
-A `Pool` lends regions and sees when they come back. What a region is made of is up to whoever makes
-the pool: `runtime.memory` lends memory of this process, `shm.pool` segments that other ranks map.
+A `Pool` lends regions and sees when they come back. Its maker decides what a region is made of:
+`runtime.memory` lends memory of this process, `shm.pool` segments that other ranks map.
 Choose it for memory that is large, or that others must hear of: for small local tensors malloc is
 quicker. Regions that lie idle go back to the system
 
@@ -127,9 +127,9 @@ class Pool(Generic[R]):
         return array
 
     def take_small(self, num_bytes: int) -> tuple[R, np.ndarray]:
-        """As `take`, and quicker where little memory is taken again and again: a few small regions
-        stay lent, and are lent again when nobody holds their array but the pool: first the one that
-        was lent last, which the processor's cache may still have.
+        """Take little memory, quicker than `take` does where that happens again and again: a few
+        small regions stay lent. One is lent again when only the pool holds its array: first the one
+        that was lent last, which the processor's cache may still have.
         """
         most = 2 * num_bytes if num_bytes > _SMALLEST // 2 else _SMALLEST
         found = self._from_shelf(num_bytes, most)
@@ -144,8 +144,8 @@ class Pool(Generic[R]):
         return region, array
 
     def take_idle(self, num_bytes: int, likely: int) -> tuple[R, np.ndarray] | None:
-        """As `take`, of memory that lies idle, however much larger it is; None if none does. Not
-        more than `likely` bytes count as in use, unless `needed` says so.
+        """Take memory that lies idle, however much larger it is; None if none lies idle. At most
+        `likely` bytes of it count as in use, unless `needed` says that more are.
         """
         found = self._from_shelf(num_bytes, sys.maxsize)
         if found is None and (self._free or self._dead):
@@ -163,7 +163,7 @@ class Pool(Generic[R]):
         return found
 
     def needed(self, num_bytes: int) -> None:
-        """So many bytes were in use at once, of one region."""
+        """Note that `num_bytes` of one region were in use at once."""
         self._peaks[1] = max(self._peaks[1], size_class(num_bytes))
 
     def _from_shelf(self, num_bytes: int, most: int) -> tuple[R, np.ndarray] | None:
@@ -300,7 +300,7 @@ class Pool(Generic[R]):
         return region
 
     def _give_back(self, reference: weakref.ref[np.ndarray]) -> None:
-        """A dying array waits for nobody: whoever holds the lock, or takes it next, settles."""
+        """A dying array waits for nobody: the thread that has the lock, or has it next, settles."""
         self._dead.append(self._lent.pop(id(reference)))
         if self._lock.acquire(blocking=False):
             try:

@@ -88,7 +88,7 @@ class Recorder:
         self._lock = threading.Lock()
 
     def track(self, counted: Counted, buffer: int, clocks_R: np.ndarray) -> Track:
-        """That of a Buffer, which begins with its first call."""
+        """The track of a Buffer, which begins with the Buffer's first call."""
         found = self.tracks.get(id(counted))
         if found is None:
             with self._lock:
@@ -104,7 +104,7 @@ _change = threading.Lock()
 
 
 def start() -> Recorder:
-    """Begin to record, or join whoever records in this process already."""
+    """Begin to record, or join the Recorder that this process already has."""
     global active
     with _change:
         if active is None:
@@ -114,7 +114,7 @@ def start() -> Recorder:
 
 
 def stop(finish: Callable[[Recorder], Any]) -> None:
-    """End it. The last that began calls `finish`."""
+    """End a recording. The last of those that began calls `finish`."""
     global active
     with _change:
         recorder = _holders.pop()

@@ -91,7 +91,7 @@ class _Cuda:
 
 
 def streams_for(device: torch.device) -> Streams | None:
-    """None for a CPU group."""
+    """The streams of a device; None for a CPU group."""
     if device.type != "cuda":
         return None
     return Streams(device, _Cuda())  # no GPU has run this

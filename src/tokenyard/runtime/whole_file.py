@@ -1,4 +1,4 @@
-"""A file, or a folder, is written whole or not at all: whoever reads the path meanwhile finds the
+"""A file, or a folder, is written whole or not at all: a reader of the path meanwhile finds the
 old one.
 """
 

@@ -41,7 +41,7 @@ def begin_from_environment() -> None:
 
 @cache
 def _begin() -> None:
-    """For the rest of the process."""
+    """Guard all memory that is taken from now on, for the rest of the process."""
     reuse = pool.Pool._reuse
 
     def reuse_exactly(self: pool.Pool[Any], wanted: int, most: int) -> Any:
@@ -85,7 +85,7 @@ def _address(numbers: array[int]) -> int:
 
 
 def _map(fd: int, num_bytes: int, is_own: bool) -> Any:
-    """As `segment.map_file`, and memory of no file for fd -1."""
+    """Map a file between guard pages, as `segment.map_file` does; for fd -1 memory of no file."""
     libc, size = segment.system(), round_up(num_bytes, _PAGE)
     begin = segment.find_place(size + 2 * _PAGE, _PAGE) + _PAGE
     kind = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

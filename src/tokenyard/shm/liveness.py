@@ -93,7 +93,7 @@ class Liveness(Leaving):
         stage: str,
         given_up: Collection[int] = (),
     ) -> Stopped | None:
-        """As `wait_until`, but returns who is at fault: None if all is done.
+        """Wait as `wait_until` does, but return who is at fault: None if all is done.
 
         The deaths of the ranks `given_up` are ignored.
         """

@@ -120,7 +120,7 @@ class SharedNode(Leaving):
         return np.array([array.ctypes.data for array in arrays], np.int64)
 
     def share_arrays(self, num_bytes: int, stage: str, part: str) -> list[np.ndarray]:
-        """The same as arrays of bytes, each of which also keeps its memory."""
+        """Like `share`, but return arrays of bytes, each of which also keeps its memory."""
         error, told = None, NOTHING
         try:
             told = self.keep(num_bytes, part).told

@@ -161,7 +161,7 @@ def map_file(fd: int, num_bytes: int, is_own: bool) -> Any:
     the descriptor, and a process may have only about a thousand of those.)
 
     A large one begins on a huge page's boundary, so that the system can map it by huge pages, and
-    its owner asks for them. Whoever is refused goes on with pages as they are.
+    its owner asks for them. An owner that is refused goes on with pages as they are.
     """
     libc, huge, flags, place = system(), _huge_page(), mmap.MAP_SHARED, None
     allowed = mmap.PROT_READ | mmap.PROT_WRITE
@@ -213,7 +213,7 @@ def _see_to_forks() -> None:
 
 
 def _let_go() -> None:
-    """Of what is the parent's, in a forked child."""
+    """In a forked child: take away the memory of the parent's mappings, and close its segments."""
     for address, num_bytes in list(_mapped.items()):
         system().mmap(address, num_bytes, 0, _NO_MEMORY | MAP_FIXED, -1, 0)
     for segment in list(_segments):
@@ -237,7 +237,7 @@ def find_place(num_bytes: int, step: int) -> int:
 
 
 def system_error() -> OSError:
-    """Of the last call of libc."""
+    """The error of the last call of libc."""
     number = ctypes.get_errno()
     return OSError(number, os.strerror(number))
 

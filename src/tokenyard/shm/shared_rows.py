@@ -86,7 +86,7 @@ class Room:
         return SharedRows(array, segment.told, segment.address)
 
     def learn(self, num_bytes: int) -> None:
-        """So many bytes a result had."""
+        """Note how many bytes a result had."""
         self._last = num_bytes
         if num_bytes > self._of_window:
             self._of_window = num_bytes
@@ -127,7 +127,7 @@ def offer(
 
 
 def check_offers(told_RW: np.ndarray, blocks: Sequence[SharedRows], stage: str, rank: int) -> None:
-    """If a rank has no memory for the rows of some column (`offer`), all raise."""
+    """Raise on all ranks if a rank has no memory for the rows of some column (`offer`)."""
     check(told_RW[:, 1 : 1 + 4 * len(blocks) : 4], [one.error for one in blocks], stage, rank)
 
 

@@ -160,7 +160,7 @@ class Processes:
         self.close()
 
     def _stacks(self, ranks: list[int]) -> str:
-        """Where these ranks stand now."""
+        """The stacks of these ranks' threads, as they are now."""
         texts = []
         for rank in ranks:
             path = Path(self._folder.name, f"stack-{rank}")
@@ -237,7 +237,7 @@ def _serve(
 
 
 def _enter(namespace: str) -> None:
-    """Of the network; threads that are started later are in it too. (os.setns is Python 3.12's.)"""
+    """Enter a network namespace, also with threads started later. (os.setns is Python 3.12's.)"""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(namespace) as file:
         if libc.setns(file.fileno(), _CLONE_NEWNET):

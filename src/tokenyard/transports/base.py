@@ -104,19 +104,19 @@ class Transport(Leaving):
         raise NotImplementedError
 
     def meet(self, message_RM: np.ndarray, offer: Offer, stage: str) -> tuple[np.ndarray, Offer]:
-        """As `exchange`, with the rows that the offer encloses. Returns it with what came."""
+        """Exchange a message, and the rows that the offer encloses: the answer, and the offer."""
         return self.exchange(message_RM, stage), offer
 
     def exchange_counted(
         self, message_RM: Tensor, numbers: Tensor, stage: str
     ) -> tuple[np.ndarray, np.ndarray]:
-        """As `exchange`, of a message on the device, where the transport `tells_from_device`. The
-        host waits once, for the answer and for numbers of this rank.
+        """Exchange a message on the device, if the transport `tells_from_device`. The host waits
+        once, for the answer and for `numbers` of this rank.
         """
         raise NotImplementedError
 
     def offer_rows(self, flow: Flow | None, widths: Sequence[int]) -> Offer:
-        """Before a dispatch: along this flow, or along one that is not known yet."""
+        """Offer memory before a dispatch along this flow, or along one that is not known yet."""
         return Offer()
 
     def enclose_rows(
@@ -134,7 +134,7 @@ class Transport(Leaving):
         is_token_in_rank_TR: Tensor,
         ready: bool,
     ) -> Offer:
-        """Before a dispatch of these columns: enclose them, or offer memory for what comes."""
+        """Enclose columns before their dispatch, or offer memory for the rows that come."""
         present = [column for column in columns if column is not None]
         enclosing = self.enclose_rows(present, is_token_in_rank_TR, ready)
         return enclosing or self.offer_rows(flow, row_widths(present))
@@ -159,15 +159,15 @@ class Transport(Leaving):
         return False
 
     def offer_back(self, columns: Sequence[Tensor], flow: Flow, ready: bool) -> Offer:
-        """Before a combine of these rows; `ready` if they can be read already."""
+        """Offer rows before their combine; `ready` if they can be read already."""
         return Offer()
 
     def enclose_back(self, sums: Sequence[Sum], handle: Handle, ready: bool) -> Offer | None:
-        """Before a combine, instead of `offer_back`: an offer that encloses the rows, or None."""
+        """Enclose rows before their combine, instead of `offer_back`; None where it does not."""
         return None
 
     def offer_combine(self, sums: Sequence[Sum], handle: Handle, ready: bool) -> Offer:
-        """Before a combine: enclose its rows, or offer them where they lie."""
+        """Enclose rows before their combine, or offer them where they lie."""
         enclosing = self.enclose_back(sums, handle, ready)
         return enclosing or self.offer_back([one.rows_ND for one in sums], handle.flow, ready)
 

@@ -98,7 +98,7 @@ _TRANSPORTS = {
 
 
 def available() -> tuple[str, ...]:
-    """Those that every kernel set for CPU tensors can use, where ranks share a machine."""
+    """The transports that every kernel set for CPU tensors can use where ranks share a machine."""
     return tuple(name for name, entry in _TRANSPORTS.items() if entry.listed)
 
 

@@ -174,5 +174,5 @@ class RingTransport(SharedMemoryTransport):
 
 
 def _moved_bytes(flow: Flow, columns: Sequence[Tensor]) -> int:
-    """Of the rows that a rank sends and receives."""
+    """Bytes of the rows that a rank sends and receives."""
     return (flow.num_received + sum(flow.route.send_counts)) * sum(row_widths(columns))

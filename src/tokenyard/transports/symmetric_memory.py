@@ -25,7 +25,7 @@ from tokenyard.shm.shared_rows import NOTHING
 
 
 class SymmetricBlock(NamedTuple):
-    """It holds zeros when it is made."""
+    """Memory of all ranks, as many bytes on each. It holds zeros when it is made."""
 
     addresses: tuple[int, ...]  # by rank, as this rank sees them
     own: Tensor  # [bytes] uint8
@@ -35,10 +35,10 @@ class PeerMemory(Protocol):
     device: torch.device
 
     def make(self, num_bytes: int, stage: str) -> SymmetricBlock:
-        """All ranks together, with the same number."""
+        """Make memory on all ranks, which call this together with the same number."""
 
     def wait(self, look: Callable[[Tensor, int, int], None], num_flags: int, stage: str) -> None:
-        """Until look(missing, first, patience), which sets `missing`, finds no flag missing."""
+        """Wait until look(missing, first, patience), which sets `missing`, finds none missing."""
 
     def check(self, stage: str) -> None:
         """Raise if an earlier wait has ended without its flags, where `wait` cannot know that."""

@@ -27,7 +27,7 @@ SUMMABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def combine_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of the rows that come back: that of x, or bfloat16 where x was quantised."""
+    """The dtype of the rows that come back: that of x, or bfloat16 where x was quantised."""
     return dtype if dtype in SUMMABLE else torch.bfloat16
 
 
@@ -259,7 +259,7 @@ def same_tokens(x_TD: Tensor, num_tokens: int) -> None:
 
 
 def biases(value: Any, like: Tensor, num_tokens: int, after: EventHandle | None) -> list[Tensor]:
-    """None, a tensor, or a pair of them."""
+    """The biases as a list: given as None, a tensor, or a pair of tensors."""
     if value is None:
         return []
     named = {"bias": value}

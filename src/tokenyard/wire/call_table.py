@@ -1,9 +1,9 @@
 """What a compiled low-latency call is told: a table of int64, with a name for every word.
 
 A call takes the address of its table instead of two dozen numbers, since two numbers that change
-places would be silent corruption. `new_table` fills the words that follow from a shape. Whoever
-makes calls adds those of its ranks and posts, once, and before each call the few that differ from
-call to call. A call reads the words that it needs; the others stay 0.
+places would be silent corruption. `new_table` fills the words that follow from a shape. The
+caller adds those of its ranks and posts, once, and before each call the few that differ from call
+to call. A call reads the words that it needs; the others stay 0.
 
 Addresses are of memory that the caller keeps until the call has returned. Letters are as in
 `wire.slots`: T tokens, K top-k, L local experts, R ranks, S slots of an expert, D hidden.

@@ -2,7 +2,7 @@
 
 Counters of a stage are CALLS, NANOSECONDS and MOVING, and then, for each of R ranks, the rows that
 went there, the rows that came from there, and the bytes that went there: word
-HEAD + TO * R + rank, and so on. Whoever takes the address 0 for counters counts nothing.
+HEAD + TO * R + rank, and so on. A call that is given the address 0 counts nothing.
 
 Waits are, for each of R ranks, the nanoseconds that this rank waited for it, and how often it came
 last; then how many waits there were, and a log of the last LOG of them: whom for, begin, end.

@@ -11,7 +11,7 @@ _ZERO = array("q", [0])
 
 
 def new(count: int) -> array[int]:
-    """So many zeros."""
+    """An array of `count` zeros."""
     return _ZERO * count
 
 

@@ -1,9 +1,9 @@
 """Where things stand in the message with which ranks agree on a call: int64s, always as many.
 
-A message holds: did this rank fail, the call, two sizes of its own, when it came, its transport's
-offer, and as much of the payload as fits. Its length is always the same, since a length that
-followed from the input could be wrong on one rank. Whoever sends one may leave out words that no
-rank reads: those after the offer and the payload of the call that it names.
+A message holds: whether its sender has failed, the call, two sizes of the sender, when it came, the
+offer of its transport, and as much of the payload as fits. All messages have one length: a length
+that followed from the input could be wrong on one rank. A sender may leave out the words that no
+rank reads: those after the offer and the payload of the call that the message names.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class RingUse(NamedTuple):
-    """The same on all ranks, since both ends of a ring count the same slots and channels."""
+    """How a call uses rings, equal on all ranks: both ends of a ring count slots and channels."""
 
     slots: int  # rows that a ring holds
     chunk: int  # rows that move before the next ring has its turn

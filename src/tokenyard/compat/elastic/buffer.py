@@ -154,7 +154,7 @@ class ElasticBuffer(EngramCalls, PipelineCalls, SessionCalls):
 
     @property
     def runtime(self) -> Engine | None:
-        """Not None until the buffer is destroyed."""
+        """The engine; None once the buffer is destroyed."""
         return self._engine
 
     def dispatch(
@@ -294,7 +294,7 @@ class ElasticBuffer(EngramCalls, PipelineCalls, SessionCalls):
         return self._domains.physical
 
     def get_logical_domain_size(self) -> tuple[int, int]:
-        """The same with allow_hybrid_mode, else (1, ranks)."""
+        """Nodes, and ranks on each, with allow_hybrid_mode; else (1, ranks)."""
         return self._domains.logical
 
     def get_theoretical_num_sms(

@@ -143,7 +143,7 @@ def dispatch_again(
 
 
 def by_column(scales: Tensor) -> Tensor:
-    """The same scales one column after the other, each with room for a multiple of 4 rows.
+    """Lay scales out one column after the other, each with room for a multiple of 4 rows.
 
     >>> by_column(torch.ones(5, 2)).stride()
     (1, 8)
@@ -207,7 +207,7 @@ def _expanded(engine: Engine, request: DispatchRequest) -> _Rows:
 
 
 def _expanded_to_the_worst(engine: Engine, request: DispatchRequest, alignment: int) -> _Rows:
-    """With as many rows as could come, whatever does."""
+    """Dispatch with as many rows as could come, however many do."""
     got, handle, _ = engine.calls.dispatch(request, AT_ONCE, _DISPATCH)
     assert got.topk_idx is not None
     assert got.topk_weights is not None

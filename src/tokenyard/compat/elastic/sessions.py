@@ -170,7 +170,7 @@ class SessionCalls(Lifetime):
 
     @staticmethod
     def get_agrs_buffer_size_hint(group: Any, num_max_session_bytes: int) -> int:
-        """The same, as a multiple of 2 MB."""
+        """Bytes of a buffer for sessions of so many bytes: a multiple of 2 MB."""
         return round_up(num_max_session_bytes, ALIGNMENT)
 
 

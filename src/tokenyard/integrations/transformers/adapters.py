@@ -50,7 +50,7 @@ def find_blocks(model: nn.Module) -> Iterator[tuple[str, Experts, Adapter]]:
 
 
 def find_holders(model: nn.Module) -> dict[str, Experts]:
-    """By name, each with the number of its experts."""
+    """The modules that hold experts, by name. Each is told the number of its experts."""
     found = {}
     for name, block, adapter in find_blocks(model):
         for path in adapter.holders:
@@ -69,14 +69,14 @@ def is_stacked(holder: Experts) -> bool:
 
 
 def stack(model: nn.Module) -> None:
-    """Before experts are cut."""
+    """Stack the experts of all blocks, before ranks keep their own only."""
     for _, block, adapter in find_blocks(model):
         for path in adapter.holders:
             adapter.stack(block.get_submodule(path))
 
 
 def replace_forward(model: nn.Module) -> None:
-    """When each holder has its plan."""
+    """Replace the forward of all blocks, once each holder has its plan."""
     for _, block, adapter in find_blocks(model):
         block.forward = MethodType(adapter.forward, block)  # of a copy, it is the copy's
 
@@ -87,7 +87,7 @@ def unstack(holder: Experts, key: str, whole: Tensor) -> Saved:
 
 
 def _describe(holder: Experts, *, has_gate: bool = True, is_transposed: bool = False) -> None:
-    """As transformers' decorator does."""
+    """Set the attributes that transformers' decorator sets."""
     holder.has_gate, holder.is_transposed = has_gate, is_transposed
     holder.has_bias = holder.has_post_expert_norm = False
 
@@ -115,7 +115,7 @@ def _llama4(self: Experts, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _run_weighed(module: Experts, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
-    """As `through_experts`, with weights times what goes into the experts, not what comes out."""
+    """Run `through_experts` with weights on what goes into the experts, not on what comes out."""
     grouped = functional.permute(x, topk_idx, module.num_experts)
     chosen = grouped.row_of >= 0
     weights = x.new_zeros(len(grouped.x), dtype=topk_weights.dtype)

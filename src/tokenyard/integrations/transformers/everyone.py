@@ -29,7 +29,7 @@ class Everyone:
         self._handles: dict[tuple[Any, ...], Handle] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Everyone:
-        """Itself: a copy of a model goes the same routes."""
+        """Return this object itself: a copy of a model uses the same routes."""
         return self
 
     def slice(self, x: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ _known: weakref.WeakValueDictionary[int, Everyone] = weakref.WeakValueDictionary
 
 
 def everyone_of(buffer: Buffer) -> Everyone:
-    """The one of this Buffer: rows of the same shape go the same route in all layers."""
+    """The Everyone of this Buffer, which all layers share: rows of one shape go one route."""
     number = number_of(buffer)
     everyone = _known.get(number)
     if everyone is None:
@@ -117,7 +117,7 @@ _join_slices.register_autograd(
 
 
 class Replicated(torch.autograd.Function):
-    """The same on all ranks, of which each uses a part: gradients are summed over ranks.
+    """A tensor that all ranks have, each of which uses a part: gradients are summed over ranks.
 
     It and Summed are each other's gradient, so that gradients of gradients pass too.
     """

@@ -61,8 +61,8 @@ def experts_forward(
 def run_by_expert(
     module: Experts, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, through: Through
 ) -> Tensor:
-    """As `experts_forward`, with a function that takes rows x [M, D] and their offsets through this
-    rank's experts.
+    """Do what `experts_forward` does, with a function that takes rows x [M, D] and their offsets
+    through this rank's experts.
     """
     plan = _plan_of(module)
     if plan.everyone is None:
@@ -85,8 +85,8 @@ def run_by_expert(
 def run_spread(
     module: Experts, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, run: Run
 ) -> Tensor:
-    """As `experts_forward`, with a function that runs this rank's experts: [N, D], the sum of what
-    a row's own experts say.
+    """Do what `experts_forward` does, with a function that runs this rank's experts: [N, D], the
+    sum of what a row's own experts say.
     """
     plan = _plan_of(module)
     x, weights = x.contiguous(), topk_weights.float()

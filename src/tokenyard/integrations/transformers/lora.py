@@ -82,7 +82,7 @@ def cut_adapters(model: nn.Module, plans: dict[nn.Module, Plan]) -> None:
 
 
 def check_adapters(model: nn.Module, plans: dict[nn.Module, Plan]) -> None:
-    """Before anything is changed."""
+    """Refuse adapters that cannot be spread, before anything is changed."""
     for name, wrapper, experts in find_wrappers(model):
         list(adapter_weights(wrapper, name))
         if len(plans[experts].ids) == 1 and not wrapper._did_swap_in_out_features:

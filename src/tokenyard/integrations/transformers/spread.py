@@ -172,7 +172,7 @@ class _Spread:
             )
 
     def plan(self, name: str, module: Experts) -> Plan:
-        """Before anything of the module is changed."""
+        """Check a module and make its Plan, before anything of the module is changed."""
         num_experts, num_ranks = module.num_experts, self.buffer.group_size
         for key, parameter in module.named_parameters(recurse=False):
             if not adapters.is_stacked(module):

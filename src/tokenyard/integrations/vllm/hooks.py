@@ -26,7 +26,7 @@ from tokenyard.integrations.vllm.prepare_finalize import (
 
 
 def install() -> None:
-    """In this process, once."""
+    """Replace vLLM's functions in this process, once."""
     if hasattr(MoERunner._select_forward, "tokenyard"):
         return
     _ask_for_amx()

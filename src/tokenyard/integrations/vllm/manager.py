@@ -35,8 +35,8 @@ class TokenyardAll2AllManager(All2AllManagerBase):
         self._gathered: Handle | None = None  # of the tokens that all ranks have got
 
     def exchange(self, is_sequence_parallel: bool) -> Exchange:
-        """Between ranks with tokens of their own: all, or with TP only those of one TP rank. Made
-        when it is first asked for, by all ranks together.
+        """The exchange between ranks with tokens of their own: all, or with TP only those of one TP
+        rank. All ranks make it together, when it is first asked for.
         """
         num_tp = self.tp_group.world_size
         everyone = is_sequence_parallel or num_tp == 1

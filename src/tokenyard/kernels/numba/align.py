@@ -83,7 +83,7 @@ def _align_ids(ids, numel, block_size, num_experts, capacity, sorted_ids, expert
     end, block = np.int64(0), np.int64(0)
     for e in range(num_experts):
         at = end + table[e + 1]
-        table[e + 1] = end
+        table[e + 1] = end  # the count is used up: from here on, where the entries begin
         while end < at:
             owners[block] = e
             block += 1
@@ -193,6 +193,7 @@ def _align_many(
             _stack_kernel(topk_ids, is_wide, *ranges[part], table[part], ranks, stacks)
 
     in_threads(count, num_parts, numel * _BYTES_A_PAIR)
+    # The first of all parts: the same whatever the number of threads.
     first_bad = min((place for place in bad if place >= 0), default=-1)
     if first_bad == -1:
         _divide_kernel(tables, num_parts, num_experts)

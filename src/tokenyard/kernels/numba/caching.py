@@ -77,7 +77,7 @@ def sources() -> list[Path]:
 
 
 def _digest() -> str | None:
-    """Of all sources; None if there are none to read, as in an archive."""
+    """A digest of all sources; None if there are none to read, as in an archive."""
     digest = hashlib.sha256()
     try:
         for path in sources():
@@ -185,7 +185,7 @@ def _warn(text: str) -> None:
 
 
 def _folders(file: Path) -> Iterator[Path]:
-    """Where kernels of a file may lie, whoever put them there."""
+    """All folders in which kernels of a file may lie."""
     yield file.parent / "__pycache__"
     if numba.config.CACHE_DIR:
         place = caching._CacheLocator.get_suitable_cache_subpath(str(file))

@@ -27,7 +27,7 @@ def note_wait(waits, size, rank, begin):
 
 @njit(nogil=True, cache=True)
 def note_patience(waits, rank, begin):
-    """This rank has waited since `begin`, and whoever waits on counts the wait."""
+    """Add the time since `begin`; the caller goes on waiting for that rank, and counts the wait."""
     if waits != 0:
         pointer(waits, INT64)[rank] += now() - begin
 

@@ -35,6 +35,7 @@ def _layout_words_kernel(
     in byte i, and adding CARRY moves that bit to the top of its byte. The same eight bytes, added
     up over at most 255 tokens, are the counts of eight ranks.
     """
+    # As unsigned numbers bad ids below 0 are large, too: one comparison finds all.
     ids = pointer(topk_idx, UINT64)
     ranks = pointer(table, INT32)
     rank_counts, expert_counts = pointer(per_rank, INT32), pointer(per_expert, INT32)

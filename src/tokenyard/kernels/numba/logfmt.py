@@ -56,6 +56,7 @@ def _logfmt_kernel(y, out, table, num_blocks, block):
             low = max(logs[least], high - _CLIP)
             casts = casts and high < _ZERO and low < high
             highs[g], lows[g] = high, low
+        # One group that cannot be cast keeps its whole block as it is.
         if not casts:
             for i in range(begin, begin + block):
                 raw[i] = np.int64(bits[i]) << 16

@@ -165,6 +165,7 @@ def _unpermute_kernel(
 def unpermute(y_MD: Tensor, row_of_NK: Tensor, weights_NK: Tensor | None, out_ND: Tensor) -> int:
     (num_rows, num_topk), hidden = row_of_NK.shape, y_MD.shape[1]
     row_of = row_of_NK.data_ptr()
+    # Before any thread starts: the kernel makes addresses of these numbers.
     first_bad = _find_outside(row_of, num_rows * num_topk, y_MD.shape[0])
     if first_bad >= 0:
         return first_bad

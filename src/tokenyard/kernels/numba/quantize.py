@@ -55,6 +55,7 @@ def to_fp8_groups(x, values, scales, num_groups, kind, streaming, like):
                 amax = _LEAST
             scale = amax / _FP8_MAX
             if kind == PLAIN:
+                # In two steps, as torch computes 448 / amax: one step rounds otherwise.
                 factors[g - begin] = _ONE / amax * _FP8_MAX
             else:
                 bits = float_bits(scale)
@@ -71,6 +72,7 @@ def to_fp8_groups(x, values, scales, num_groups, kind, streaming, like):
                 group_to_fp8_streaming(values + g * GROUP, x + g * group_bytes, factor, like)
             else:
                 group_to_fp8(values + g * GROUP, x + g * group_bytes, factor, like)
+    # Also for callers that do not stream: see `llvm.atomics`.
     fence_stores()
 
 

@@ -77,6 +77,7 @@ def _sum_nodes(out, sources, homes, count, num_nodes, hidden, like, total, parti
             for c in range(count):
                 if home[c] == node:
                     _add_piece(partial, pointer(rows[c], like), d, width)
+            # Rounded as it would be if a relay of that node had made the sum.
             _fold_piece(total, partial, width, like)
         _put_piece(pointer(out, like), d, total, width)
 
@@ -164,7 +165,7 @@ def reduce(
 def reduce_at(
     bases_R: np.ndarray, route: Route, node_of_rank: NodeOfRank, biases_TD: Tensors, out_TD: Tensor
 ) -> None:
-    """As `reduce`, given the address of each rank's first row."""
+    """Sum as `reduce` does, given the address of each rank's first row."""
     num_tokens, hidden = out_TD.shape
     if num_tokens == 0:
         return

@@ -1,7 +1,7 @@
 """Moving rows of bytes by index, and renaming the experts in them.
 
-`copy_row` is how kernels copy a row. Where much is moved, long rows are streamed past the cache:
-whoever calls it fences (`fence_stores`) before it returns.
+`copy_row` is how kernels copy a row. Where much is moved, long rows are streamed past the cache: a
+kernel that calls it fences (`fence_stores`) before it returns.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def stream_row_to(targets, count, source, num_bytes):
     for begin in range(0, num_bytes, _PIECE):
         end = min(begin + _PIECE, num_bytes)
         for i in range(begin, end, LINE):
-            prefetch(source + i + _AHEAD)
+            prefetch(source + i + _AHEAD)  # also past the row's end: a prefetch cannot fail
         for c in range(count):
             for i in range(begin, end, LINE):
                 stream_line(to[c] + i, source + i)
@@ -69,7 +69,7 @@ def stream_row_to(targets, count, source, num_bytes):
 
 @njit(nogil=True, cache=True)
 def streams(num_bytes, moved):
-    """As `may_stream`, inside kernels."""
+    """Whether rows go past the cache: `may_stream` for kernels."""
     return num_bytes >= _LONG_ROW and moved >= MUCH
 
 
@@ -86,6 +86,7 @@ def _pack_kernel(x, x_stride, index, out, out_stride, num_bytes, begin, end, str
     for n in range(begin, end):
         token = np.int64(tokens[n]) if index != 0 else np.int64(n)
         copy_row(out + np.int64(n) * out_stride, x + token * x_stride, num_bytes, streaming)
+    # Here, on the thread that streamed: another thread may raise the signal.
     fence_stores()
 
 
@@ -122,6 +123,7 @@ def scatter_rows(columns, places, lists, num_columns, num_ranks, begin, end, str
         width = column[1]
         for t in range(begin, end):
             row = column[0] + np.int64(t) * column[2]
+            # The low bits of the width and of all targets: 0 if all of them are on lines.
             count, bits = 0, width
             for c in range(starts[t], starts[t + 1]):
                 first = at[j * num_ranks + ranks[c]]
@@ -193,6 +195,7 @@ def localise_kernel(topk_idx, topk_weights, table, num_pairs, num_experts):
     local = pointer(table, INT64)
     for i in range(num_pairs):
         expert = ids[i]
+        # Other ranks wrote these ids: none outside the table may become an address.
         here = local[expert] if 0 <= expert < num_experts else -1
         ids[i] = here
         if here < 0 and topk_weights != 0:

@@ -1,8 +1,8 @@
 """Raising signals in other ranks' memory, and waiting for theirs, never for ever.
 
 A signal is an int64 that only grows. `raise_signal` and `raise_signals` are the only ways to raise
-one: they fence, so that all that this thread wrote before, streaming stores included, is there for
-whoever sees the signal. (The counters of a ring are no signals: see `ring.protocol`.)
+one: they fence, so that a rank that sees the signal also sees all that this thread wrote before,
+streaming stores included. (The counters of a ring are no signals: see `ring.protocol`.)
 
 The launchers take the addresses of tables of R addresses: where this rank's signals go, and where
 the others' come in. They return the place of the first signal that has not come, or R; the caller
@@ -34,6 +34,7 @@ def verdict(what, which):
 
 @njit(nogil=True, cache=True)
 def raise_signal(address, value):
+    # A release does not order streaming stores: the fence does.
     fence_stores()
     store_release(address, value)
 
@@ -71,7 +72,7 @@ def await_all(signals, size, epoch, first, patience, yields, waits, rank, masked
         if masked != 0 and (r == rank or skip[r] != 0):
             continue
         if load_acquire(addresses[r]) >= epoch:
-            continue
+            continue  # no wait: the clock is not read, and nothing is counted
         if waits != 0 and last < 0:
             begin = now()
         last = np.int64(r)
@@ -122,7 +123,7 @@ def post(
     patience: int,
     waits: int = 0,
 ) -> int:
-    """As `meet`, after row r of an int64 message was copied to the r-th of a table of boxes."""
+    """Copy row r of an int64 message to the r-th of a table of boxes, and then `meet`."""
     return _post_kernel(message_RM, outboxes, outgoing, incoming, size, epoch, patience, waits)
 
 

@@ -3,7 +3,7 @@ others load what it has kept.
 
 A turn is a lock on a file beside the one that will hold the kernel. The system takes it back when
 the process ends. A process that is stopped, or does not get on for another reason, is not waited
-for: whoever waits compiles for itself then.
+for: those that waited compile for themselves then.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ def _wait(path: str, is_kept: Callable[[], bool], meanwhile: Callable[[], bool])
 
 
 def _try_lock(path: str) -> int | None:
-    """None if another process has it."""
+    """The file with its lock held; None if another process has the lock."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Whoever had it may have removed the file meanwhile: then the lock is of no use.
+        # The last holder may have removed the file meanwhile: then the lock is of no use.
         if os.fstat(file).st_ino == os.stat(path).st_ino:
             os.pwrite(file, f"{os.getpid()} {_processes()}".ljust(60).encode(), 0)
             return file
@@ -118,7 +118,7 @@ def _processes() -> str:
 
 
 def _processor_time(pid: int) -> int | None:
-    """That a process has used, in ticks; None if that cannot be seen."""
+    """The ticks of the processor that a process has used; None if that cannot be seen."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             state, *fields = file.read().rsplit(")", 1)[1].split()

@@ -91,11 +91,13 @@ def _place_kernel(
             before = tl.load(counter, mask=routed, other=0)
         else:
             before = tl.atomic_add(counter, 0, mask=routed, sem="relaxed")
+            # All threads have read the counters before one adds to them.
             tl.debug_barrier()
         same = expert[:, None] == expert[None, :]
         earlier = tl.sum((same & (lanes[None, :] < lanes[:, None])).to(tl.int32), 1)
         if not ONE_STEP:
             later = tl.sum((same & (lanes[None, :] > lanes[:, None])).to(tl.int32), 1)
+            # The last pair of an expert adds for all of them, before the next step reads.
             tl.atomic_add(counter, earlier + 1, mask=routed & (later == 0), sem="relaxed")
             tl.debug_barrier()
         place = tl.load(begins + safe, mask=routed, other=0) + before + earlier

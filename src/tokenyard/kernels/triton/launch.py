@@ -78,7 +78,7 @@ def numbers(values: Sequence[int], device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=256)
 def kept_numbers(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """The same for numbers that come again and again."""
+    """Numbers that come again and again: brought to the device once, and kept there."""
     return numbers(values, device)
 
 

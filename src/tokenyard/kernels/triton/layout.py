@@ -60,9 +60,11 @@ def _layout_kernel(
         safe = tl.where(routed, expert, 0)
         group = tl.load(group_of_expert + safe, mask=routed, other=-1).to(tl.int32)
         hit = hit | (group[:, None] == groups[None, :]).to(tl.int32)
+        # Once a block of tokens. Relaxed: the end of the kernel orders what was added.
         if WITH_EXPERTS and tl.program_id(1) == 0:
             tl.atomic_add(per_expert + safe, 1, mask=routed, sem="relaxed")
             bad = live & (expert != -1) & (routed == 0)
+            # An atomic wants as many addresses as values: hence safe * 0.
             tl.atomic_min(first_bad + safe * 0, place, mask=bad, sem="relaxed")
     inside = groups < num_groups
     tl.atomic_add(per_group + groups, tl.sum(hit, 0), mask=inside, sem="relaxed")
@@ -136,7 +138,7 @@ def _tally_marks_kernel(
 
 @triton.jit
 def _scan_kernel(tally, totals, num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Each column of a table to the sums of what is above, and the sum of all of it.
+    """Turn each column of a table into the sums of what is above; `totals` gets the whole sums.
 
     [[1, 4], [2, 5], [3, 6]] -> [[0, 0], [1, 4], [3, 9]] and [6, 15]
     """
@@ -154,7 +156,7 @@ def _scan_kernel(tally, totals, num_rows, num_columns, ROWS: tl.constexpr, COLUM
 
 
 def scan(tally: Tensor) -> Tensor:
-    """In place; returns the totals of the columns."""
+    """Scan each column of a table in place. Returns the totals of the columns."""
     num_rows, num_columns = tally.shape
     totals = memory.empty(num_columns, dtype=torch.int32, device=tally.device)
     columns = min(64, power_of_two(num_columns))
@@ -202,6 +204,7 @@ def _route_kernel(
     tl.store(copy_rank + copy, ranks[None, :], mask=goes)
     tl.store(copy_slot + copy, slot, mask=goes)
     tl.store(copy_start + tokens, first, mask=live)
+    # The list has one entry more: the end of the last token's copies.
     tl.store(copy_start + tokens + 1, first + copies, mask=tokens == num_tokens - 1)
 
 
@@ -221,6 +224,7 @@ def count(
     marks = found.is_token_in_rank.view(torch.int8)
     tally, totals = _tally(marks)
     num_tokens, num_topk = topk_idx_TK.shape
+    # Room for the most rows that there can be: only the device knows how many there are.
     listed = _route(marks, tally, totals, num_tokens * min(num_topk, num_ranks))
     bad = torch.where(bad == NONE, -1, bad)
     numbers = torch.cat([bad, totals.long(), found.num_tokens_per_expert.long()])
@@ -249,7 +253,7 @@ def _route(marks: Tensor, tally: Tensor, totals: Tensor, room: int) -> Route:
     send_token, copy_rank, copy_slot = rows.unbind(0)
     copy_start = memory.empty(num_tokens + 1, dtype=torch.int32, device=device)
     if num_tokens == 0:
-        copy_start.zero_()
+        copy_start.zero_()  # an empty grid starts no kernel
     launch(
         _route_kernel,
         grid,

@@ -54,7 +54,7 @@ def _spread_kernel(
             goes = (place >= 0) & (place < num_places)
             write = out + (place * out_stride * GROUP)[:, None]
             tl.store(write + columns[None, :], values, mask=goes[:, None] & inside)
-            if first == 0:
+            if first == 0:  # once a row, not for each block of columns
                 tl.store(written + place, 1, mask=goes)
 
 
@@ -154,6 +154,7 @@ def _unpermute_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < hidden
     total = tl.zeros([BLOCK], tl.float64 if KIND == FLOAT64 else tl.float32)
+    # With a bad place the call raises when the host reads the counter: nothing is read along it.
     if tl.load(first_bad) == _NONE:
         for k in range(num_topk):
             place = tl.load(row_of + row * num_topk + k)

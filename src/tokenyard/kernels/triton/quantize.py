@@ -74,10 +74,12 @@ def _to_fp8_kernel(
     scale = tl.div_rn(amax, tl.full([GROUPS], _FP8_MAX, tl.float32))
     one = tl.full([GROUPS], 1.0, tl.float32)
     if SCALES == PLAIN:
+        # In two steps, as torch computes 448 / amax: one step rounds otherwise.
         factor = tl.div_rn(one, amax) * _FP8_MAX
         tl.store(scales + groups, scale, mask=inside)
     else:
         bits = scale.to(tl.int32, bitcast=True)
+        # A NaN keeps its bits, to which _FRACTION cannot be added without overflow.
         finite = tl.where(bits > INF, 0, bits)
         bits = tl.where(bits > INF, bits, (finite + _FRACTION) & INF)
         scale = bits.to(tl.float32, bitcast=True)
@@ -102,7 +104,7 @@ def _from_fp8_kernel(x, scales, out, num_groups, SCALES: tl.constexpr, GROUPS: t
 
 
 def cast_into(x_ND: Tensor, values: Tensor, scales: Tensor, kind: int, how: int) -> None:
-    """Into memory that is there: values as int8, scales as float32, or as int8 if packed."""
+    """Cast into memory that is there: values as int8, scales as float32, or as int8 if packed."""
     num_groups = x_ND.numel() // fp8.GROUP
     launch(
         _to_fp8_kernel,

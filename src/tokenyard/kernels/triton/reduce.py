@@ -72,6 +72,7 @@ def _reduce_kernel(
                 row = tl.multiple_of(rows, ALIGNED) + slot * hidden
                 partial = partial + widen(tl.load(row + columns, mask=inside), KIND)
         if SEVERAL_NODES:
+            # Rounded as it would be if a relay of that node had made the sum.
             total = total + widen(narrow(partial, KIND), KIND)
         else:
             total = partial
@@ -108,7 +109,7 @@ def reduce_at(
         route.copy_start,
         route.copy_rank,
         route.copy_slot,
-        *[*biases, out, out][:2],
+        *[*biases, out, out][:2],  # any tensor stands in for a bias that is not there
         out,
         hidden,
         len(addresses),

@@ -2,7 +2,7 @@
 
 Memory is given as addresses: a peer's has no tensor here. Rows are written by one kernel and the
 flags after it by another, on the same stream, so that all of the first is done; the flag itself is
-a release at system scope, and whoever waits acquires at system scope. A wait ends after so many
+a release at system scope, and a waiting rank acquires at system scope. A wait ends after so many
 looks, and leaves the first rank that is missing.
 """
 

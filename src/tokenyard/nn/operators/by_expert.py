@@ -94,7 +94,7 @@ def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _dispatch_backward(ctx: Any, grad_x: Tensor, *others: Tensor) -> Any:
-    """Inside this rank first, and then as that of dispatch: each token's rows add up."""
+    """Add up the gradients of each token's rows, inside this rank first, then over ranks."""
     row_of, ticket = ctx.saved_tensors
     need_x, _, need_weights, *_ = ctx.needs_input_grad
     grad_weights = others[2].masked_fill(row_of < 0, 0.0)
@@ -110,7 +110,7 @@ def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _combine_backward(ctx: Any, grad: Tensor) -> Any:
-    """As that of combine, and then inside this rank: a row gets its weight times the gradient."""
+    """Dispatch the gradient of the sums again; each pair's row gets it times the pair's weight."""
     y, row_of, weights, ticket = ctx.saved_tensors
     rows = dispatch_again(grad, ticket, ctx.buffer, row_of.shape[0])
     grad_y, grad_weights = unpermute_backward(rows, y, row_of, weights)

@@ -1,7 +1,7 @@
 """Operators of torch.library that are called as plain functions where nobody looks at them.
 
-Whoever traces, differentiates, transforms or profiles a call sees an operator. All others would
-only pay for it: some 30 us a call.
+A caller that traces, differentiates, transforms or profiles sees an operator. All other callers
+would only pay for it: some 30 us a call.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
 
 
 def is_looked_at(args: tuple[Any, ...]) -> bool:
-    """By a compiler, autograd, a mode, a transform, a profiler, or a kind of tensor of its own."""
+    """Whether a compiler, autograd, a mode, a transform, a profiler or a tensor subclass looks."""
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()

@@ -193,7 +193,7 @@ def _dispatch_backward(ctx: Any, grad_x: Tensor, _: Any, grad_weights: Tensor, _
 
 
 def _save_way(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Of dispatch_again and combine, and of combine_both: the way back, and how many rows go it."""
+    """Save the ticket and the number of rows, for dispatch_again, combine and combine_both."""
     ticket, ctx.buffer = inputs[-3:-1]
     ctx.save_for_backward(ticket)
     ctx.num_rows = inputs[0].shape[0]

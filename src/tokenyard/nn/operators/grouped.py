@@ -95,7 +95,7 @@ def _grouped_mm_backward(ctx: Any, grad: Tensor) -> Any:
 
 
 def _grad_of_weights(x: Tensor, weights: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
-    """With the strides of the weights, since autograd copies a gradient that has others."""
+    """A gradient with the strides of the weights: autograd copies one that has others."""
     if weights.is_contiguous():
         return grouped_outer(x, grad, offsets)
     return grouped_outer(grad, x, offsets).transpose(1, 2)

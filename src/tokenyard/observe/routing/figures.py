@@ -37,7 +37,7 @@ class Places:
 
 
 def places_of(layer: LayerRouting, ranks: int | None = None, nodes: int | None = None) -> Places:
-    """Those of the recording, unless another number of ranks or nodes is asked for.
+    """The places of the recording, unless another number of ranks or nodes is asked for.
 
     Raises ValueError where ranks do not divide the experts, or nodes the ranks.
     """
@@ -121,7 +121,7 @@ class Figures:
 
     @property
     def rows_between_nodes(self) -> dict[str, int]:
-        """The same, of the rows that leave their node."""
+        """How many of `rows` leave their node."""
         nodes = self.places.node_of_rank
         abroad_RR = nodes[:, None] != nodes[None]
         abroad_RM = nodes[:, None] != np.arange(self.places.num_nodes)[None]
@@ -169,7 +169,7 @@ def figures_of(
     nodes: int | None = None,
     hidden: int | None = None,
 ) -> Figures:
-    """Of one layer; `hidden` if rows shall have another width than those that were recorded."""
+    """The figures of one layer; `hidden` stands in for the width of the recorded rows."""
     places = places_of(layer, ranks, nodes)
     num_ranks, num_experts = places.num_ranks, layer.num_experts
     size = getattr(torch, layer.dtype).itemsize
@@ -234,7 +234,7 @@ def imbalance(loads_SX: np.ndarray) -> np.ndarray:
 
 
 def entropy(loads_X: np.ndarray) -> float:
-    """In bits.
+    """The entropy of loads, in bits.
 
     >>> entropy(np.array([1, 1, 1, 1])), entropy(np.array([5, 0]))
     (2.0, 0.0)

@@ -152,7 +152,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def load_file(path: Path) -> list[LayerRouting]:
-    """Of this one file, whatever lies beside it."""
+    """The layers in this one file, whatever lies beside it."""
     wrong = f"{path} is not a recording of tokenyard.record"
     try:
         found: Any = torch.load(path, map_location="cpu", weights_only=True)

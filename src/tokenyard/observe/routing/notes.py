@@ -106,7 +106,7 @@ class Notes:
         return seen.tracks[key]
 
     def name_of_buffer(self, engine: Any) -> str:
-        """Of a layer that no module called."""
+        """The name of a layer that no module called: that of its Buffer."""
         return f"buffer {self._buffers[engine.origin.buffer]}"
 
     def add(self, track: Track, topk_idx: Tensor, topk_weights: Tensor | None) -> None:

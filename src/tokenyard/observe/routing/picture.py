@@ -49,7 +49,7 @@ def draw(report: Report, path: Path) -> None:
 
 
 def _bars(axes: Any, loads: np.ndarray, what: str) -> None:
-    """Each by the mean; those above 1.3 stand out."""
+    """Draw each load divided by the mean load; those above 1.3 stand out."""
     mean = loads.mean() or 1.0
     ratios = loads / mean
     colours = [_ORANGE if ratio > 1.3 else _BLUE for ratio in ratios]

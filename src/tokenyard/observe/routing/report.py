@@ -39,7 +39,7 @@ class Report:
         )
 
     def table_of_layers(self) -> tuple[list[str], list[list[str]]]:
-        """Its columns, and a row for each layer: the busiest by the mean, over all steps."""
+        """The columns, and a row for each layer: the busiest load / the mean, over all steps."""
         columns = ["layer", "ranks", "busiest rank", "experts", "busiest expert", "evenness"]
         rows = [
             [
@@ -71,7 +71,7 @@ def report_of(
     layer: str | None = None,
     hidden: int | None = None,
 ) -> Report:
-    """At so many ranks and nodes; of all layers, or of one by its name or its number from 0.
+    """The report at so many ranks and nodes: all layers, or one by its name or its number from 0.
 
     Raises ValueError where that cannot be.
     """

@@ -103,7 +103,7 @@ class Pair:
 
     @property
     def num_bytes(self) -> int:
-        """That arrive here on the way there and on the way back, each row once a rank."""
+        """Bytes that arrive here on the way there and on the way back, each row once a rank."""
         in_rank = self.buffer.dispatch(self.routed.x, **self.routed.arguments).handle
         return 2 * int(in_rank.is_token_in_rank.sum()) * self.routed.row_bytes
 

@@ -123,7 +123,7 @@ def machine() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """Its name, as the system says it."""
+    """The processor's name, as the system says it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -134,7 +134,7 @@ def processor() -> str:
 
 
 def commit() -> str | None:
-    """Of the checkout that this package lies in; None for one that pip installed."""
+    """The commit of the checkout that this package lies in; None where pip installed it."""
     here = Path(__file__).parents[3]
     if not (here / ".git").exists():
         return None

@@ -29,7 +29,7 @@ class Routed:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of Buffer.dispatch and dispatch_by_expert, beside x."""
+        """The arguments of Buffer.dispatch and dispatch_by_expert, beside x."""
         return {
             "topk_idx": self.idx,
             "topk_weights": self.weights,
@@ -42,7 +42,7 @@ class Routed:
 
 
 def few(routed: Routed) -> Routed:
-    """As the specification can take them."""
+    """A routing of no more tokens than the specification can take."""
     if routed.tokens <= MOST_SPEC_TOKENS:
         return routed
     return Routed(routed.rank, routed.shape, MOST_SPEC_TOKENS)
@@ -102,7 +102,7 @@ class Wanted:
         ]
 
     def low_latency(self, buffer: Any) -> list[Check]:
-        """In bfloat16, whatever is timed: sums of FP8 rows are those of the rows received."""
+        """Check calls of bfloat16, whatever is timed: FP8 rows are summed as they were received."""
         routed, rank = self.routed, self.routed.rank
         num_max = routed.tokens
         got = buffer.low_latency_dispatch(

@@ -96,7 +96,7 @@ def _refuse_wrong(ranks: list[dict[str, Any]]) -> None:
 
 
 def slowest(found: Found) -> dict[str, Any] | None:
-    """Of the case in which ranks waited longest for one of them."""
+    """The rank that others waited longest for, and the case; None if no rank was slow."""
     slow = []
     for ranks in found:
         waits = [one["waited_for"] for one in ranks]

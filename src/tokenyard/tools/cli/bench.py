@@ -49,7 +49,7 @@ bench = typer.Typer(
 
 
 def _signature(one: Benchmark) -> inspect.Signature:
-    """Of the command: the benchmark's parameters, then where results go."""
+    """The signature of the command: the benchmark's parameters, then where results go."""
 
     def option(name: str, kind: Any, help: str, default: Any) -> inspect.Parameter:
         annotation = Annotated[kind, typer.Option(help=help)]

@@ -49,7 +49,7 @@ def look() -> Iterator[Finding]:
 
 
 def interfaces() -> dict[str, tuple[str, bool, bool]]:
-    """By name: IPv4 address ("" if none), is it the loopback, is it up. Empty where unknown."""
+    """Interfaces by name: IPv4 address or "", is it the loopback, is it up. Empty where unknown."""
     try:
         import fcntl
     except ImportError:

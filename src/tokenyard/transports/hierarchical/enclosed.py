@@ -274,7 +274,8 @@ def _write_columns(table: array[int], columns: Sequence[Tensor]) -> None:
 def most_staging(topology: Topology, rank: int, parcel_bytes: int, row_bytes: int) -> int:
     """The most bytes that a rank's staging takes for parcels and rows for a combine of so many.
 
-    What it outgrew stays with the node, and each one was at most half of the next in what grew.
+    Outgrown staging stays with the node. Sizes double, so all of it together is at most twice the
+    current staging.
     """
     if parcel_bytes > MOST_ENCLOSED and row_bytes > MOST_ENCLOSED:
         return 0  # rows travel after the agreement, through a stream

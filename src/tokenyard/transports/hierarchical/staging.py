@@ -90,7 +90,7 @@ class Staging:
     def _find_words(
         self, topology: Topology, rank: int, words_of_node: Sequence[int]
     ) -> list[list[np.ndarray]]:
-        """By turn: the words of each partner, for the ranks of this node."""
+        """For each turn the words of each partner, for the ranks of this node."""
         rails, words = topology.rails_of(rank), words_of_node[topology.node_of_rank[rank]]
         both: list[list[np.ndarray]] = [[], []]
         for received, found in zip(self.received, both):

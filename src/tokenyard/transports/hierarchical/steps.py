@@ -162,7 +162,7 @@ class EnclosedSteps:
 
     def _withdraw(self, sent: Tensor, counts: Sequence[int]) -> None:
         """Say in messages that still wait for their receivers that this rank has given up. Gloo
-        reads a message when its receiver is there, so whoever comes later hears it.
+        reads a message when its receiver is there, so a rank that comes later hears it.
         """
         begins = accumulate(counts, initial=0)
         for begin, count, ranks in zip(begins, counts, self._topology.ranks_of_node):

@@ -37,7 +37,7 @@ class _Stream:
         pass
 
     def _counts(self, rail: int, chunk: int) -> tuple[list[int], list[int]]:
-        """By node: the rows of this rank's tokens in a chunk, and those of its partners' tokens."""
+        """For each node the rows of this rank's tokens in a chunk, and of its partners' tokens."""
         relayed = self._chunks.relayed[rail][chunk]
         own = self._chunks.sent[chunk] if rail == self._path.own_rail else [0] * len(relayed)
         return own, relayed

@@ -80,6 +80,7 @@ def _find_kernel(table):
     bases, mine = pointer(words[at.SCRATCH], INT64), pointer(staged[place], INT64)
     for i in range(num_ranks):
         theirs = pointer(staged[i], INT64)
+        # Handles and widths must be equal; columns may begin elsewhere.
         for w in range(at.HEADER_BEGINS):
             if theirs[w] != mine[w]:
                 return verdict(GENERAL, i)

@@ -112,6 +112,7 @@ def _hear_dispatch_kernel(table):
     for r in range(size):
         theirs = pointer(heard_from(table, r), INT64)
         tokens, count = theirs[say.TOKENS], theirs[say.PAYLOAD]
+        # A token takes a byte at least, so this bound also keeps the products below small.
         if tokens < 0 or tokens > words[at.ENCLOSED] or count < 0 or count > tokens:
             return verdict(STRAY, r)
         if whole_lines(tokens * each) + tokens * width > words[at.ENCLOSED]:

@@ -2,7 +2,7 @@
 
 A parcel holds, for each token of its source, a bit for each rank of the node that gets it, from the
 start of a byte; then, from a new cache line, a record for each token that some rank of the node
-gets: its row of every column, one after the other. So whoever reads a parcel finds the rows of any
+gets: its row of every column, one after the other. So the reader of a parcel finds the rows of any
 rank of the node in it, and needs no other word but the number of tokens.
 """
 
@@ -39,6 +39,7 @@ def fill_parcel(table, node, parcel):
             byte = np.uint8(0)
             for i in range(8 * b, min(8 * b + 8, count)):
                 if goes[row + ranks[first + i]] != 0:
+                    # The highest bit first, as numpy.packbits has it: Python reads marks too.
                     byte |= np.uint8(0x80 >> (i - 8 * b))
             bits[t * each + b] = byte
             found |= byte
@@ -70,6 +71,7 @@ def _take_from(table, source, kept, row):
                 takes |= i == place
                 if source + 1 < size:
                     tally[(at.FACTS + i) * size + source + 1] += 1
+        # More rows than the source told: the results have no room for them.
         if takes and row == end:
             return np.int64(-1)
         if found:
@@ -95,6 +97,7 @@ def take_kernel(table):
     row, begin = np.int64(0), np.int64(0)
     for s in range(size):
         num_bytes = tally[at.CAME_TOKENS * size + s] * mark_bytes(num_ranks)
+        # A copy: the combine reads the marks too, and no other rank can change them here.
         copy_bytes(words[at.BITS] + begin, parcels[s], num_bytes)
         tally[at.CAME_BITS * size + s] = begin
         for i in range(num_ranks):

@@ -14,8 +14,8 @@ from tokenyard.kernels.numba.call.sums import combine_of, sums_of
 
 @cache
 def expect_calls(dtype: torch.dtype) -> None:
-    """After a dispatch whose rows come back in this dtype: its combine, and dispatches by expert.
-    Rows of float32 are those of training, where combines sum weights too.
+    """Expect what follows a dispatch whose rows come back in this dtype: its combine, dispatches by
+    expert. Rows of float32 are those of training, where combines sum weights too.
     """
     expect(combine_of(dtype), (by_expert._dispatch_kernel, (int64,)))
     if dtype == torch.float32:

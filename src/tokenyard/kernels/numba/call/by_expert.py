@@ -91,6 +91,7 @@ def _find_parcels(table):
         for c in range(NUM_COLUMNS):
             places[c * size + r] = begin + end
             end += whole_lines(tokens[r] * words[at.WIDTHS + c])
+        # The whole parcel must lie in what is mapped: nothing behind it may be read.
         if end > pointer(entry, INT64)[2]:
             return verdict(STRAY, r)
     return np.int64(DONE)
@@ -126,7 +127,7 @@ def _read_routes(table):
                 if local < 0:
                     continue
                 if not here:
-                    if row == end:
+                    if row == end:  # more tokens than the rank told, and than there is room for
                         return verdict(STRAY, r)
                     here = True
                     src_idx[row] = t
@@ -178,6 +179,7 @@ def _take_rows(table, begin, end, targets_at):
         last += sent[r * size + rank]
         for row in range(max(begin, last - sent[r * size + rank]), min(end, last)):
             token = np.int64(src_idx[row])
+            # The low bits of the width and of all targets: 0 if all of them are on lines.
             source, count, bits = columns[X * size + r] + token * width, 0, width
             for i in range(row * num_topk, (row + 1) * num_topk):
                 if places[i] >= 0:
@@ -245,6 +247,7 @@ def _dispatch_kernel(table):
             return verdict(BAD, bad)
         tell_counts(table, 0)
         if words[at.BLOCK] != 0:
+            # Before the message: others may read the parcel as soon as they hear it.
             _fill_parcel(table)
             fence_stores()
     found = meet(table)

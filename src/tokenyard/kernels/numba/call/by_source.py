@@ -75,6 +75,7 @@ def _read_offers(table):
     rows = pointer(words[at.LEDGER] + 8 * size * (size + 1), INT64)
     rooms, short = pointer(words[at.ROOMS], INT64), np.int64(-1)
     for r in range(size):
+        # Read once: `_find_places` compares this number with the size of what is mapped.
         rooms[r] = pointer(box_from(table, r), INT64)[say.SEGMENTS + say.SEGMENT_SIZE]
         if _column_at(table, columns, rows[r]) > rooms[r] and short < 0:
             short = np.int64(r)
@@ -96,7 +97,7 @@ def _find_places(table):
     places = pointer(words[at.PLACES], INT64)
     for r in range(size):
         if sent[rank * size + r] == 0:
-            continue
+            continue  # that rank's segment need not even be mapped
         block, first = words[at.BLOCK], np.int64(0)
         for i in range(rank):
             first += sent[i * size + r]
@@ -164,7 +165,7 @@ def _end_rows(table):
         width = words[at.WIDTHS + c]
         begin = words[at.BLOCK] + _column_at(table, c, num_rows)
         if came < num_rows:
-            value = np.uint8(255) if c in (ids, tokens) else np.uint8(0)
+            value = np.uint8(255) if c in (ids, tokens) else np.uint8(0)  # 255: bytes of -1
             _fill(begin + came * width, (num_rows - came) * width, value)
         if c == ids:
             weights = words[at.BLOCK] + _column_at(table, c + 1, num_rows)
@@ -188,12 +189,14 @@ def _place_rows(table):
         if found >> 32 == MORE_MEMORY:
             if words[at.END] > words[at.BLOCK_BYTES]:
                 return found
+            # All ranks post again, since all see that some block is too small.
             post(table, 0, 0)
             words[at.PHASE] = at.OFFERED
     if words[at.PHASE] == at.OFFERED:
         if not passes(table, at.OFFERED, MAIL):
             return verdict(LATE, MAIL)
         for r in range(words[at.SIZE]):
+            # All ranks have met in this call: no correct rank posts another one now.
             if not same_call(box_from(table, r), words[at.HEAD]):
                 return verdict(STRAY, r)
     if words[at.PHASE] == at.MET_AGAIN:
@@ -209,6 +212,7 @@ def _place_rows(table):
 @njit(nogil=True, cache=True)
 def _dispatch_kernel(table):
     words = pointer(table, INT64)
+    # Once a call: `meet` sets START again for each part of a long message.
     if words[at.PHASE] == at.START and words[at.PART] == 0:
         words[at.BEGAN] = now()
         if words[at.HANDLE] < 0:
@@ -232,7 +236,7 @@ def _dispatch_kernel(table):
         _write_rows(table, 0, words[at.NUM_TOKENS], words[at.TERMS])
         words[at.PHASE] = at.MOVED
     if words[at.PHASE] == at.MOVED:
-        signal(table, ROWS)
+        signal(table, ROWS)  # which fences the rows that this thread streamed
         words[at.PHASE] = at.SENT
     if not passes(table, at.SENT, ROWS):
         return verdict(LATE, ROWS)
@@ -252,6 +256,7 @@ def _dispatch_kernel(table):
 def _write_kernel(table, begin, end):
     scratch = np.empty(_SCRATCH + pointer(table, INT64)[at.SIZE], np.int64)
     _write_rows(table, begin, end, scratch.ctypes.data)
+    # The thread that signals cannot fence for this one.
     fence_stores()
 
 

@@ -16,7 +16,7 @@ from tokenyard.wire import call as at
 from tokenyard.wire import message as say
 from tokenyard.wire.verdicts import DONE, SHORT, STRAY
 
-_MOST_TOKENS = np.int64(1) << 31
+_MOST_TOKENS = np.int64(1) << 31  # the lists of a ledger are int32
 STARTS, RANKS, SLOTS, SRC_IDX = range(4)  # the lists of a ledger
 
 
@@ -46,7 +46,7 @@ def _count_ids(table):
     one, copy, pair = np.uint64(1), np.int64(0), np.int64(0)
     for t in range(words[at.NUM_TOKENS]):
         starts[t] = copy
-        mask = np.uint64(0)
+        mask = np.uint64(0)  # a bit a rank: with more than 64 ranks there are MARKS
         for _ in range(num_topk):
             expert = ids[pair]
             if expert < -1 or expert >= num_experts:
@@ -132,9 +132,11 @@ def hear_tokens(table, most):
             return verdict(STRAY, r)
         for i in range(size):
             sent[r * size + i] = heard[i]
+            # Counts become places, and a wrong one would lead out of a block.
             if heard[i] < 0 or heard[i] > tokens[r]:
                 return verdict(STRAY, r)
             rows[i] += heard[i]
+    # Already here: after SHORT the error says how many rows come.
     words[at.NUM_ROWS] = rows[words[at.RANK]]
     for r in range(size):
         worst = pointer(box_from(table, r), INT64)[say.WORST]

@@ -53,6 +53,8 @@ def box_from(table, rank):
 def post(table, first, count):
     """Send HEAD to every rank, and behind it `count` of the words that TOLD has for that rank."""
     words = pointer(table, INT64)
+    # Not the boxes of the last message, which some rank may still read. Nobody reads these: every
+    # rank has posted since it read them.
     turn = (pointer(words[at.EPOCHS], INT64)[MAIL] + 1) & 1
     boxes, head = pointer(pointer(words[at.OUT_BOXES], INT64)[turn], INT64), words[at.HEAD]
     told = words[at.TOLD] + 8 * first

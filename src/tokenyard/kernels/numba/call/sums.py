@@ -113,7 +113,7 @@ def _copy_for_others(table):
     for c in range(words[at.NUM_COLUMNS]):
         x, width = words[at.SOURCES + c], words[at.WIDTHS + c]
         if words[at.BEGINS + c] < 0:
-            continue
+            continue  # others read this column where it lies
         to = words[at.BLOCK] + words[at.BEGINS + c]
         streaming = streams(width, (total - after + before) * width)
         copy_row(to, x, before * width, streaming)
@@ -204,6 +204,7 @@ def _sum_rows(table, column, begin, end, terms, like, wide):
             else:
                 sources[count], factors[count] = bases[r] + slot * row_bytes, 1
                 count += 1
+            # Of the same node as the row before: one group with it.
             if tells_nodes and np.int64(nodes[r]) == node:
                 groups -= 1
             node = np.int64(nodes[r]) if tells_nodes else node
@@ -244,6 +245,7 @@ def _combine_kernel(like, wide, table):
         return verdict(MOVE, 0)
     if words[at.PHASE] == at.MOVED:
         words[at.PHASE] = at.ARRIVED
+        # Some rank wrote its rows only after its message: all wait for one more signal.
         if words[at.ALL_READY] == 0:
             signal(table, ROWS)
             words[at.PHASE] = at.SENT

@@ -1,7 +1,7 @@
 """What ranks that share memory need of the machine: signals that order, waits that pause, stores
 that pass the cache by.
 
-Whoever reads a word with `load_acquire` sees all that the thread which wrote it with
+A thread that reads a word with `load_acquire` sees all that the thread which wrote it with
 `store_release` had written before, but for streaming stores. So a kernel that streams fences
 (`fence_stores`) before it returns, on every thread that streamed, since another thread may raise
 the signal. So does one that tells the function which it calls not to stream: whether the compiler
@@ -107,6 +107,7 @@ def prefetch(typingctx, address):
         byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
         function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+        # For reading, into all caches, data.
         builder.call(function, [builder.inttoptr(args[0], byte), number(0), number(3), number(1)])
         return context.get_dummy_value()
 
@@ -119,6 +120,7 @@ def stream_line(typingctx, target, source):
 
     def codegen(context, builder, signature, args):
         target, source = (builder.inttoptr(arg, _VECTOR.as_pointer()) for arg in args)
+        # x86 streams only to aligned addresses; the source may lie anywhere.
         store = builder.store(builder.load(source, align=1), target, align=LINE)
         store.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
         return context.get_dummy_value()

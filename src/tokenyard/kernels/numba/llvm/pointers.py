@@ -64,6 +64,7 @@ def trailing_zeros(typingctx, word):
     sig = types.uint64(types.uint64)
 
     def codegen(context, builder, signature, args):
+        # The 1 leaves the result for 0 undefined, so that no test for 0 is compiled.
         return builder.cttz(args[0], ir.IntType(1)(1))
 
     return sig, codegen

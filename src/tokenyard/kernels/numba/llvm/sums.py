@@ -176,6 +176,7 @@ def _make_grouped(num_vectors: Any, lanes: Any, streaming: Any = False) -> Any:
             )
             weights = builder.inttoptr(factors, wide.as_pointer())
             with cgutils.for_range(builder, num_groups) as group:
+                # Memory of the whole function, into which each group stores zeros anew.
                 parts = [cgutils.alloca_once_value(builder, zero) for _ in range(num_vectors)]
                 end = builder.load(builder.gep(limits, [group.index]))
                 with cgutils.for_range(builder, end, start=builder.load(first)) as loop:
@@ -189,6 +190,7 @@ def _make_grouped(num_vectors: Any, lanes: Any, streaming: Any = False) -> Any:
                         builder.store(builder.fadd(builder.load(part), term), part)
                 builder.store(end, first)
                 for part, total in zip(parts, sums):
+                    # Rounded as it would be if another rank had made the sum of this group.
                     share = vectors.narrow(builder, builder.load(part), dtype, lanes)
                     share = vectors.widen(builder, share, dtype, lanes)
                     builder.store(builder.fadd(builder.load(total), share), total)

@@ -181,7 +181,7 @@ def _make_weave(count: Any) -> Any:
 
 @intrinsic
 def move(typingctx, target, source, like):
-    """One unit."""
+    """Copy one unit."""
     sig = types.void(types.int64, types.int64, like)
 
     def codegen(context, builder, signature, args):

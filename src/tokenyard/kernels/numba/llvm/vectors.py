@@ -88,6 +88,7 @@ def narrow(builder: Any, value: Any, dtype: Any, lanes: Any) -> Any:
         odd = builder.and_(builder.lshr(bits, splat(I32, 16, lanes)), splat(I32, 1, lanes))
         up = builder.add(builder.add(bits, splat(I32, 0x7FFF, lanes)), odd)
         half = builder.lshr(up, splat(I32, 16, lanes))
+        # Rounded like a number, a NaN could become infinity, or carry into the sign.
         is_nan = builder.fcmp_unordered("uno", value, value)
         half = builder.select(is_nan, splat(I32, 0x7FC0, lanes), half)
         return builder.trunc(half, vector(ir.IntType(16), lanes))

@@ -153,6 +153,7 @@ def _dispatch_receive_kernel(table):
             return stray(table, r)
         if not fill_from(table, r, peer[at.PEER_BLOCK + at.SEGMENT_ADDRESS], tokens):
             return stray(table, r)
+    # Now that all is read: a rank that has masked this one may have written over it.
     torn = check_flags(table)
     if torn != DONE:
         return torn
@@ -255,7 +256,7 @@ def _receiving(dtype: torch.dtype) -> tuple[Any, ...]:
 
 
 def combine_calls(dtype: torch.dtype, table: int) -> tuple[Call, Call]:
-    """As `dispatch_calls`, for rows of this dtype."""
+    """Both halves of a combine of rows of this dtype, which read the table at this address."""
     like, wide = LIKE[dtype], wide_like(dtype)
     sending = _combine_send_kernel.compile((int64,))
     receiving = _combine_receive_kernel.compile(_receiving(dtype))

@@ -1,8 +1,8 @@
 """Posts of ranks that share memory, and their other words: waiting for them, and what they say.
 
 A rank's posts lie in its own memory; others read them there. A rank that leaves another out may
-write over what that one reads, and raises a flag before it does so: whoever has read looks at the
-flags once more. What another rank wrote is compared with what it may be before it becomes an
+write over what that one reads, and raises a flag before it does so: after reading, a rank looks at
+the flags once more. What another rank wrote is compared with what it may be before it becomes an
 address, a place or a count.
 
 Most functions take the address of a call's table (`wire.call_table`). Nothing waits for ever and

@@ -2,7 +2,7 @@
 
 A step takes the address of a table (`wire.call_table`); blocks may lie in other ranks' memory. For
 ranks that share memory `calls` makes whole calls of these steps. The launchers below are for
-whoever brings blocks from rank to rank by other means.
+callers that bring blocks from rank to rank by other means.
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ def fill_from(table, source, block, num_tokens):
             local = own[expert]
             if local < 0:
                 continue
+            # So many only if a token names an expert twice, which no correct rank sends.
             if ends[local] >= num_slots:
                 fence_stores()
                 return False
@@ -212,6 +213,7 @@ def sum_tokens(table, rows, limits, tables, masked, like, wide):
             if masked[owner] != 0:
                 continue
             first = pointer(tables[owner], INT64)[local_of[experts[i]]]
+            # Not first + picks[i]: with a stray word that sum could overflow.
             if first < 0 or first >= limits[owner] - picks[i]:
                 fence_stores()
                 return owner

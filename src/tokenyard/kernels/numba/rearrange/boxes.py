@@ -151,7 +151,7 @@ def _has_same_runs(grid, run, num_axes):
 
 @njit(nogil=True, cache=True)
 def _rearrange_kernel(dst, src, stage, table, begin, end, like):
-    """Boxes begin..end."""
+    """Copy boxes begin..end-1 of a plan."""
     head, axes = pointer(table, INT64), pointer(table + 8 * _HEAD, INT64)
     kernel, unit, num_axes, across, run = head[0], head[1], head[2], head[3], head[4]
     staged, streaming = head[5] != 0, head[6] != 0
@@ -171,6 +171,7 @@ def _rearrange_kernel(dst, src, stage, table, begin, end, like):
                 num_bytes *= size[k]
         next_target, next_source = _turn(grid, num_axes, target, source)
         if staged or kernel != RUNS:
+            # A stage is read again at once: nothing is streamed into it.
             _fill(
                 kernel, unit, across, axes, num_axes, size, wheels,
                 first if staged else target, source, next_source, streaming and not staged, like,
@@ -209,6 +210,7 @@ class _Job(NamedTuple):
 def _job(plan: Plan) -> _Job:
     num_axes = len(plan.axes)
     loops = [k for k in range(num_axes - 1) if k != plan.across]
+    # The largest steps of src outside: a box is read in the order in which src has it.
     loops.sort(key=lambda k: -abs(plan.axes[k].src))
     loops += [-1] * (num_axes - len(loops))
     into = plan.stage_strides if plan.staged else [axis.dst for axis in plan.axes]

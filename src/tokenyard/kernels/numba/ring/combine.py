@@ -213,6 +213,7 @@ def _combine_kernel(call, sums, tokens, begin, end, patience, like, scratch, wei
     while idle < patience:
         moved = np.int64(0)
         for c in range(begin, end):
+            # From the next rank on, so that ranks do not all begin with the same peer.
             for i in range(1, call.num_ranks):
                 moved += send(call, (call.rank + i) % call.num_ranks, c)
             stop = min(tokens[c, 0] + call.chunk, tokens[c, 1])

@@ -126,12 +126,13 @@ def _dispatch_kernel(call, starts, counts, begin, end, patience):
         moved = np.int64(0)
         for c in range(begin, end):
             moved += _keep(call, starts, c)
+            # From the next rank on, so that ranks do not all begin with the same peer.
             for i in range(1, call.num_ranks):
                 peer = (call.rank + i) % call.num_ranks
                 moved += send(call, peer, c)
                 came = _receive(call, starts, counts, peer, c)
                 if came < 0:
-                    fence_stores()
+                    fence_stores()  # every way out fences: rows may have been streamed
                     return -1 - peer
                 moved += came
         if moved > 0:

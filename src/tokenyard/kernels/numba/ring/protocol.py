@@ -277,7 +277,7 @@ def unsent(call, peer, channel):
 
 @njit(nogil=True, cache=True)
 def next_row(call, peer, channel):
-    """Of the next row to be sent: its number among all for that peer, and where in x it lies."""
+    """The next row to be sent: its number among all for that peer, and where in x it lies."""
     lane = pointer(_lane_at(call, peer, channel), INT64)
     place = lane[_FIRST] + lane[_SENT] - lane[_SENT_BEFORE]
     number = place - pointer(_lane_at(call, peer, 0), INT64)[_FIRST]
@@ -305,6 +305,7 @@ def room(call, peer, channel):
     lane = pointer(_lane_at(call, peer, channel), INT64)
     if lane[_SENT] == lane[_SENT_BEFORE] and not _is_drained(call, peer):
         return np.int64(0)
+    # The peer writes the head's line: look again only if what was seen last leaves no room.
     if lane[_HEAD_SEEN] < max(lane[_SENT_BEFORE], lane[_SENT] + 1 - call.slots):
         lane[_HEAD_SEEN] = load_acquire(_ring_at(call, peer, channel, call.rank) + _HEAD)
     return lane[_HEAD_SEEN] + call.slots - lane[_SENT]
@@ -326,6 +327,7 @@ def send(call, peer, channel):
         pointer(slot, INT64)[0] = number
         _to_slot(call, slot, row)
         count_sent(call, peer, channel)
+    # After the records: all that the tail counts is whole.
     store_release(ring + _TAIL, lane[_SENT])
     return count
 

@@ -147,7 +147,7 @@ def _sum_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """As `sums`: one token, a block of its columns, term by term.
+    """Sum a block of columns of one token's rows, term by term.
 
     `sources` has the address of each rank's rows, then how many they are. `stray` is the first rank
     whose table leads past its rows, which are not read then.

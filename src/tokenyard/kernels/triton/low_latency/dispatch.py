@@ -198,6 +198,7 @@ def _fill_kernel(
                 move_columns(write, read, scale_width, 0, SCALE_GROUP, SCALE_COLUMNS)
     if (block == 0) & (lane == 0):
         tl.store(layout_range + both, (begin.to(tl.int64) << 32) | count)
+        # The last source comes after all others, so it knows their number.
         if source == num_ranks - 1:
             tl.store(counts + local, begin + count)
 
