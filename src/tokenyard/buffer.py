@@ -14,17 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tokenyard import validate
 from tokenyard.engine.gather import all_gather
 from tokenyard.engine.inputs import CombineRequest, DispatchRequest
 from tokenyard.engine.loops import Few, Prepared, few_of
+from tokenyard.engine.placed import Placed
 from tokenyard.engine.prepared import Shape, checked_shape
-from tokenyard.engine.rebalance import rebalance
-from tokenyard.errors import PeerError
 from tokenyard.lifetime import Lifetime
 from tokenyard.low_latency.calls import LowLatencyCalls
 from tokenyard.opening import Options, check_group, default_timeout, open_engine
-from tokenyard.replicas import Moves, Replicas, replicas_of
+from tokenyard.replicas import Replicas
 from tokenyard.results import (
     Combined,
     Dispatched,
@@ -47,7 +45,7 @@ AnyHandle = Handle | tuple[Any, ...]  # the tuple of its fields will do (`compat
 _CONFIG = Config()
 
 
-class Buffer(Lifetime, LowLatencyCalls):
+class Buffer(Lifetime, LowLatencyCalls, Placed):
     """Moves tokens to the ranks that own their experts, and sums the results back.
 
     The first parameters are DeepEP's:
@@ -360,94 +358,9 @@ class Buffer(Lifetime, LowLatencyCalls):
         with self._use as engine:
             return engine.combine_buffer(handle)
 
-    def get_local_experts(self, num_experts: int) -> list[int]:
-        """The global ids of this rank's experts, in the order of their local ids."""
-        engine = self._open_engine()
-        return list(engine.replicas(num_experts, "get_local_experts").experts_of_rank[engine.rank])
-
-    def get_placement(self, num_experts: int) -> Replicas:
-        """Where so many experts live now: those in each rank's slots. Local, as is
-        get_local_experts. Two placements are the same if their `mark` is.
-        """
-        return self._open_engine().replicas(num_experts, "get_placement")
-
-    def require_placement(self, num_experts: int, mark: int) -> None:
-        """For a caller whose weights lie in the placement with this mark: all ranks raise if
-        experts live elsewhere by now. Local, if all is well; other ranks may be in a dispatch
-        already, where they meet this one.
-        """
-        try:
-            now = self.get_placement(num_experts).mark
-        except ValueError:  # of another number of experts
-            now = None
-        if now != mark:
-            self.refuse(
-                ValueError(
-                    "the Buffer was rebalanced, and the experts of this module still lie where "
-                    "they were: want tokenyard.nn.rebalance(module, placement) with every module "
-                    f"that uses the Buffer, copies of a model too, on rank {self.rank}"
-                )
-            )
-
-    def rebalance(self, placement: Tensor | Replicas) -> Moves:
-        """Change where experts live, on all ranks at once, and say which of them move.
-
-        All ranks give the same placement, of as many experts as before, or all raise and nothing
-        changes. Only the Buffer's knowledge changes: the holder of the weights moves them, as
-        tokenyard.nn.rebalance does. Handles of earlier dispatches are refused afterwards; hooks of
-        earlier low-latency dispatches still deliver. stats() counts the load of experts anew.
-        """
-        with self._use as engine:
-            moves = rebalance(engine, placement)
-            if self._few is not None:
-                self._few.forget()
-            if self._low_latency is not None:
-                self._low_latency.forget()
-        return moves
-
     def _close(self) -> None:
         self._few = None
         super()._close()
-
-    @property
-    def replicas(self) -> Replicas | None:
-        """The copies of experts, or None where each expert has one rank."""
-        return replicas_of(self._open_engine().local.given_placement)
-
-    def sum_replicas(self, counts: Tensor | Sequence[int]) -> Tensor:
-        """[E]: counts by physical expert, as get_dispatch_layout gives them, by logical expert."""
-        replicas = self.replicas
-        validate.require(
-            replicas is not None,
-            f"the Buffer has no Replicas: counts are by expert already, on rank {self.rank}",
-        )
-        assert replicas is not None
-        return replicas.sum(counts)
-
-    def dead_ranks(self) -> tuple[int, ...]:
-        """Ranks of this machine that have died. Of other machines' ranks only a call of all ranks
-        can tell. Any thread may ask. () once the Buffer is closed.
-        """
-        engine = self._engine
-        return () if engine is None else engine.transport.dead_ranks()
-
-    def refuse(self, error: Exception) -> None:
-        """For a rank that cannot make the dispatch or combine that the others wait in: raise the
-        error here, and PeerInputError on the other ranks. The Buffer goes on working.
-        """
-        with self._use as engine:
-            engine.refuse(error)
-
-    def explain(self, stage: str, error: RuntimeError) -> PeerError:
-        """What an error of torch.distributed between the same ranks means: PeerDied with the ranks
-        that are gone, or PeerTimeout. For collectives of your own, whose errors name no ranks:
-
-        try:
-            dist.all_reduce(tensor, group=group)
-        except RuntimeError as error:
-            raise buffer.explain("all_reduce", error) from error
-        """
-        return self._open_engine().transport.explain(stage, error)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
         """Return this Buffer itself: a copy of a model uses the same connections."""

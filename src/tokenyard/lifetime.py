@@ -222,6 +222,31 @@ class Lifetime:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def dead_ranks(self) -> tuple[int, ...]:
+        """Ranks of this machine that have died. Of other machines' ranks only a call of all ranks
+        can tell. Any thread may ask. () once the Buffer is closed.
+        """
+        engine = self._engine
+        return () if engine is None else engine.transport.dead_ranks()
+
+    def refuse(self, error: Exception) -> None:
+        """For a rank that cannot make the dispatch or combine that the others wait in: raise the
+        error here, and PeerInputError on the other ranks. The Buffer goes on working.
+        """
+        with self._use as engine:
+            engine.refuse(error)
+
+    def explain(self, stage: str, error: RuntimeError) -> PeerError:
+        """What an error of torch.distributed between the same ranks means: PeerDied with the ranks
+        that are gone, or PeerTimeout. For collectives of your own, whose errors name no ranks:
+
+        try:
+            dist.all_reduce(tensor, group=group)
+        except RuntimeError as error:
+            raise buffer.explain("all_reduce", error) from error
+        """
+        return self._open_engine().transport.explain(stage, error)
+
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise BufferClosed(

@@ -1,0 +1,116 @@
+"""Where the experts of a Buffer live, and how they move: all ranks agree on a new placement, and
+forget what the old one told them.
+
+Only what the Buffer knows changes here. The holder of the weights moves them by the Moves that
+come back, as `nn.rebalance` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tokenyard import validate
+from tokenyard.engine.agreement import Call, Terms
+from tokenyard.engine.engine import Engine
+from tokenyard.engine.loops import Few
+from tokenyard.engine.mismatch import STAGES
+from tokenyard.replicas import Moves, Replicas, as_replicas, num_logical, place_words, replicas_of
+from tokenyard.topology import Placement
+from tokenyard.types import digest
+
+_STAGE = "rebalance"
+
+
+class Placed:
+    """The calls of a Buffer about its placement."""
+
+    _use: Any  # a context of one call at a time
+    _few: Few | None
+    _low_latency: Any  # what keeps what follows from a placement, or None
+    _open_engine: Callable[[], Engine]
+    refuse: Callable[[Exception], None]
+    rank: int
+
+    def get_local_experts(self, num_experts: int) -> list[int]:
+        """The global ids of this rank's experts, in the order of their local ids."""
+        engine = self._open_engine()
+        return list(engine.replicas(num_experts, "get_local_experts").experts_of_rank[engine.rank])
+
+    def get_placement(self, num_experts: int) -> Replicas:
+        """Where so many experts live now: those in each rank's slots. Local, as is
+        get_local_experts. Two placements are the same if their `mark` is.
+        """
+        return self._open_engine().replicas(num_experts, "get_placement")
+
+    def require_placement(self, num_experts: int, mark: int) -> None:
+        """For a caller whose weights lie in the placement with this mark: all ranks raise if
+        experts live elsewhere by now. Local, if all is well; other ranks may be in a dispatch
+        already, where they meet this one.
+        """
+        try:
+            now = self.get_placement(num_experts).mark
+        except ValueError:  # of another number of experts
+            now = None
+        if now != mark:
+            self.refuse(
+                ValueError(
+                    "the Buffer was rebalanced, and the experts of this module still lie where "
+                    "they were: want tokenyard.nn.rebalance(module, placement) with every module "
+                    f"that uses the Buffer, copies of a model too, on rank {self.rank}"
+                )
+            )
+
+    def rebalance(self, placement: Tensor | Replicas) -> Moves:
+        """Change where experts live, on all ranks at once, and say which of them move.
+
+        All ranks give the same placement, of as many experts as before, or all raise and nothing
+        changes. Only the Buffer's knowledge changes: the holder of the weights moves them, as
+        tokenyard.nn.rebalance does. Handles of earlier dispatches are refused afterwards; hooks of
+        earlier low-latency dispatches still deliver. stats() counts the load of experts anew.
+        """
+        with self._use as engine:
+            moves = _agree(engine, placement)
+            if self._few is not None:
+                self._few.forget()
+            if self._low_latency is not None:
+                self._low_latency.forget()
+        return moves
+
+    @property
+    def replicas(self) -> Replicas | None:
+        """The copies of experts, or None where each expert has one rank."""
+        return replicas_of(self._open_engine().local.given_placement)
+
+    def sum_replicas(self, counts: Tensor | Sequence[int]) -> Tensor:
+        """[E]: counts by physical expert, as get_dispatch_layout gives them, by logical expert."""
+        replicas = self.replicas
+        validate.require(
+            replicas is not None,
+            f"the Buffer has no Replicas: counts are by expert already, on rank {self.rank}",
+        )
+        assert replicas is not None
+        return replicas.sum(counts)
+
+
+def _agree(engine: Engine, placement: Any) -> Moves:
+    """From the next call on experts live where `placement` says. Handles made before are refused.
+
+    Raises on all ranks, and changes nothing, if the placement is bad or ranks give different ones.
+    """
+    engine.worker.drain()
+    try:
+        placed = validate.placement(placement, engine.num_ranks, engine.device)
+        before = engine.local.given_placement
+        if before is None:  # even: any number of experts, so as many as there will be
+            before = Placement.even(num_logical(placed), engine.num_ranks)
+        moves = as_replicas(before).moves(as_replicas(placed), engine.topology.node_of_rank)
+        mark = digest(repr(place_words(placed)))
+        terms = Terms(Call(stage=STAGES.index(_STAGE), options=mark))
+    except Exception as error:
+        engine.agreement.reject(_STAGE, error)
+    engine.agreement.meet(_STAGE, terms)
+    engine.place(placed, mark)
+    return moves
