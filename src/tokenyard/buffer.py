@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.engine.gather import all_gather
-from tokenyard.engine.inputs import CombineRequest, DispatchRequest
+from tokenyard.engine.inputs import AgainRequest, CombineRequest, DispatchRequest
 from tokenyard.engine.loops import Few, Prepared, few_of
 from tokenyard.engine.placed import Placed
 from tokenyard.engine.prepared import Shape, checked_shape
@@ -207,9 +207,8 @@ class Buffer(Lifetime, LowLatencyCalls, Placed):
                     "num_experts": num_experts,
                 }
                 beside = [name for name, value in routing.items() if value is not None]
-                again, scales, event = engine.calls.dispatch_again(
-                    x, handle, beside, config, previous_event, completion
-                )
+                along = AgainRequest(x, handle, config, beside, previous_event)
+                again, scales, event = engine.calls.dispatch_again(along, completion)
                 return Dispatched(_pair(again, scales), None, None, None, None, event)
         if observers.dispatched:
             if num_tokens_per_expert is not None:

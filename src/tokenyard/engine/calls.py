@@ -19,7 +19,7 @@ from torch import Tensor
 from tokenyard import validate
 from tokenyard.engine.by_expert import RowsByExpert
 from tokenyard.engine.core import Core
-from tokenyard.engine.inputs import Checked, CombineRequest, DispatchRequest
+from tokenyard.engine.inputs import AgainRequest, Checked, CombineRequest, DispatchRequest
 from tokenyard.engine.ledger import WrittenLedger
 from tokenyard.engine.meeting import Meeting
 from tokenyard.engine.parcels import ParcelCalls
@@ -214,25 +214,19 @@ class SharedCalls:
         return plan
 
     def dispatch_again(
-        self,
-        x: Any,
-        handle: Any,
-        beside: Sequence[str],
-        config: Any,
-        previous_event: Any,
-        completion: Completion,
+        self, request: AgainRequest, completion: Completion
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         core, begin = self._core, time.monotonic_ns()
         try:
-            pending = core.pending(previous_event, completion)
-            columns, known = core.check_again(x, handle, beside, config, pending)
+            pending = core.pending(request.previous_event, completion)
+            columns, known = core.check_again(request, pending)
             ledger, (given, scales) = known_ledger(known, self._rank), columns
             beside_x = None if scales is None else (scales.shape[1], scales.dtype)
             shape = DispatchShape(
                 _AGAIN, given.dtype, given.shape[1], -1, 0, 1, -1, beside_x, is_cached=True
             )
             find = self.plans.new_dispatch if completion.async_finish else self.plans.find_dispatch
-            plan = find(shape, self._local.any_placement, config)
+            plan = find(shape, self._local.any_placement, request.config)
         except Exception as error:
             core.reject(_AGAIN, error)
         _tell_sources(plan, columns)

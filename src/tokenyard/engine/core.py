@@ -15,7 +15,7 @@ from tokenyard import validate
 from tokenyard.comm.base import Communicator
 from tokenyard.engine.agreement import Agreement, Call
 from tokenyard.engine.failure import Failure
-from tokenyard.engine.inputs import Checked, Preparation
+from tokenyard.engine.inputs import AgainRequest, Checked, Preparation
 from tokenyard.engine.statistics import Statistics, links_of
 from tokenyard.kernels import Kernels
 from tokenyard.results import Handle, Ledger
@@ -103,14 +103,14 @@ class Core:
         )
 
     def check_again(
-        self, x: Any, handle: Any, beside: Sequence[str], config: Any, pending: EventHandle | None
+        self, request: AgainRequest, pending: EventHandle | None
     ) -> tuple[tuple[Tensor, Tensor | None], Handle]:
-        """The columns of a dispatch along a handle. `beside` names what else was given."""
-        known = self.known(handle)
-        validate.no_routing(beside)
-        columns = validate.dispatched(x, pending, self.device)
+        """The columns of a dispatch along a handle."""
+        known = self.known(request.handle)
+        validate.no_routing(request.beside)
+        columns = validate.dispatched(request.x, pending, self.device)
         validate.same_tokens(columns[0], known.num_tokens)
-        self.local.config(config)
+        self.local.config(request.config)
         return columns, known
 
     def combine_call(

@@ -8,7 +8,7 @@ general    on any transport, step by step
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 from torch import Tensor
@@ -17,7 +17,7 @@ from tokenyard.engine.by_expert import RowsByExpert
 from tokenyard.engine.calls import SharedCalls
 from tokenyard.engine.core import Core
 from tokenyard.engine.general import GeneralCalls
-from tokenyard.engine.inputs import CombineRequest, DispatchRequest, wait
+from tokenyard.engine.inputs import AgainRequest, CombineRequest, DispatchRequest, wait
 from tokenyard.engine.nodes import NodeCalls
 from tokenyard.errors import PeerLeft
 from tokenyard.replicas import Replicas
@@ -39,15 +39,9 @@ class Calls(Protocol):
         """Each token's row to every rank that owns one of its experts."""
 
     def dispatch_again(
-        self,
-        x: Any,
-        handle: Any,
-        beside: Sequence[str],
-        config: Any,
-        previous_event: Any,
-        completion: Completion,
+        self, request: AgainRequest, completion: Completion
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """Rows along a handle: (x, scales), without counting. `beside`: what else was given."""
+        """Rows along a handle: (x, scales), without counting."""
 
     def combine(
         self, request: CombineRequest, completion: Completion, stage: str

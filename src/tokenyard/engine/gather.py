@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tokenyard import validate
 from tokenyard.engine.engine import Engine
-from tokenyard.engine.inputs import DispatchRequest
+from tokenyard.engine.inputs import AgainRequest, DispatchRequest
 from tokenyard.results import Handle
 from tokenyard.runtime.completion import AT_ONCE
 from tokenyard.types import ROW_DTYPES, Config
@@ -31,7 +31,7 @@ def all_gather(engine: Engine, x: Any, handle: Any, config: Config) -> tuple[Ten
         received, handle, _ = engine.calls.dispatch(request, AT_ONCE, _STAGE)
         got = received.x
     else:
-        got, _, _ = engine.calls.dispatch_again(rows, handle, (), config, None, AT_ONCE)
+        got, _, _ = engine.calls.dispatch_again(AgainRequest(rows, handle, config), AT_ONCE)
     return got.view(x.dtype).reshape(got.shape[0], *x.shape[1:]), handle
 
 

@@ -22,7 +22,7 @@ from tokenyard.engine import arrivals, by_expert, counts
 from tokenyard.engine.agreement import Agreed, Call, Heard, Terms
 from tokenyard.engine.by_expert import RowsByExpert
 from tokenyard.engine.core import Core
-from tokenyard.engine.inputs import Checked, CombineRequest, Counted, DispatchRequest
+from tokenyard.engine.inputs import AgainRequest, Checked, CombineRequest, Counted, DispatchRequest
 from tokenyard.engine.statistics import ENCLOSED, GENERAL
 from tokenyard.errors import SharedMemoryError
 from tokenyard.results import Handle, ListedLedger
@@ -94,21 +94,16 @@ class GeneralCalls:
         return received, core.handle(number, given, ledger, event.event), event
 
     def dispatch_again(
-        self,
-        x: Any,
-        handle: Any,
-        beside: Sequence[str],
-        config: Any,
-        previous_event: Any,
-        completion: Completion,
+        self, request: AgainRequest, completion: Completion
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """Rows along a handle: (x, scales), without counting. `beside`: what else was given."""
+        """Rows along a handle: (x, scales), without counting."""
         core, stage, begin = self._core, "cached dispatch", time.monotonic_ns()
+        config = request.config
         core.before_words()
-        with core.scope(completion, previous_event):
+        with core.scope(completion, request.previous_event):
             try:
-                pending = core.pending(previous_event, completion)
-                columns, known = core.check_again(x, handle, beside, config, pending)
+                pending = core.pending(request.previous_event, completion)
+                columns, known = core.check_again(request, pending)
                 call = Call.of_rows(stage, *columns, config, handle=core.number_of(known))
                 offer = core.transport.offer_dispatch(
                     known.flow, columns, known.is_token_in_rank, pending is None

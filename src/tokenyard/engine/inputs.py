@@ -72,6 +72,16 @@ class DispatchRequest(NamedTuple):
         return DispatchRequest(x, None, None, *layout, None, 1, 0, config, None, tag)
 
 
+class AgainRequest(NamedTuple):
+    """What a user asked of a dispatch along a handle, unchecked."""
+
+    x: Any
+    handle: Any
+    config: Any
+    beside: Sequence[str] = ()  # the names of what else was given, which a handle says already
+    previous_event: Any = None
+
+
 class CombineRequest(NamedTuple):
     """What a user asked combine for, unchecked."""
 

@@ -294,7 +294,7 @@ def load(name: str) -> Kernels:
     if name not in SETS:
         raise ValueError(f"unknown kernel set {name!r}; available: auto, {', '.join(available())}")
     if name == "triton" and not has_triton():
-        raise ValueError("kernels is 'triton', which is not installed, want tokenyard[triton]")
+        raise ValueError("kernels is 'triton', which is not installed: pip install triton")
     return cast(Kernels, importlib.import_module(f"tokenyard.kernels.{name}"))
 
 

@@ -67,34 +67,11 @@ def control_bytes(num_ranks: int) -> int:
 
 
 class PostKernels(SignalKernels, Protocol):
-    def signal(self, address: int, value: int) -> None: ...
+    """Functions of `kernels.numba.low_latency.posts`, which says what they are given."""
 
-    def find_failure(
-        self, failures: int, posts: int, masked: int, size: int, number: int
-    ) -> int: ...
-
-    def find_ahead(
-        self,
-        marks_RM: np.ndarray,
-        limits_M: np.ndarray,
-        masked: int,
-        rank: int,
-        awaited: int,
-        number: int,
-        failures: int,
-        failed_number: int,
-    ) -> int: ...
-
-    def await_signals(
-        self,
-        incoming: int,
-        size: int,
-        epoch: int,
-        first: int,
-        patience: int,
-        rank: int = -1,
-        masked: int = 0,
-    ) -> int: ...
+    signal: Callable[[int, int], None]
+    find_failure: Callable[..., int]
+    find_ahead: Callable[..., int]
 
 
 class Post(NamedTuple):

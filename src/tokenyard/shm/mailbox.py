@@ -29,31 +29,11 @@ _PAUSE = 1e-5  # seconds between two looks for ranks that may come soon
 
 
 class SignalKernels(Protocol):
-    def meet(
-        self,
-        outgoing: int,
-        incoming: int,
-        size: int,
-        epoch: int,
-        patience: int,
-        waits: int = 0,
-    ) -> int: ...
+    """Functions of `kernels.numba.signals`, which says what they are given."""
 
-    def post(
-        self,
-        message_RM: np.ndarray,
-        outboxes: int,
-        outgoing: int,
-        incoming: int,
-        size: int,
-        epoch: int,
-        patience: int,
-        waits: int = 0,
-    ) -> int: ...
-
-    def await_signals(
-        self, incoming: int, size: int, epoch: int, first: int, patience: int
-    ) -> int: ...
+    meet: Callable[..., int]
+    post: Callable[..., int]
+    await_signals: Callable[..., int]
 
 
 class Mailbox:

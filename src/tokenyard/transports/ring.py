@@ -54,16 +54,7 @@ class RingKernels(RowKernels, SignalKernels, Protocol):
 
     def ring_dispatch(self, plan: Any, begin: int, end: int, patience: int) -> int: ...
 
-    def plan_ring_combine(
-        self,
-        rings: Any,
-        columns: Tensors,
-        outs: Tensors,
-        flow: Flow,
-        recv_src_idx_N: Tensor,
-        biases_TD: Tensors,
-        use: RingUse,
-    ) -> Any: ...
+    plan_ring_combine: Callable[..., Any]  # of `kernels.numba.ring.combine`
 
     def ring_combine(self, plan: Any, begin: int, end: int, patience: int) -> int: ...
 

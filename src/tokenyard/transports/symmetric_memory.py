@@ -104,15 +104,17 @@ class SharedSegments:
         self._node.close()
 
 
+def _no_signals(incoming: int, size: int, epoch: int, first: int, patience: int) -> int:
+    assert size == 0, "this node has no signals"
+    return size
+
+
 class _NoSignals:
     """Kernels of a node in which nobody signals."""
 
-    def await_signals(self, incoming: int, size: int, epoch: int, first: int, patience: int) -> int:
-        assert size == 0, "this node has no signals"
-        return size
-
-    def __getattr__(self, name: str) -> Any:
-        raise AssertionError(f"{name}: this node has no signals")
+    meet: Callable[..., int] = staticmethod(_no_signals)
+    post: Callable[..., int] = staticmethod(_no_signals)
+    await_signals: Callable[..., int] = staticmethod(_no_signals)
 
 
 class TorchSymmetricMemory:

@@ -11,7 +11,7 @@ from tokenyard import validate
 from tokenyard.compat.elastic.handle import EPHandle, Kept, kept_of
 from tokenyard.compat.elastic.refusal import heard_by_all, tag_means
 from tokenyard.engine.engine import Engine
-from tokenyard.engine.inputs import DispatchRequest
+from tokenyard.engine.inputs import AgainRequest, DispatchRequest
 from tokenyard.results import Handle
 from tokenyard.runtime import memory
 from tokenyard.runtime.completion import AT_ONCE
@@ -122,7 +122,8 @@ def dispatch_again(
             "do_expand is True and the handle is compact, want that of an expanded dispatch",
         )
         columns, num_scales = _beside(engine, x, topk_weights, kept)
-    recv_x, beside, _ = engine.calls.dispatch_again(columns, kept.handle, (), config, None, AT_ONCE)
+    request = AgainRequest(columns, kept.handle, config)
+    recv_x, beside, _ = engine.calls.dispatch_again(request, AT_ONCE)
     scales = beside
     weights = None
     if beside is not None and topk_weights is not None:

@@ -31,7 +31,7 @@ def draw(report: Report, path: Path) -> None:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ValueError("a PNG needs matplotlib: pip install 'tokenyard[viz]'") from error
+        raise ValueError("a PNG needs matplotlib: pip install matplotlib") from error
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(11, 7.6), dpi=150, layout="constrained")
         figure.suptitle(

@@ -149,7 +149,7 @@ def _draw(report: Report, path: Path) -> None:
     try:
         draw(report, path)
     except ModuleNotFoundError as error:
-        raise Mistake(f"--png needs {error.name}: pip install 'tokenyard[viz]'") from None
+        raise Mistake(f"--png needs {error.name}: pip install matplotlib") from None
     except ValueError as error:
         raise Mistake(f"cannot draw {path}: {error}") from None
 

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-NEEDS = "tokenyard: this command needs typer and rich: pip install 'tokenyard[cli]'"
+NEEDS = "tokenyard: this command needs typer and rich: pip install typer rich"
 
 
 def main(words: Sequence[str]) -> None:

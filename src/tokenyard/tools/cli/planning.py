@@ -44,7 +44,7 @@ def _show(report: Report, value: Any, draw: Callable[[], Any], to: _Shown) -> No
             try:
                 figure = draw()
             except ModuleNotFoundError as error:
-                raise Mistake("pictures need matplotlib: pip install 'tokenyard[viz]'") from error
+                raise Mistake("pictures need matplotlib: pip install matplotlib") from error
             if to.png is not None:
                 pictures.save(figure, to.png)
             if to.html is not None:

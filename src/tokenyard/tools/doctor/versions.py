@@ -35,7 +35,7 @@ def look() -> Iterator[Finding]:
             )
             found.pop(name, None)
     if "triton" not in found and platform.system() == "Linux":
-        advice = "GPUs need it: pip install 'tokenyard[triton]'; CPUs do not"
+        advice = "GPUs need it: pip install triton; CPUs do not"
         yield Finding(OK, PART, "triton is not installed", advice)
     if platform.system() != "Linux":
         yield Finding(

@@ -26,11 +26,10 @@ from tokenyard.kernels.numba.call.count import (
 from tokenyard.kernels.numba.call.meet import (
     Call,
     box_from,
-    count_rows,
+    end_read,
     find_segment,
     meet,
-    passes,
-    signal,
+    tell_read,
 )
 from tokenyard.kernels.numba.llvm.atomics import fence_stores
 from tokenyard.kernels.numba.llvm.clock import now
@@ -40,11 +39,9 @@ from tokenyard.kernels.numba.signals import verdict
 from tokenyard.wire import call as at
 from tokenyard.wire import message as say
 from tokenyard.wire.columns import LINE
-from tokenyard.wire.signals import READ
 from tokenyard.wire.verdicts import (
     BAD,
     DONE,
-    LATE,
     MAP,
     MORE_MEMORY,
     MORE_ROOM,
@@ -268,16 +265,8 @@ def _dispatch_kernel(table):
     if words[at.PHASE] == at.MOVED:
         _end_experts(table)
         fence_stores()
-        width = np.int64(0)
-        for c in range(NUM_COLUMNS):
-            width += words[at.WIDTHS + c]
-        count_rows(table, width, False)
-        signal(table, READ)  # for those who wait for it
-        words[at.PHASE] = at.READ
-    if words[at.AWAITS] != 0 and not passes(table, at.READ, READ):
-        return verdict(LATE, READ)
-    words[at.PHASE] = at.OVER
-    return np.int64(DONE)
+        tell_read(table, NUM_COLUMNS, False)
+    return end_read(table)
 
 
 @njit(nogil=True, cache=True)

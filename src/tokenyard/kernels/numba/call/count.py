@@ -32,6 +32,15 @@ def list_at(table, which):
 
 
 @njit(nogil=True, cache=True)
+def _list_copy(ranks, slots, taken, copy, r):
+    """List a copy for rank r, in that rank's next slot. The number of the next copy."""
+    ranks[copy] = r
+    slots[copy] = taken[r]
+    taken[r] += 1
+    return copy + 1
+
+
+@njit(nogil=True, cache=True)
 def _count_ids(table):
     """-1, or the first pair that is no expert."""
     words = pointer(table, INT64)
@@ -58,10 +67,7 @@ def _count_ids(table):
         while mask != 0:
             r = np.int64(trailing_zeros(mask))
             mask &= mask - one
-            ranks[copy] = r
-            slots[copy] = taken[r]
-            taken[r] += 1
-            copy += 1
+            copy = _list_copy(ranks, slots, taken, copy, r)
     starts[words[at.NUM_TOKENS]] = copy
     words[at.NUM_COPIES] = copy
     return -1
@@ -86,10 +92,7 @@ def count_tokens(table):
         starts[t] = copy
         for r in range(size):
             if marks[t * size + r] != 0:
-                ranks[copy] = r
-                slots[copy] = taken[r]
-                taken[r] += 1
-                copy += 1
+                copy = _list_copy(ranks, slots, taken, copy, r)
     starts[words[at.NUM_TOKENS]] = copy
     words[at.NUM_COPIES] = copy
     return -1

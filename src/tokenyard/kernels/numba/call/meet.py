@@ -13,7 +13,7 @@ from tokenyard.kernels.numba.llvm.pointers import INT64, copy_bytes, pointer
 from tokenyard.kernels.numba.signals import await_all, raise_signals, verdict
 from tokenyard.wire import call as at
 from tokenyard.wire import message as say
-from tokenyard.wire.signals import MAIL
+from tokenyard.wire.signals import MAIL, READ
 from tokenyard.wire.verdicts import DIFFERS, DONE, LATE
 
 Call = Callable[[], int]
@@ -117,6 +117,28 @@ def find_segment(table, rank, identity):
             return entry
         entry += at.KNOWN_WORDS * 8
     return np.int64(0)
+
+
+@njit(nogil=True, cache=True)
+def tell_read(table, num_columns, back):
+    """Count a call that has read its rows, and tell those who wait for that."""
+    words = pointer(table, INT64)
+    width = np.int64(0)
+    for c in range(num_columns):
+        width += words[at.WIDTHS + c]
+    count_rows(table, width, back)
+    signal(table, READ)
+    words[at.PHASE] = at.READ
+
+
+@njit(nogil=True, cache=True)
+def end_read(table):
+    """End a call once all ranks have read what this one awaits: DONE, or LATE."""
+    words = pointer(table, INT64)
+    if words[at.AWAITS] != 0 and not passes(table, at.READ, READ):
+        return verdict(LATE, READ)
+    words[at.PHASE] = at.OVER
+    return np.int64(DONE)
 
 
 @njit(nogil=True, cache=True)

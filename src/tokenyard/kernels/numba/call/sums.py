@@ -21,11 +21,12 @@ from tokenyard.kernels.numba.call.count import RANKS, SLOTS, STARTS, list_at
 from tokenyard.kernels.numba.call.meet import (
     Call,
     box_from,
-    count_rows,
+    end_read,
     find_segment,
     meet,
     passes,
     signal,
+    tell_read,
 )
 from tokenyard.kernels.numba.llvm.atomics import fence_stores
 from tokenyard.kernels.numba.llvm.clock import now
@@ -43,7 +44,7 @@ from tokenyard.kernels.numba.rows import copy_row, streams
 from tokenyard.kernels.numba.signals import verdict
 from tokenyard.wire import call as at
 from tokenyard.wire import message as say
-from tokenyard.wire.signals import READ, ROWS
+from tokenyard.wire.signals import ROWS
 from tokenyard.wire.verdicts import DONE, LATE, MAP, MOVE, NO_MEMORY, STRAY
 
 
@@ -258,16 +259,8 @@ def _combine_kernel(like, wide, table):
         fence_stores()
         words[at.PHASE] = at.SUMMED
     if words[at.PHASE] == at.SUMMED:
-        width = np.int64(0)
-        for c in range(words[at.NUM_COLUMNS]):
-            width += words[at.WIDTHS + c]
-        count_rows(table, width, True)
-        signal(table, READ)
-        words[at.PHASE] = at.READ
-    if words[at.AWAITS] != 0 and not passes(table, at.READ, READ):
-        return verdict(LATE, READ)
-    words[at.PHASE] = at.OVER
-    return np.int64(DONE)
+        tell_read(table, words[at.NUM_COLUMNS], True)
+    return end_read(table)
 
 
 @njit(nogil=True, cache=True)
