@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from benchmarks.take_results import file_name
 from tokenyard.tools.bench.catalogue import BENCHMARKS
+from tokenyard.tools.bench.report import commit
 from tools import results
 
 
@@ -22,6 +24,13 @@ def test_kept_results_are_named_by_machine_and_commit() -> None:
     names = {file_name(one.machine["processor"], one.machine["commit"]) for one in kept}
     assert names == {path.name for path in results.RESULTS.glob("*.json")}
     assert all(report.bench in BENCHMARKS for one in kept for report in one.reports)
+
+
+def test_a_result_of_a_checkout_names_its_commit() -> None:
+    now = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    named = commit()
+    assert named is not None
+    assert now.stdout.startswith(named)
 
 
 def test_results_are_drawn(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import tokenyard
 from tokenyard.tools.bench.timing import Timed
 
 FORMAT = 1
@@ -135,7 +136,7 @@ def processor() -> str:
 
 def commit() -> str | None:
     """The commit of the checkout that this package lies in; None where pip installed it."""
-    here = Path(__file__).parents[3]
+    here = Path(tokenyard.__file__).parents[2]
     if not (here / ".git").exists():
         return None
     asked = subprocess.run(
