@@ -1,19 +1,21 @@
-"""Tokens a second of vLLM's server on two ranks: the plugin, and what a user would run instead.
+"""Tokens a second of vLLM's server on two cores: the plugin, and what a user would run instead.
 
     python benchmarks/vllm_serving.py      # in an environment of .ci/vllm-env; some ten minutes
     python benchmarks/vllm_serving.py --servers tokenyard shm tensor    # 5 GB of memory a server
 
-Four servers, a core each for two ranks:
+Five servers, of two ranks with a core each, but for the last:
 
     tokenyard   the plugin; data parallel ranks share the experts
     shm         the same, but tokens travel through vLLM's own shared-memory collectives
     gloo        the same, but tokens travel through torch.distributed (`vllm_gathering.py`)
     tensor      --tensor-parallel-size 2, without plugin and without expert parallelism
+    one         one process with both cores, without plugin
 
 The model is a Qwen3-MoE with random weights in bfloat16: 8 layers of 64 experts, top-8, hidden size
 2048, intermediate size of an expert 256. "prefill" is prompts of 1024 tokens, of which one token is
 asked for; "decode" is 32 sequences at once; "changing" is prompts of 8 to 256 tokens and answers of
-4 to 64, a dozen at once, so that almost every step has another size. Without AMX the experts'
+4 to 64, a dozen at once, so that almost every step has another size; "alone" is one sequence of
+32 tokens after the other. Without AMX the experts'
 arithmetic hides what lies between: take --hidden 512 --intermediate 64 --layers 16 there.
 
 All servers are up at once, and sleep (SIGSTOP) but for the one that is measured. They take turns,
@@ -51,6 +53,7 @@ SERVERS = {
     "shm": EXPERT_PARALLEL,
     "gloo": EXPERT_PARALLEL,
     "tensor": TENSOR_PARALLEL,
+    "one": (),
 }
 # What the requests need and no more: the memory of all servers is taken at once.
 COMMON: tuple[str, ...] = ("--max-model-len", "1152", "--max-num-batched-tokens", "2048")
@@ -77,6 +80,7 @@ def loads(args: argparse.Namespace) -> dict[str, Load]:
         "prefill": Load(prompts(*long), [1] * len(long), sum(long)),
         "decode": Load(prompts(*few), [args.answer] * len(few), len(few) * args.answer),
         "changing": Load(prompts(*lengths), answers, sum(lengths) + sum(answers), 12),
+        "alone": Load(prompts(8, 8), [32, 32], 64, 1),
     }
 
 
@@ -106,16 +110,15 @@ def started(name: str, model: Path, folder: Path, logs: Path) -> Iterator[Server
     """A server that sleeps."""
     cores = sorted(os.sched_getaffinity(0))
     half = len(cores) // 2
+    parts = [cores] if name == "one" else [cores[:half], cores[half:]]
     environment = {
-        "VLLM_CPU_OMP_THREADS_BIND": "|".join(
-            ",".join(map(str, part)) for part in (cores[:half], cores[half:])
-        ),
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, part)) for part in parts),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     if name in ("shm", "gloo"):
         path = str(add_plugin(name, folder / f"{name}-path"))
         environment["PYTHONPATH"] = os.pathsep.join([path, environment["PYTHONPATH"]])
-    if name == "tensor":
+    if name in ("tensor", "one"):
         environment["TOKENYARD_VLLM"] = "0"
     options = (*COMMON, *SERVERS[name])
     with serve(model, logs / f"{name}.log", *options, **environment) as server:

@@ -93,10 +93,19 @@ def _table(report: Report) -> Iterator[str]:
         for figure in case.figures:
             timed = figure.timed
             way = f"**{figure.way}**" if figure.ours else figure.way
-            spread = f"{seconds_text(timed.low)} to {seconds_text(timed.high)}"
+            spread = _between(seconds_text(timed.low), seconds_text(timed.high))
             ratio = f"{case.ratio(figure):.2f}" if figure.way != case.base else "base"
             cells = (case.label, way, seconds_text(timed.median), spread, ratio)
             yield f"| {' | '.join(cells)} |"
+
+
+def _between(low: str, high: str) -> str:
+    """
+    >>> _between("5.2 ms", "5.7 ms"), _between("990 us", "1.2 ms")
+    ('5.2-5.7 ms', '990 us-1.2 ms')
+    """
+    (first, unit), (_, other) = low.split(), high.split()
+    return f"{first}-{high}" if unit == other else f"{low}-{high}"
 
 
 def page_with_tables(page: str) -> str:
@@ -108,8 +117,8 @@ def page_with_tables(page: str) -> str:
 def _main_way(case: Measured) -> tuple[str, float, str] | None:
     """Our first way, how many times as long as its base it takes, and the base."""
     ours = next(one for one in case.figures if one.ours)
-    last = [one.way for one in case.figures if not one.ours][-1]
-    base = last if case.base == ours.way else case.base
+    others = [one.way for one in case.figures if not one.ours]
+    base = others[-1] if others and case.base == ours.way else case.base
     beside = case.of(base)
     return None if beside is None else (ours.way, ours.timed.median / beside.median, base)
 

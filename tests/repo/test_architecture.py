@@ -282,3 +282,23 @@ def test_the_environment_is_read_in_one_module() -> None:
         values = default.partition(";")[0].split(", ")
         told.update(zip(re.findall(r"`(\w+)`", names), values, strict=True))
     assert {name: "" if told[name] == "none" else told[name] for name in told} == variables.OURS
+
+
+# Signatures that DeepEP gives, with what its users are told of each argument.
+_LONG = {"buffer.py: dispatch", "compat/elastic/buffer.py: dispatch"}
+_LONG |= {"compat/elastic/buffer.py: __init__", "compat/hybrid_ep/buffer.py: dispatch_with_permute"}
+
+
+def test_files_and_functions_can_be_read_at_once() -> None:
+    """Files of at most 400 lines, and functions of at most 60, but for the specification's."""
+    too_long = set()
+    for path in FILES:
+        name = path.relative_to(SOURCE).as_posix()
+        if len(path.read_text().splitlines()) > 400:
+            too_long.add(name)
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.FunctionDef) and not name.startswith("spec/"):
+                assert node.end_lineno is not None
+                if node.end_lineno - node.lineno >= 60:
+                    too_long.add(f"{name}: {node.name}")
+    assert too_long == _LONG

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -75,6 +76,44 @@ def test_import_costs_at_most_a_tenth_of_torchs() -> None:
         return taken["tokenyard"] / taken["torch"]
 
     assert min(share() for _ in range(3)) < 0.1
+
+
+# What users import from where. A name that is no longer here is an incompatible change.
+PUBLIC = {
+    "tokenyard": """
+        Aligned Buffer BufferClosed BufferInUse CallMismatch Combined Config DispatchLayout
+        Dispatched DispatchedByExpert EPHandle ElasticBuffer EventHandle EventOverlap Gathered
+        Handle HybridEPBuffer LowLatencyCombined LowLatencyDispatched LowLatencyHandle Moves
+        PeerDied PeerError PeerInputError PeerLeft PeerTimeout Permuted Prepared PreparedRows
+        Replicas SharedMemoryError TokenyardError __version__ local_group merge_traces
+        moe_align_block_size per_token_cast_back per_token_cast_to_fp8 permute rearrange record
+        topk_idx_t trace unpermute warm_up
+    """,
+    "tokenyard.nn": """
+        Experts GradScaler MoE Router RouterConfig Share SharedExpert accept_gradients
+        auxiliary_losses average_expert_gradients checkpoint_state clip_grad_norm_
+        expert_parameters functional get_grad_norm named_expert_parameters prepare_for_ddp
+        rebalance sum_replica_gradients update_biases
+    """,
+    "tokenyard.testing": """
+        Cluster Exited Processes ROUTINGS RankFailed VirtualRun assert_same fake_experts layout_of
+        numbered_tokens poisoned routing run_processes run_virtual why_no_cluster
+    """,
+    "tokenyard.integrations.transformers": """
+        TokenyardEP expert_parallel experts_forward from_pretrained prepare_trainer
+        save_pretrained
+    """,
+}
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_names_that_users_import_stay(module: str) -> None:
+    if module.endswith("transformers"):
+        pytest.importorskip("transformers")
+    found = importlib.import_module(module)
+    names = PUBLIC[module].split()
+    assert sorted(found.__all__) == sorted(names)
+    assert all(getattr(found, name) is not None for name in names)
 
 
 def test_public_names_are_there() -> None:

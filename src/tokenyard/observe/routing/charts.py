@@ -7,6 +7,10 @@ from typing import Any
 
 import numpy as np
 
+# Of the light page, and of the picture.
+INK, LINE, MAIN, HOT = "#1f2430", "#dfe3e8", "#2f66d0", "#d9480f"
+ABOVE = 1.3  # times the mean: drawn as hot
+
 _WIDTH, _HEIGHT = 440, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 8, 10, 40
 _MOST_BARS, _MOST_CELLS = 256, 64
@@ -14,7 +18,7 @@ _MOST_POINTS = 400
 
 
 def bars(loads_X: np.ndarray, what: str) -> str:
-    """A bar for each, by the mean; those above 1.3 are hot. Many are drawn as blocks of several."""
+    """A bar for each, by the mean; those above ABOVE are hot. Many make blocks of several."""
     ratios = loads_X / (loads_X.mean() or 1.0)
     # Of a block the tallest is drawn: a mean would hide what is hot.
     shown, block = blocks(ratios[None], _MOST_BARS, np.max)
@@ -25,7 +29,7 @@ def bars(loads_X: np.ndarray, what: str) -> str:
         height = ratio / top * (_HEIGHT - _TOP - _BOTTOM)
         name = f"{what} {number * block}" + (f" to {number * block + block - 1}" * (block > 1))
         parts.append(
-            f'<rect class="{"hot" if ratio > 1.3 else "main"}" x="{_LEFT + number * step:.2f}" '
+            f'<rect class="{"hot" if ratio > ABOVE else "main"}" x="{_LEFT + number * step:.2f}" '
             f'y="{_HEIGHT - _BOTTOM - height:.2f}" width="{step * 0.82:.2f}" '
             f'height="{height:.2f}"><title>{name}: {ratio:.2f} x the mean</title></rect>'
         )

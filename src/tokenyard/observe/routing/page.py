@@ -13,10 +13,11 @@ from tokenyard.observe.routing.report import Report
 
 _MOST_EXPERTS = 10  # that the table names
 
-_STYLE = """
-:root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --ink: #1f2430; --soft: #5b6472;
-  --line: #dfe3e8; --main: #2f66d0; --hot: #d9480f; --ok: #2b8a3e; --warn: #b35c00;
-  --bad: #c92a2a; --on: #fff; }
+_LIGHT = f"--ink: {charts.INK}; --line: {charts.LINE}; --main: {charts.MAIN}; --hot: {charts.HOT};"
+_STYLE = f":root {{ {_LIGHT} }}"
+_STYLE += """
+:root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --soft: #5b6472;
+  --ok: #2b8a3e; --warn: #b35c00; --bad: #c92a2a; --on: #fff; }
 @media (prefers-color-scheme: dark) { :root { --page: #14171c; --card: #1d2229; --ink: #e6e9ee;
   --soft: #a0a9b6; --line: #343b45; --main: #74a5ff; --hot: #ff922b; --ok: #69db7c; --warn: #ffc078;
   --bad: #ff8787; --on: #0e131b; } }
@@ -118,7 +119,7 @@ def _card(title: str, below: str, content: str) -> str:
 
 
 def _mean(loads: np.ndarray) -> str:
-    return f"By the mean of {loads.mean():,.0f} rows; orange is above 1.3 x."
+    return f"By the mean of {loads.mean():,.0f} rows; orange is above {charts.ABOVE} x."
 
 
 def _copies(figures: Figures) -> str:

@@ -7,21 +7,21 @@ from typing import Any
 
 import numpy as np
 
+from tokenyard.observe.routing.charts import ABOVE, HOT, INK, LINE, MAIN
 from tokenyard.observe.routing.report import Report
 
-_BLUE, _ORANGE, _GREY, _INK = "#3b6fd4", "#e8590c", "#adb5bd", "#343a40"
 _STYLE = {
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.edgecolor": _GREY,
-    "axes.labelcolor": _INK,
+    "axes.edgecolor": LINE,
+    "axes.labelcolor": INK,
     "axes.titlesize": 11,
     "axes.titlelocation": "left",
     "axes.titleweight": "bold",
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "text.color": _INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "text.color": INK,
 }
 
 
@@ -49,12 +49,12 @@ def draw(report: Report, path: Path) -> None:
 
 
 def _bars(axes: Any, loads: np.ndarray, what: str) -> None:
-    """Draw each load divided by the mean load; those above 1.3 stand out."""
+    """Draw each load divided by the mean load; those above ABOVE stand out."""
     mean = loads.mean() or 1.0
     ratios = loads / mean
-    colours = [_ORANGE if ratio > 1.3 else _BLUE for ratio in ratios]
+    colours = [HOT if ratio > ABOVE else MAIN for ratio in ratios]
     axes.bar(range(len(loads)), ratios, color=colours, width=0.8)
-    axes.axhline(1, color=_INK, linewidth=1, linestyle=(0, (4, 3)))
+    axes.axhline(1, color=INK, linewidth=1, linestyle=(0, (4, 3)))
     axes.set(xlabel=what, ylabel="load by the mean", xlim=(-0.6, len(loads) - 0.4))
     axes.set_ylim(0, max(1.25, 1.08 * ratios.max()))
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -72,7 +72,7 @@ def _ranks(axes: Any, report: Report) -> None:
 
 def _layers(figure: Any, axes: Any, report: Report) -> None:
     loads = np.array([one.load / (one.load.mean() or 1.0) for one in report.each])
-    image = axes.imshow(loads, aspect="auto", cmap="Blues", vmin=0, interpolation="nearest")
+    image = _heat(axes, loads)
     axes.set_title("Load of experts, by layer")
     axes.set(xlabel="expert", ylabel="layer")
     for axis in (axes.xaxis, axes.yaxis):
@@ -80,9 +80,16 @@ def _layers(figure: Any, axes: Any, report: Report) -> None:
     figure.colorbar(image, ax=axes, label="load by the mean")
 
 
+def _heat(axes: Any, values: np.ndarray) -> Any:
+    from matplotlib.colors import LinearSegmentedColormap
+
+    shades = LinearSegmentedColormap.from_list("page", ["white", MAIN])
+    return axes.imshow(values, aspect="auto", cmap=shades, vmin=0, interpolation="nearest")
+
+
 def _traffic(figure: Any, axes: Any, report: Report) -> None:
     traffic, unit = report.total.traffic_of_a_step
-    image = axes.imshow(traffic, aspect="auto", cmap="Blues", vmin=0, interpolation="nearest")
+    image = _heat(axes, traffic)
     axes.set_title("Traffic of a step")
     axes.set(xlabel="to rank", ylabel="from rank")
     for axis in (axes.xaxis, axes.yaxis):
@@ -98,17 +105,17 @@ def _traffic(figure: Any, axes: Any, report: Report) -> None:
                 ha="center",
                 va="center",
                 fontsize=8,
-                color="white" if dark else _INK,
+                color="white" if dark else INK,
             )
 
 
 def _steps(axes: Any, report: Report) -> None:
     total = report.total
     marker = "o" if len(total.step) < 2 else None
-    lines = {"experts": (total.expert_imbalance, _GREY), "ranks": (total.rank_imbalance, _BLUE)}
+    lines = {"experts": (total.expert_imbalance, HOT), "ranks": (total.rank_imbalance, MAIN)}
     for name, (values, colour) in lines.items():
         axes.plot(total.step, values, color=colour, label=name, linewidth=1.6, marker=marker)
-    axes.axhline(1, color=_INK, linewidth=1, linestyle=(0, (4, 3)))
+    axes.axhline(1, color=INK, linewidth=1, linestyle=(0, (4, 3)))
     axes.set_title("Imbalance over steps")
     axes.set(xlabel="step", ylabel="busiest by the mean")
     axes.set_ylim(bottom=0)
