@@ -40,18 +40,6 @@ class Replay:
         """Experts that moved to another rank."""
         return sum(len(change.moves) for change in self.changes.values())
 
-    def moving_seconds(self, cluster: Cluster, model: Model, weight_bytes: int) -> float:
-        """Seconds to bring the weights of experts that moved: in each change those of the rank that
-        gets most, over the network, or in the node if there is only one.
-        """
-        one_node = self.num_ranks <= cluster.ranks_per_node
-        rate = cluster.node_rate if one_node else cluster.network_rate
-        most = 0
-        for change in self.changes.values():
-            ranks = [move.target.rank for move in change.moves.between_ranks]
-            most += int(np.bincount(ranks).max()) if ranks else 0
-        return most * model.expert_elements * weight_bytes / rate
-
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return {

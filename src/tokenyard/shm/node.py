@@ -13,7 +13,6 @@ other's /proc/<pid>/fd: see `segment`.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from contextlib import ExitStack
 
 import numpy as np
@@ -27,7 +26,7 @@ from tokenyard.shm.liveness import Liveness
 from tokenyard.shm.mailbox import Mailbox, SignalKernels
 from tokenyard.shm.pool import SegmentPool
 from tokenyard.shm.segment import Segment
-from tokenyard.shm.shared_rows import NOTHING, SharedRows
+from tokenyard.shm.shared_rows import NOTHING
 from tokenyard.wire.message import NO_MEMORY
 
 BOX = 128  # int64s of a message that go at once
@@ -138,21 +137,6 @@ class SharedNode(Leaving):
         able_R1 = self.mailbox.exchange(np.full((self.size, 1), NO_MEMORY if error else 0), stage)
         shared_rows.check(able_R1, [error], stage, self.rank)
         return [one.array for one in mapped]
-
-    def map_blocks(
-        self, told_R3: np.ndarray, counts: Sequence[int], own: SharedRows, stage: str
-    ) -> tuple[np.ndarray, list[Mapped | None]]:
-        """[R] addresses of the blocks that ranks told of, and what keeps them mapped. Nothing is
-        mapped of ranks to which no rows go: 0 stands for their blocks.
-        """
-        memory = self.attached.memory
-        mapped = [
-            memory(rank, told, stage) if counts[rank] and rank != self.rank else None
-            for rank, told in enumerate(told_R3.tolist())
-        ]
-        blocks_R = np.array([one.address if one else 0 for one in mapped], np.int64)
-        blocks_R[self.rank] = own.address
-        return blocks_R, mapped
 
     def tell(self, error: PeerError) -> None:
         self.liveness.tell(error)

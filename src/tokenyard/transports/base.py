@@ -43,11 +43,6 @@ class Offer:
     came: Any = None  # once ranks have met: the rows of all ranks, if all enclosed theirs
     is_mixed: bool = False  # once ranks have met: some have offered nothing, and not all enclosed
 
-    def take_blocks(self) -> tuple[SharedRows, ...]:
-        """The memory, which the offer lets go: what does not fit can be taken again at once."""
-        blocks, self.blocks = self.blocks, ()
-        return blocks
-
 
 class Sum(NamedTuple):
     """One column of a combine: rows that go back, and where their sums go."""

@@ -57,7 +57,7 @@ class SharedBlock:
         """
         node.release(stage)
         self.rank, self.size, self.num_bytes = node.rank, node.size, num_bytes
-        self._node, self._num_lines = node, num_lines
+        self._node = node
         begin = LINE * num_lines
         mapped = node.share_arrays(begin + round_up(max(num_bytes, 1), LINE), stage, stage)
         self._addresses = [int(array.ctypes.data) for array in mapped]
