@@ -84,8 +84,6 @@ def tables() -> str:
 
 def _table(report: Report) -> Iterator[str]:
     yield f"`{command_of(report)}`"
-    if report.slow_rank:
-        yield f"({report.slow_rank['text']})"
     yield ""
     yield "| case | way | median | quartiles | times the base |"
     yield "|---|---|---|---|---|"

@@ -43,9 +43,9 @@ POINTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "pack": ("tokenyard.kernels.numba", "pack", _GLOO),
     "Links.stream": ("tokenyard.transports.hierarchical.links", "Links.stream", ("hierarchical",)),
     "gloo": ("tokenyard.comm.torch_exchange", "TorchExchange.start", _GLOO),
-    "send_dispatch": ("tokenyard.low_latency.shared", "SharedSlots.send_dispatch", ("low",)),
-    "send_combine": ("tokenyard.low_latency.shared", "SharedSlots.send_combine", ("low",)),
-    "receive": ("tokenyard.low_latency.shared", "SharedSlots.receive", ("low",)),
+    "send_dispatch": ("tokenyard.low_latency.shared_slots", "SharedSlots.send_dispatch", ("low",)),
+    "send_combine": ("tokenyard.low_latency.shared_slots", "SharedSlots.send_combine", ("low",)),
+    "receive": ("tokenyard.low_latency.shared_slots", "SharedSlots.receive", ("low",)),
     "travel": ("tokenyard.low_latency.exchanged", "ExchangedSlots.travel", _GLOO),
 }
 

@@ -13,9 +13,9 @@ from tokenyard.planner.balance import (
     spread_copies,
 )
 from tokenyard.planner.balancer import Balancer, Policy
+from tokenyard.planner.bin_packing import largest_first, pack
 from tokenyard.planner.copies import expected_traffic
 from tokenyard.planner.even_out import even_out
-from tokenyard.planner.shelves import largest_first, pack
 from tokenyard.replicas import Moves, Replicas
 from tokenyard.topology import Topology
 

@@ -249,7 +249,7 @@ OWN_KERNELS = {
         "progress",
         "ring",
     }
-    | {"signals", "turns"},
+    | {"signals", "compile_lock"},
     "triton": {"floats", "launch", "symmetric"},
 }
 

@@ -101,7 +101,7 @@ FAULTS = (
     Fault(
         "compiled-combine-leaves-before-others-read",
         "compiled calls",
-        _SUMS,
+        "kernels/numba/call/meet.py",
         "    if words[at.AWAITS] != 0 and not passes(table, at.READ, READ):\n"
         "        return verdict(LATE, READ)\n",
         "",

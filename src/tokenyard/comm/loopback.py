@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.comm.base import Communicator, Exchange, Move
-from tokenyard.comm.baton import Baton, Gate
+from tokenyard.comm.one_at_a_time import Baton, Gate
 from tokenyard.errors import PeerDied, PeerError, PeerLeft, PeerTimeout, name_ranks
 from tokenyard.runtime.busy import is_busy
 

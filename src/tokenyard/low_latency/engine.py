@@ -30,8 +30,8 @@ from tokenyard.low_latency import logfmt
 from tokenyard.low_latency.exchanged import ExchangedSlots
 from tokenyard.low_latency.handle import STAGE_OF, LowLatencyHandle, PendingCombine
 from tokenyard.low_latency.inputs import Fp8, Inputs, bad_pair, counters, unsent_pair
-from tokenyard.low_latency.results import Arrived, Results
-from tokenyard.low_latency.shared import SharedSlots
+from tokenyard.low_latency.result_memory import Arrived, Results
+from tokenyard.low_latency.shared_slots import SharedSlots
 from tokenyard.runtime import memory
 from tokenyard.runtime.completion import AT_ONCE, Completion, RecvEvent, RecvHook
 from tokenyard.runtime.events import EventOverlap

@@ -26,7 +26,7 @@ from tokenyard.engine.mismatch import STAGES
 from tokenyard.engine.statistics import Statistics
 from tokenyard.kernels.base import SlotKernels
 from tokenyard.low_latency.handle import STAGE_OF, LowLatencyHandle, PendingCombine
-from tokenyard.low_latency.results import Arrived
+from tokenyard.low_latency.result_memory import Arrived
 from tokenyard.runtime import memory
 from tokenyard.runtime.memory import as_bytes
 from tokenyard.transports.base import Transport

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from tokenyard.planner.bin_packing import pack
 from tokenyard.planner.copies import nodes_of, slot_loads
 from tokenyard.planner.cost import imbalance
-from tokenyard.planner.shelves import pack
 from tokenyard.replicas import Moves, Replicas
 from tokenyard.topology import Topology
 

@@ -15,7 +15,7 @@ from tokenyard import validate
 from tokenyard.compat.elastic.dispatch import by_column
 from tokenyard.compat.elastic.domains import ALIGNMENT
 from tokenyard.compat.elastic.refusal import heard_by_all
-from tokenyard.compat.elastic.shared import SharedBlock, meet, node_of
+from tokenyard.compat.elastic.shared_block import SharedBlock, meet, node_of
 from tokenyard.engine.engine import Engine
 from tokenyard.engine.gather import all_gather
 from tokenyard.lifetime import Lifetime

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from tokenyard import validate
 from tokenyard.compat.elastic.domains import ALIGNMENT
-from tokenyard.compat.elastic.pipes import RECEIVE, SEND, Connections, SharedSlots
+from tokenyard.compat.elastic.pipes import RECEIVE, SEND, Connections, SharedPipe
 from tokenyard.compat.elastic.refusal import heard_by_all
-from tokenyard.compat.elastic.shared import as_bytes, meet, node_of
+from tokenyard.compat.elastic.shared_block import as_bytes, meet, node_of
 from tokenyard.engine.engine import Engine
 from tokenyard.errors import CallMismatch
 from tokenyard.lifetime import Lifetime
 from tokenyard.types import round_up
 
-Pipe = SharedSlots | Connections
+Pipe = SharedPipe | Connections
 
 _TENSOR = 32  # bytes; V2 rounds tensors up to this
 
@@ -48,7 +48,7 @@ class PipelineCalls(Lifetime):
     def _open_pipe(self, engine: Engine, num_bytes: int, num_slots: int) -> Pipe:
         node = node_of(engine)
         if node is not None:
-            return SharedSlots(node, num_bytes, num_slots)
+            return SharedPipe(node, num_bytes, num_slots)
         if self._pipe is not None:
             self._pipe.close()
         name = f"{engine.agreement.buffer_id:x}/{engine.agreement.number}"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.comm.base import Communicator, Exchange
-from tokenyard.compat.elastic.shared import SharedBlock, as_bytes
+from tokenyard.compat.elastic.shared_block import SharedBlock, as_bytes
 from tokenyard.engine.engine import Engine
 from tokenyard.runtime.events import EventHandle, Worker
 from tokenyard.shm.node import SharedNode
@@ -16,7 +16,7 @@ from tokenyard.wire.columns import LINE
 SEND, RECEIVE = "pp_send", "pp_recv"
 
 
-class SharedSlots:
+class SharedPipe:
     """Slots in every rank's memory for the tensors of its two neighbours, used in turn.
 
     The lines of a rank, by side (0: the rank before it, 1: the one after it): how many tensors came

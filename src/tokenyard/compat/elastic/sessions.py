@@ -16,9 +16,9 @@ from torch import Tensor
 
 from tokenyard import validate
 from tokenyard.compat.elastic.domains import ALIGNMENT
+from tokenyard.compat.elastic.gathered import ALIGNED, SharedResults
 from tokenyard.compat.elastic.refusal import heard_by_all
-from tokenyard.compat.elastic.results import ALIGNED, SharedResults
-from tokenyard.compat.elastic.shared import as_bytes, meet, node_of
+from tokenyard.compat.elastic.shared_block import as_bytes, meet, node_of
 from tokenyard.engine.engine import Engine
 from tokenyard.engine.gather import all_gather
 from tokenyard.lifetime import Lifetime

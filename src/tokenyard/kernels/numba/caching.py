@@ -4,9 +4,9 @@ Numba's own cache looks only at the file that holds the function, though compile
 other files too. Here the name of an entry follows from the content of all files that kernels may
 use, so that no entry is ever stale. Entries of other contents are deleted when one is saved.
 
-Processes that want one kernel at the same time compile it once (`turns`), and those that wait
-compile what will be wanted next (`expect`). Ranks that wait for this one meanwhile know that it is
-busy (`runtime.busy`). Who compiles says so (`progress`).
+Processes that want one kernel at the same time compile it once (`compile_lock`), and those that
+wait compile what will be wanted next (`expect`). Ranks that wait for this one meanwhile know that
+it is busy (`runtime.busy`). Who compiles says so (`progress`).
 
 Where Numba finds no folder that it can write, kernels are kept in a folder of the user's own among
 the temporary files, or else nowhere. A line in the log says so, once. Kernels that lie in the
@@ -33,8 +33,8 @@ from numba.core import caching, sigutils
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.types.misc import unliteral
 
+from tokenyard.kernels.numba.compile_lock import is_taken, turn
 from tokenyard.kernels.numba.progress import Progress
-from tokenyard.kernels.numba.turns import is_taken, turn
 from tokenyard.runtime.busy import busy
 from tokenyard.runtime.interrupts import deferred, look
 
@@ -52,6 +52,7 @@ _ELSEWHERE = (
     "runtime/memory.py",
     "runtime/pool.py",
     "runtime/threads.py",
+    "runtime/variables.py",
     "topology.py",
     "types.py",
     "wire/call.py",

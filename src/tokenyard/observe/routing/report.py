@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenyard.observe.routing.figures import Figures, figures_of, imbalance, together
 from tokenyard.observe.routing.file import LayerRouting
-from tokenyard.observe.routing.words import Finding, findings
+from tokenyard.observe.routing.findings import Finding, findings
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

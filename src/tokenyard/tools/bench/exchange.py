@@ -6,7 +6,7 @@ from collections.abc import Generator
 from typing import Any
 
 import tokenyard
-from tokenyard.tools.bench.beside import GLOO, MEMCPY, GlooAllToAll, absent, memory_ways
+from tokenyard.tools.bench.baselines import GLOO, MEMCPY, GlooAllToAll, absent, memory_ways
 from tokenyard.tools.bench.case import Case, Check, Way
 from tokenyard.tools.bench.routed import Routed, Wanted, few
 from tokenyard.tools.bench.shape import Shape

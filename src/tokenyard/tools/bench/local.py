@@ -12,7 +12,7 @@ import tokenyard
 from tokenyard import spec
 from tokenyard.ops.permute import unpermute_backward
 from tokenyard.testing import layout_of, routing
-from tokenyard.tools.bench.beside import MEMCPY, memory_ways
+from tokenyard.tools.bench.baselines import MEMCPY, memory_ways
 from tokenyard.tools.bench.case import Case, Check, Way
 from tokenyard.tools.bench.shape import Shape
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import tokenyard
 from tokenyard.nn import MoE, RouterConfig, functional
-from tokenyard.tools.bench.beside import absent, all_gather, reduce_scatter
+from tokenyard.tools.bench.baselines import absent, all_gather, reduce_scatter
 from tokenyard.tools.bench.case import Case, Check, Way
 from tokenyard.tools.bench.shape import Shape
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import tokenyard
-from tokenyard.tools.bench.beside import (
+from tokenyard.tools.bench.baselines import (
     GATHERED,
     GLOO,
     GlooAllToAll,

@@ -37,9 +37,9 @@ from tokenyard.shm.mailbox import SignalKernels
 from tokenyard.shm.node import SharedNode
 from tokenyard.topology import Topology
 from tokenyard.transports.base import Offer, RowsOut, Sum
+from tokenyard.transports.hierarchical.enclosed_steps import EnclosedSteps
 from tokenyard.transports.hierarchical.links import Links
 from tokenyard.transports.hierarchical.route import KnownMarks
-from tokenyard.transports.hierarchical.steps import EnclosedSteps
 from tokenyard.types import round_up
 from tokenyard.wire import int64s
 from tokenyard.wire import nodes_table as at

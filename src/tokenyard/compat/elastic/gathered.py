@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tokenyard.compat.elastic.shared import SharedBlock, as_bytes
+from tokenyard.compat.elastic.shared_block import SharedBlock, as_bytes
 from tokenyard.errors import CallMismatch
 from tokenyard.shm.node import SharedNode
 from tokenyard.types import round_up

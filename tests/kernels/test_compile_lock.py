@@ -17,12 +17,12 @@ import pytest
 from tests.cases.clock import scaled
 from tests.cases.lanes import at_night
 from tests.cases.package import cold
-from tokenyard.kernels.numba.turns import turn
+from tokenyard.kernels.numba.compile_lock import turn
 
 # Takes its turn, says so, and does not end by itself.
 HOLD = """
 import sys, time
-from tokenyard.kernels.numba.turns import turn
+from tokenyard.kernels.numba.compile_lock import turn
 with turn(sys.argv[1], lambda: False):
     print("mine", flush=True)
     while True:

@@ -20,7 +20,7 @@ from tokenyard.errors import PeerDied, PeerLeft
 from tokenyard.low_latency.handle import LowLatencyHandle, PendingCombine
 from tokenyard.low_latency.mismatch import posts_differ
 from tokenyard.low_latency.posts import Post, PostKernels, Posts, words
-from tokenyard.low_latency.results import Arrived
+from tokenyard.low_latency.result_memory import Arrived
 from tokenyard.shm.attached import Mapped
 from tokenyard.shm.mailbox import YIELDS
 from tokenyard.shm.node import SharedNode
