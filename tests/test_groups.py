@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch.distributed as dist
 
 import tokenyard
 from tests.cases.processes import Pools
-from tests.cases.programs import run_python
+from tests.cases.programs import free_port, run_python
 
 ALONE = """
 import torch.distributed as dist
@@ -40,10 +42,13 @@ def test_the_default_group_is_taken_where_there_is_one(processes: Pools) -> None
         ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}, "mpirun has started 4 proc"),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "mpiexec has started 2 processes"),
         ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8"}, "srun has started 8 processes"),
+        ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2"}, "flux run has started 2 processes"),
+        ({"LWS_WORKER_INDEX": "1", "LWS_GROUP_SIZE": "2"}, "LeaderWorkerSet has started 2 proc"),
+        ({"JOB_COMPLETION_INDEX": "2"}, "this is pod 2 of an indexed Job"),
         ({"RANK": "1"}, "RANK is set alone, want RANK and WORLD_SIZE, or neither"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set alone, want RANK and WORLD_SIZE, or neither"),
     ],
-    ids=["mpirun", "mpiexec", "srun", "rank alone", "size alone"],
+    ids=["mpirun", "mpiexec", "srun", "flux", "lws", "job", "rank alone", "size alone"],
 )
 def test_one_of_several_processes_is_no_group_of_one(
     variables: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
@@ -52,6 +57,39 @@ def test_one_of_several_processes_is_no_group_of_one(
         monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError, match=said):
         tokenyard.local_group()
+
+
+TOGETHER = """
+import torch, torch.distributed as dist
+import tokenyard
+group = tokenyard.local_group()
+with tokenyard.Buffer(group) as buffer:
+    print(buffer.all_gather(torch.tensor([[group.rank()]]))[0].tolist(), group.size())
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "by, rank",
+    [
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}, "SLURM_PROCID"),
+        ({"LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "localhost"}, "LWS_WORKER_INDEX"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, "OMPI_COMM_WORLD_RANK"),
+    ],
+    ids=["srun", "lws", "mpirun"],
+)
+def test_ranks_that_a_launcher_started_find_each_other(by: dict[str, str], rank: str) -> None:
+    """Its variables alone, as plain processes have them here."""
+    given = {**by, "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0"}
+    if "SLURM_STEP_NUM_TASKS" not in by:
+        given["MASTER_PORT"] = str(free_port())
+    with ThreadPoolExecutor(2) as pool:
+        runs = [
+            pool.submit(run_python, "-c", TOGETHER, limit=120, **given, **{rank: str(number)})
+            for number in range(2)
+        ]
+        done = [run.result() for run in runs]
+    assert [one.stdout for one in done] == ["[[0], [1]] 2\n"] * 2, [one.stderr for one in done]
 
 
 def test_a_batch_script_without_srun_is_alone() -> None:
