@@ -45,10 +45,30 @@ def test_the_default_group_is_taken_where_there_is_one(processes: Pools) -> None
         ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2"}, "flux run has started 2 processes"),
         ({"LWS_WORKER_INDEX": "1", "LWS_GROUP_SIZE": "2"}, "LeaderWorkerSet has started 2 proc"),
         ({"JOB_COMPLETION_INDEX": "2"}, "this is pod 2 of an indexed Job"),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "5",
+                "OMPI_COMM_WORLD_SIZE": "8",
+                "SLURM_PROCID": "1",  # of the daemons that mpirun starts by srun
+                "SLURM_STEP_NUM_TASKS": "2",
+                "SLURM_STEP_NODELIST": "localhost",
+            },
+            "mpirun has started 8 processes",
+        ),
         ({"RANK": "1"}, "RANK is set alone, want RANK and WORLD_SIZE, or neither"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set alone, want RANK and WORLD_SIZE, or neither"),
     ],
-    ids=["mpirun", "mpiexec", "srun", "flux", "lws", "job", "rank alone", "size alone"],
+    ids=[
+        "mpirun",
+        "mpiexec",
+        "srun",
+        "flux",
+        "lws",
+        "job",
+        "mpirun in a batch script",
+        "rank alone",
+        "size alone",
+    ],
 )
 def test_one_of_several_processes_is_no_group_of_one(
     variables: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch

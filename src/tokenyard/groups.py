@@ -63,7 +63,7 @@ def local_group() -> ProcessGroup | LoopbackGroup:
             _begin()
         elif (launch := _launch()) is not None:
             where = f"tcp://{launch.address}:{launch.port}"
-            rank, size = int(variables.read(launch.rank)), int(variables.read(launch.size))
+            rank, size = _place(launch)
             _begin(init_method=where, rank=rank, world_size=size)
         else:
             try:
@@ -95,17 +95,20 @@ def _launch() -> Launch | None:
     given = [name for name in ("RANK", "WORLD_SIZE") if variables.is_set(name)]
     if given:
         raise RuntimeError(f"{given[0]} is set alone, want RANK and WORLD_SIZE, or neither")
-    for launch in _LAUNCHERS:
-        if variables.read(launch.size) not in ("0", "1"):
-            found = _addressed(launch)
-            if found.address:
-                return found
-            raise RuntimeError(
-                f"{launch.by} has started {variables.read(launch.size)} processes ({launch.size}) "
-                f"and RANK is not set, want for each: RANK=${launch.rank} "
-                f"WORLD_SIZE=${launch.size} MASTER_ADDR=<host of rank 0> MASTER_PORT=29500 "
-                "python ..., or a group of your own"
-            )
+    several = [one for one in _LAUNCHERS if variables.read(one.size) not in ("0", "1")]
+    if several:
+        first = several[0]
+        # srun sets PMI's variables beside its own; under mpirun srun's are those of its daemons.
+        same = [_addressed(one) for one in several if _place(one) == _place(first)]
+        found = next((one for one in same if one.address), None)
+        if found is not None:
+            return found
+        raise RuntimeError(
+            f"{first.by} has started {variables.read(first.size)} processes ({first.size}) "
+            f"and RANK is not set, want for each: RANK=${first.rank} "
+            f"WORLD_SIZE=${first.size} MASTER_ADDR=<host of rank 0> MASTER_PORT=29500 "
+            "python ..., or a group of your own"
+        )
     index = variables.read("JOB_COMPLETION_INDEX")
     if index != "0":
         raise RuntimeError(
@@ -114,6 +117,11 @@ def _launch() -> Launch | None:
             "MASTER_ADDR=<pod 0> MASTER_PORT=29500 python ..., or a group of your own"
         )
     return None
+
+
+def _place(launch: Launch) -> tuple[int, int]:
+    """This process's number, and how many there are."""
+    return int(variables.read(launch.rank)), int(variables.read(launch.size))
 
 
 def _addressed(launch: Launch) -> Launch:
