@@ -15,8 +15,8 @@ The model is a Qwen3-MoE with random weights in bfloat16: 8 layers of 64 experts
 2048, intermediate size of an expert 256. "prefill" is prompts of 1024 tokens, of which one token is
 asked for; "decode" is 32 sequences at once; "changing" is prompts of 8 to 256 tokens and answers of
 4 to 64, a dozen at once, so that almost every step has another size; "alone" is one sequence of
-32 tokens after the other. Without AMX the experts'
-arithmetic hides what lies between: take --hidden 512 --intermediate 64 --layers 16 there.
+32 tokens after the other. Without AMX the experts' arithmetic hides what lies between: take
+--hidden 512 --intermediate 64 --layers 16 there.
 
 All servers are up at once, and sleep (SIGSTOP) but for the one that is measured. They take turns,
 in another order each round. A figure is the median over rounds; so is a ratio, of figures of the

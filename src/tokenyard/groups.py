@@ -18,29 +18,27 @@ _NO_THREADS = (
     "torch.distributed cannot start its threads: raise this user's limit with `ulimit -u`, or the "
     "container's with `docker run --pids-limit`"
 )
-_PORTS = range(20000, 32000)  # of jobs of Slurm: below those that the system gives out
+_PORTS = range(20000, 32000)  # for steps of Slurm: below the ports that the system gives out
 
 
-class Launch(NamedTuple):
-    """What the variables of a launcher say of this process."""
+class Launcher(NamedTuple):
+    """A program that starts several processes, and the variables by which it tells each of them."""
 
-    by: str
-    rank: str  # the variable with its number
-    size: str  # that with how many there are
-    address: str = ""  # of rank 0, where the launcher tells
-    port: int = 0
+    name: str
+    rank: str  # which one this is
+    size: str  # how many there are
+    hosts: str = ""  # where they are, rank 0 first; "" if no variable says so
 
 
-# Launchers that start several processes: whose number is in one variable, and how many there are in
-# the other. SLURM_NTASKS is not among them: a plain sbatch script has it too.
+# SLURM_NTASKS is not among these: a plain sbatch script has it too.
 _LAUNCHERS = (
-    Launch("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    Launch("mpiexec", "PMI_RANK", "PMI_SIZE"),
-    Launch("mpiexec of PALS", "PALS_RANKID", "PALS_SIZE"),
-    Launch("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
-    Launch("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
-    Launch("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-    Launch("LeaderWorkerSet", "LWS_WORKER_INDEX", "LWS_GROUP_SIZE"),
+    Launcher("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    Launcher("mpiexec", "PMI_RANK", "PMI_SIZE"),
+    Launcher("mpiexec of PALS", "PALS_RANKID", "PALS_SIZE"),
+    Launcher("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+    Launcher("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+    Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"),
+    Launcher("LeaderWorkerSet", "LWS_WORKER_INDEX", "LWS_GROUP_SIZE", "LWS_LEADER_ADDRESS"),
 )
 
 
@@ -61,10 +59,8 @@ def local_group() -> ProcessGroup | LoopbackGroup:
     if not dist.is_initialized():
         if variables.is_set("RANK") and variables.is_set("WORLD_SIZE"):
             _begin()
-        elif (launch := _launch()) is not None:
-            where = f"tcp://{launch.address}:{launch.port}"
-            rank, size = _place(launch)
-            _begin(init_method=where, rank=rank, world_size=size)
+        elif (place := _find_place()) is not None:
+            _begin(**place)
         else:
             try:
                 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -76,21 +72,21 @@ def local_group() -> ProcessGroup | LoopbackGroup:
     return group
 
 
-def _begin(**where: Any) -> None:
+def _begin(**place: Any) -> None:
     import torch.distributed as dist
 
     try:
-        dist.init_process_group("gloo", **where)
+        dist.init_process_group("gloo", **place)
     except RuntimeError as error:
         if os.strerror(errno.EAGAIN) in str(error):
             raise RuntimeError(_NO_THREADS) from error
         raise
 
 
-def _launch() -> Launch | None:
-    """How this process was started as one of several, with rank 0's address; None if it is alone.
-    Raises where it plainly is not alone and the others cannot be found: groups of one would all be
-    right.
+def _find_place() -> dict[str, Any] | None:
+    """This process's place among those that a launcher started, for init_process_group; None if
+    it is alone. Raises where others were plainly started and cannot be found: each would be a group
+    of one, and all of these would be right.
     """
     given = [name for name in ("RANK", "WORLD_SIZE") if variables.is_set(name)]
     if given:
@@ -98,16 +94,16 @@ def _launch() -> Launch | None:
     several = [one for one in _LAUNCHERS if variables.read(one.size) not in ("0", "1")]
     if several:
         first = several[0]
+        rank, size = _numbers(first)
         # srun sets PMI's variables beside its own; under mpirun srun's are those of its daemons.
-        same = [_addressed(one) for one in several if _place(one) == _place(first)]
-        found = next((one for one in same if one.address), None)
-        if found is not None:
-            return found
+        same = [one for one in several if _numbers(one) == (rank, size)]
+        address = next(filter(None, map(_address, same)), None)
+        if address is not None:
+            return {"init_method": f"tcp://{address}", "rank": rank, "world_size": size}
         raise RuntimeError(
-            f"{first.by} has started {variables.read(first.size)} processes ({first.size}) "
-            f"and RANK is not set, want for each: RANK=${first.rank} "
-            f"WORLD_SIZE=${first.size} MASTER_ADDR=<host of rank 0> MASTER_PORT=29500 "
-            "python ..., or a group of your own"
+            f"{first.name} has started {size} processes ({first.size}) and RANK is not set, want "
+            f"for each: RANK=${first.rank} WORLD_SIZE=${first.size} MASTER_ADDR=<host of rank 0> "
+            "MASTER_PORT=29500 python ..., or a group of your own"
         )
     index = variables.read("JOB_COMPLETION_INDEX")
     if index != "0":
@@ -119,25 +115,24 @@ def _launch() -> Launch | None:
     return None
 
 
-def _place(launch: Launch) -> tuple[int, int]:
-    """This process's number, and how many there are."""
-    return int(variables.read(launch.rank)), int(variables.read(launch.size))
+def _numbers(launcher: Launcher) -> tuple[int, int]:
+    """Which process this is, and of how many."""
+    return int(variables.read(launcher.rank)), int(variables.read(launcher.size))
 
 
-def _addressed(launch: Launch) -> Launch:
-    """With where rank 0 is, if variables say so: MASTER_ADDR and MASTER_PORT, or the launcher's."""
-    address, port = "", 29500
+def _address(launcher: Launcher) -> str | None:
+    """Host and port of rank 0: MASTER_ADDR and MASTER_PORT, else what the launcher says."""
+    host, port = "", 29500
     if variables.is_set("MASTER_ADDR"):
-        address = variables.read("MASTER_ADDR")
-    elif launch.by == "srun":
-        address = _first_host(variables.read("SLURM_STEP_NODELIST"))
-        step = 31 * int(variables.read("SLURM_JOB_ID")) + int(variables.read("SLURM_STEP_ID"))
-        port = _PORTS[step % len(_PORTS)]  # steps that share a host each have one of their own
-    elif launch.by == "LeaderWorkerSet":
-        address = variables.read("LWS_LEADER_ADDRESS")
+        host = variables.read("MASTER_ADDR")
+    elif launcher.hosts:
+        host = _first_host(variables.read(launcher.hosts))
+        if launcher.name == "srun":  # steps may share a host
+            step = 31 * int(variables.read("SLURM_JOB_ID")) + int(variables.read("SLURM_STEP_ID"))
+            port = _PORTS[step % len(_PORTS)]
     if variables.is_set("MASTER_PORT"):
         port = int(variables.read("MASTER_PORT"))
-    return launch._replace(address=address, port=port)
+    return f"{host}:{port}" if host else None
 
 
 def _first_host(hosts: str) -> str:

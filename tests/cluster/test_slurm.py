@@ -9,12 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.cases.clock import scaled
+from tests.cases.programs import free_port
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -32,8 +32,8 @@ srun --mpi=none "{python}" {folder}/rank.py
 """
 CONFIG = """ClusterName=box
 SlurmctldHost={host}
-SlurmctldPort={ports[0]}
-SlurmdPort={ports[1]}
+SlurmctldPort={port}
+SlurmdPort={other_port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -50,12 +50,6 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 """
 
 
-def free_ports() -> list[int]:
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.create_server(("", 0))) for _ in range(2)]
-        return [int(probe.getsockname()[1]) for probe in probes]
-
-
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with rank.py, in which SLURM_CONF is; ends what it started."""
@@ -70,7 +64,8 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     key.write_bytes(os.urandom(128))
     key.chmod(0o600)
     (folder / "rank.py").write_text(RANK)
-    told = CONFIG.format(host=socket.gethostname().split(".")[0], folder=folder, ports=free_ports())
+    places = {"host": socket.gethostname().split(".")[0], "folder": folder}
+    told = CONFIG.format(**places, port=free_port(), other_port=free_port())
     (folder / "slurm.conf").write_text(told)
     socket_, log = folder / "munge", folder / "munged.log"
     munge = ["munged", "-F", f"--key-file={key}", f"--socket={socket_}", f"--log-file={log}"]

@@ -45,7 +45,7 @@ def tell(route: Route, layout: Layout, placement: Placement, one_node: bool) -> 
 
 
 def tell_from_device(given: Checked, counted: DeviceCounts, one_node: bool) -> Counting:
-    """Tell what `tell` does, from counts that the host has not read, and need not read for this."""
+    """Do what `tell` does where the host has not read the counts. It need not read them here."""
     placement, topk_idx = given.placement, given.topk_idx
     num_ranks = placement.num_ranks
     counts = counted.numbers[1 : 1 + num_ranks]

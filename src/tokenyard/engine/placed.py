@@ -29,7 +29,7 @@ class Placed:
 
     _use: Any  # a context of one call at a time
     _few: Few | None
-    _low_latency: Any  # what keeps what follows from a placement, or None
+    _low_latency: Any  # the low-latency engine, or None
     _open_engine: Callable[[], Engine]
     refuse: Callable[[Exception], None]
     rank: int

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-# Of the light page, and of the picture.
+# The colours of the light page and of the picture.
 INK, LINE, MAIN, HOT = "#1f2430", "#dfe3e8", "#2f66d0", "#d9480f"
 ABOVE = 1.3  # times the mean: drawn as hot
 
@@ -18,7 +18,7 @@ _MOST_POINTS = 400
 
 
 def bars(loads_X: np.ndarray, what: str) -> str:
-    """A bar for each, by the mean; those above ABOVE are hot. Many make blocks of several."""
+    """A bar for each, by the mean; those above ABOVE are hot. Of many, a bar is for several."""
     ratios = loads_X / (loads_X.mean() or 1.0)
     # Of a block the tallest is drawn: a mean would hide what is hot.
     shown, block = blocks(ratios[None], _MOST_BARS, np.max)

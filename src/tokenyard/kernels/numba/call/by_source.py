@@ -242,10 +242,7 @@ def _dispatch_kernel(table):
         return verdict(LATE, ROWS)
     if words[at.PHASE] == at.ARRIVED:
         _end_rows(table)
-        width = np.int64(0)
-        for c in range(words[at.NUM_COLUMNS]):
-            width += words[at.WIDTHS + c]
-        count_rows(table, width, False)
+        count_rows(table, words[at.NUM_COLUMNS], False)
         if words[at.IDS] >= 0:
             count_load(table)
         words[at.PHASE] = at.OVER

@@ -121,14 +121,10 @@ def find_segment(table, rank, identity):
 
 @njit(nogil=True, cache=True)
 def tell_read(table, num_columns, back):
-    """Count a call that has read its rows, and tell those who wait for that."""
-    words = pointer(table, INT64)
-    width = np.int64(0)
-    for c in range(num_columns):
-        width += words[at.WIDTHS + c]
-    count_rows(table, width, back)
+    """Count a call that has read its rows, and tell the ranks that wait until it has."""
+    count_rows(table, num_columns, back)
     signal(table, READ)
-    words[at.PHASE] = at.READ
+    pointer(table, INT64)[at.PHASE] = at.READ
 
 
 @njit(nogil=True, cache=True)
@@ -142,12 +138,15 @@ def end_read(table):
 
 
 @njit(nogil=True, cache=True)
-def count_rows(table, row_bytes, back):
+def count_rows(table, num_columns, back):
     """Count a call that has ended. Its rows are those of the ledger, which a combine sends back."""
     words = pointer(table, INT64)
     rank, size, counters = words[at.RANK], words[at.SIZE], words[at.COUNTERS]
     if counters == 0:
         return
+    row_bytes = np.int64(0)
+    for c in range(num_columns):
+        row_bytes += words[at.WIDTHS + c]
     sent = pointer(words[at.LEDGER], INT64)
     count_call(counters, words[at.BEGAN])
     for r in range(size):
