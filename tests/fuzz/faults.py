@@ -42,7 +42,7 @@ POINTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "ring_combine": ("tokenyard.kernels.numba", "ring_combine", ("ring",)),
     "pack": ("tokenyard.kernels.numba", "pack", _GLOO),
     "Links.stream": ("tokenyard.transports.hierarchical.links", "Links.stream", ("hierarchical",)),
-    "gloo": ("tokenyard.comm.torch_exchange", "TorchExchange.start", _GLOO),
+    "gloo": ("tokenyard.comm.watched", "Watched.start", _GLOO),
     "send_dispatch": ("tokenyard.low_latency.shared_slots", "SharedSlots.send_dispatch", ("low",)),
     "send_combine": ("tokenyard.low_latency.shared_slots", "SharedSlots.send_combine", ("low",)),
     "receive": ("tokenyard.low_latency.shared_slots", "SharedSlots.receive", ("low",)),

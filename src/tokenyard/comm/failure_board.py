@@ -1,4 +1,4 @@
-"""Notes about failures that the ranks of a Buffer leave in the group's store.
+"""Notes about failures that the ranks of a Buffer leave in their engine's store.
 
 Engines say only that something failed. So every rank that notices a failure posts a note: what
 kind of failure it is, which ranks are to blame if it knows, and how many exchanges it has ended
@@ -23,9 +23,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
-
-import torch.distributed as dist
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from tokenyard.errors import PeerDied, PeerError, PeerLeft, PeerTimeout
 
@@ -36,6 +34,18 @@ _OPENING = "opening"  # the label of all Buffers that have none yet
 _BUSY = "tokenyard/busy"
 _PATIENCE = 0.5  # seconds for one operation on the store
 KINDS: tuple[type[PeerError], ...] = (PeerDied, PeerLeft, PeerTimeout)  # the gravest first
+
+
+class Store(Protocol):
+    """Where ranks leave notes: one of torch.distributed is such a thing."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all of these are set."""
+
+    def get(self, key: str, /) -> bytes:
+        """What was last set, as far as this rank has heard. Asked only for keys that are set."""
 
 
 class StoreLost(RuntimeError):
@@ -64,7 +74,7 @@ class FailureNote(NamedTuple):
 
 
 class FailureBoard:
-    def __init__(self, connect: Callable[[], dist.Store], rank: int, opening: int = 0) -> None:
+    def __init__(self, connect: Callable[[], Store], rank: int, opening: int = 0) -> None:
         """The first `post` or `read` calls `connect`. `opening` counts the Buffers that were, or
         were to be, opened over the group.
         """

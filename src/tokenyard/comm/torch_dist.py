@@ -11,19 +11,17 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from tokenyard.comm.base import Communicator, Exchange
-from tokenyard.comm.failure_board import FailureBoard, StoreLost
-from tokenyard.comm.process_table import ProcessWatch
-from tokenyard.comm.torch_exchange import TorchExchange
-from tokenyard.errors import BufferClosed, PeerError
-from tokenyard.runtime import busy, limits
+from tokenyard.comm.failure_board import FailureBoard
+from tokenyard.comm.watched import Watched, Whole, Work
+from tokenyard.errors import BufferClosed
+from tokenyard.runtime import limits
 
 _LET_GO = 0.1  # seconds to close connections that nobody uses
 _AT_END = 2.0  # seconds that the end of the process waits for that
@@ -34,7 +32,7 @@ _closing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that 
 _openings: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-class TorchCommunicator(TorchExchange):
+class TorchCommunicator(Whole):
     """All ranks of the user's group, over its own engine.
 
     It refers to the group weakly: torch keeps a group until it is destroyed, and may abort the
@@ -42,22 +40,16 @@ class TorchCommunicator(TorchExchange):
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
-        self._group_ref = weakref.ref(group)
-        self._timeout = timeout
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.members = range(self.size)
+        store = dist.distributed_c10d._get_process_group_store(group)
+        rank = dist.get_rank(group)
+        _openings[group] = opening = _openings.get(group, 0) + 1
+        # A connection of its own: an operation that never ends must not block the user's.
+        board = FailureBoard(lambda: _own_connection(store, timeout), rank, opening)
+        super().__init__(rank, dist.get_world_size(group), timeout, board)
+        self._group_ref, self._store = weakref.ref(group), store
         self.name = str(dist.get_backend(group))
         if self.name == "nccl":  # RCCL calls itself so too
             self.device = torch.device("cuda", torch.cuda.current_device())  # no GPU has run this
-        self._store = dist.distributed_c10d._get_process_group_store(group)
-        self._whole, self.label = self, "group"
-        self.processes = ProcessWatch(self.rank, range(self.size), ())  # nobody is watched yet
-        self._parts: list[GlooPart] = []
-        # A connection of its own: an operation that never ends must not block the user's.
-        _openings[group] = opening = _openings.get(group, 0) + 1
-        self.board = FailureBoard(lambda: _own_connection(self._store, timeout), self.rank, opening)
-        if self.size > 1:
-            busy.listen(self.beat)
 
     def part(self, members: Sequence[int], name: str) -> GlooPart:
         made = GlooPart(self, members, self._store, name, self._timeout)
@@ -75,19 +67,18 @@ class TorchCommunicator(TorchExchange):
             return self
         return self.part(self.members, name)
 
-    def close(self) -> None:
-        """Close the parts. The group itself is the user's, and stays open."""
-        busy.forget(self)
-        for part in self._parts:
-            part.close()
-        self._parts.clear()
-        self._look = None
-
     def _begin(self, exchange: Exchange) -> dist.Work:
         out, rows, out_counts, counts, *_ = exchange
         return dist.all_to_all_single(
             out, rows, list(out_counts), list(counts), group=self.group(), async_op=True
         )
+
+    def _wait(self, work: Work, stage: str, number: int) -> None:
+        if self.device.type == "cuda":
+            # The stream waits, not the host; NCCL's own watchdog sees to peers.
+            cast(dist.Work, work).wait()  # no GPU has run this
+        else:
+            super()._wait(work, stage, number)
 
     def group(self) -> dist.ProcessGroup:
         group = self._group_ref()
@@ -95,21 +86,8 @@ class TorchCommunicator(TorchExchange):
             raise BufferClosed(f"the process group was destroyed, on rank {self.rank}")
         return group
 
-    def beat(self) -> None:
-        """This rank is busy, and gets on: ranks that wait for it wait longer."""
-        with suppress(StoreLost):
-            self.board.post_busy()
 
-    def post(self, kind: type[PeerError], culprits: Sequence[int]) -> None:
-        """A note, with the exchanges that this rank has ended on all connections, on the failure
-        board. Raises StoreLost.
-        """
-        if self.size > 1:
-            done = {one.label: one.done for one in (self, *self._parts)}
-            self.board.post(kind, culprits, done)
-
-
-class GlooPart(TorchExchange):
+class GlooPart(Watched):
     """Some ranks of a group, with gloo connections of their own, which are closed with it.
 
     It does not use `dist.new_group`: all ranks of the world would have to call that, in one order,

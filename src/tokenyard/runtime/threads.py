@@ -7,6 +7,7 @@ number. (A channel is not a thread: it has rings of its own, see `Config`.)
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -44,3 +45,10 @@ def in_threads(body: Callable[[int, int], object], num_items: int, num_bytes: in
             with stopping(error):
                 pool.shutdown()
             raise
+
+
+def has_core_each(size: int) -> bool:
+    """Whether each of so many ranks can have a core. Ranks that are bound to fewer cores mostly
+    share them with other programs, for example a server's, which must not wait for a spinning rank.
+    """
+    return size <= len(os.sched_getaffinity(0))

@@ -29,6 +29,7 @@ from tokenyard.errors import (
     words_to_text,
 )
 from tokenyard.runtime import busy
+from tokenyard.runtime.threads import has_core_each
 from tokenyard.shm.control import BEAT, FAILURE, LEFT, Control
 
 _FAILURES = (PeerTimeout, PeerDied, CallsDiffer, PeerLeft)
@@ -242,10 +243,3 @@ class Liveness(Leaving):
 
     def _beats(self) -> int:
         return sum([int(head[BEAT]) for head in self._heads])
-
-
-def has_core_each(size: int) -> bool:
-    """Whether each of so many ranks can have a core. Ranks that are bound to fewer cores mostly
-    share them with other programs, for example a server's, which must not wait for a spinning rank.
-    """
-    return size <= len(os.sched_getaffinity(0))

@@ -17,9 +17,10 @@ from typing import Protocol
 
 import numpy as np
 
+from tokenyard.runtime.threads import has_core_each
 from tokenyard.runtime.waits import Waits
 from tokenyard.shm.control import Control, ControlLayout
-from tokenyard.shm.liveness import Liveness, has_core_each
+from tokenyard.shm.liveness import Liveness
 from tokenyard.wire import call as at
 from tokenyard.wire import int64s
 from tokenyard.wire.signals import KINDS, MAIL

@@ -1,23 +1,23 @@
-"""An exchange over torch.distributed, and when it fails who is to blame.
+"""Exchanges over an engine that says only that something failed: who is to blame.
 
-The notes of other ranks tell (`failure_board`), and the machine's process table, and who stays
+An engine gives `_begin`, which returns a `Work`, and a `Whole` with a place for notes
+(`failure_board`). The notes of other ranks tell, and the machine's process table, and who stays
 silent.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol
-
-import torch.distributed as dist
 
 from tokenyard.comm.base import Communicator, Exchange, Move
 from tokenyard.comm.failure_board import KINDS, FailureBoard, FailureNote, StoreLost
 from tokenyard.comm.process_table import ProcessWatch
 from tokenyard.errors import BufferClosed, PeerDied, PeerError, PeerLeft, PeerTimeout, name_ranks
+from tokenyard.runtime import busy
 
 _LOOK = 0.1  # seconds between two looks at the failure board
 _GRACE = 0.5  # seconds in which the other ranks may post that they live, after an exchange failed
@@ -25,23 +25,21 @@ _BUSY = 5.0  # seconds before the time limit from which on a rank asks whether o
 _BEFORE = 1.0  # a note may have been seen this many seconds before the exchange that it concerns
 
 
-class Whole(Protocol):
-    """The communicator of all ranks, of which this one may be a part."""
+class Work(Protocol):
+    """An exchange that has begun: one of torch.distributed is such a thing."""
 
-    rank: int
-    board: FailureBoard
-    processes: ProcessWatch
-    members: Sequence[int]
-
-    def post(self, kind: type[PeerError], culprits: Sequence[int]) -> None: ...
+    def wait(self, limit: timedelta, /) -> object:
+        """Wait for its end. Raises RuntimeError, with "timed out" in its text if the limit has
+        passed; then it may be asked again.
+        """
 
 
 class _Noticed(RuntimeError):
     """Another rank has posted a note about a failure."""
 
 
-class TorchExchange(Communicator):
-    """What the group's communicator and those of its parts have in common."""
+class Watched(Communicator):
+    """What the communicator of all ranks and those of its parts have in common."""
 
     label: str  # of its connections, among those of the Buffer
     _timeout: float
@@ -50,8 +48,16 @@ class TorchExchange(Communicator):
     _begun = 0  # exchanges so far
     done = 0  # how many of them have ended; they end in the order in which they began
 
-    def _begin(self, exchange: Exchange) -> dist.Work:
+    def _begin(self, exchange: Exchange) -> Work:
+        """Raises RuntimeError if the engine cannot."""
         raise NotImplementedError
+
+    def _missing(self) -> Collection[int]:
+        """The members whose rows this rank waits for, as far as the engine knows."""
+        return self.members
+
+    def _give_up(self) -> None:
+        """An exchange has failed: nobody waits any more for those that began."""
 
     def start(self, exchange: Exchange) -> Move:
         if self.size == 1:
@@ -91,14 +97,10 @@ class TorchExchange(Communicator):
     def dead_ranks(self) -> tuple[int, ...]:
         return self._whole.processes.dead_ranks()
 
-    def _wait(self, work: dist.Work, stage: str, number: int) -> None:
+    def _wait(self, work: Work, stage: str, number: int) -> None:
         """A rank that has noticed a failure elsewhere lives and does not come here. So a rank that
         waits reads the failure board now and then.
         """
-        if self.device.type == "cuda":
-            # The stream waits, not the host; NCCL's own watchdog sees to peers.
-            work.wait()  # no GPU has run this
-            return  # no GPU has run this
         board, begin = self._whole.board, time.monotonic()
         deadline = begin + self._timeout
         board.forget_busy()
@@ -168,6 +170,8 @@ class TorchExchange(Communicator):
         where = f"on rank {self.members[self.rank]}"
         found = kind(f"{stage}: {what}; {who}, {where}", ranks=culprits, stage=stage)
         self.report(found)
+        if number is not None:
+            self._give_up()
         return found
 
     def _find(
@@ -233,13 +237,50 @@ class TorchExchange(Communicator):
             alive |= {rank for rank in self._all_ranks() if processes.sees(rank)}
         me = self.members[self.rank]
         silent = tuple(rank for rank in self._all_ranks() if rank not in alive and rank != me)
-        here = tuple(rank for rank in silent if rank in self.members)
+        missing = self._missing()
+        here = tuple(rank for rank in silent if rank in missing)
         if is_lost:  # of several ranks it cannot be told which
             return here if len(here) == 1 else ()
         return here or silent
 
     def _all_ranks(self) -> Sequence[int]:
         return self._whole.members
+
+
+class Whole(Watched):
+    """The communicator of all ranks: it has the notes, and the parts."""
+
+    processes: ProcessWatch
+
+    def __init__(self, rank: int, size: int, timeout: float, board: FailureBoard) -> None:
+        self.rank, self.size, self._timeout, self.board = rank, size, timeout, board
+        self.members = range(size)
+        self._whole, self.label = self, "group"
+        self.processes = ProcessWatch(rank, range(size), ())  # nobody is watched yet
+        self._parts: list[Watched] = []
+        if size > 1:
+            busy.listen(self.beat)
+
+    def beat(self) -> None:
+        """This rank is busy, and gets on: ranks that wait for it wait longer."""
+        with suppress(StoreLost):
+            self.board.post_busy()
+
+    def post(self, kind: type[PeerError], culprits: Sequence[int]) -> None:
+        """A note, with the exchanges that this rank has ended on all connections, on the failure
+        board. Raises StoreLost.
+        """
+        if self.size > 1:
+            done = {one.label: one.done for one in (self, *self._parts)}
+            self.board.post(kind, culprits, done)
+
+    def close(self) -> None:
+        """Close the parts."""
+        busy.forget(self)
+        for part in self._parts:
+            part.close()
+        self._parts.clear()
+        self._look = None
 
 
 def _say(kind: type[PeerError], culprits: tuple[int, ...]) -> str:
