@@ -1,17 +1,17 @@
-"""tokenyard against bare MPI: Alltoallv of rows that are packed already, same sizes, same run.
+"""Pairs of dispatch and combine over MPI and over gloo, beside bare Alltoallv of the same rows.
 
-    apt-get install openmpi-bin libopenmpi-dev && pip install mpi4py
-    mpirun --oversubscribe -n 2 python benchmarks/mpi.py --tokens 4096
+    mpiexec -n 2 python benchmarks/mpi.py --tokens 1 16 64 1024
 
-MPI moves bytes between buffers that exist; tokenyard's dispatch counts, allocates and gathers too.
-The medians over rounds of the slowest rank. What MPI delivers is compared with dispatch first.
+Between machines give --address, that of rank 0 on their network. MPI moves bytes between buffers
+that exist, there and back; tokenyard's calls agree, count, allocate and gather too. Rounds of all
+take turns; the figures are medians over them of the slowest rank.
 """
 
 import argparse
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,69 +23,91 @@ from tokenyard.testing import numbered_tokens, routing
 NUM_TOPK, NUM_EXPERTS = 8, 64
 
 
-def milliseconds(world: Any, call: Callable[[], object], repeat: int) -> float:
+def bare(world: Any, counts: list[int], width: int) -> Callable[[], object]:
+    """An Alltoallv of so many rows for each rank, and one of the rows that came back to them."""
     from mpi4py import MPI
 
-    times = []
-    for _ in range(repeat + 1):
-        world.Barrier()
-        start = time.perf_counter()
-        call()
-        times.append(world.allreduce(time.perf_counter() - start, MPI.MAX))
-    return statistics.median(times[1:]) * 1e3
+    come = world.alltoall(counts)
+    row = MPI.BYTE.Create_contiguous(width).Commit()
+
+    def side(numbers: list[int]) -> list[Any]:
+        memory = torch.zeros(max(1, sum(numbers) * width), dtype=torch.uint8).numpy()
+        return [memory, (numbers, list(accumulate(numbers, initial=0))[:-1]), row]
+
+    here, there = side(counts), side(come)
+
+    def pair() -> None:
+        world.Alltoallv(here, there)
+        world.Alltoallv(there, here)
+
+    return pair
 
 
-def starts(counts: list[int]) -> list[int]:
-    return [sum(counts[:rank]) for rank in range(len(counts))]
+def pair_of(buffer: tokenyard.Buffer, given: dict[str, Any]) -> Callable[[], object]:
+    def pair() -> None:
+        got: Any = buffer.dispatch(**given, num_experts=NUM_EXPERTS)
+        buffer.combine(got.recv_x, got.handle)
+
+    return pair
+
+
+def medians(
+    world: Any, calls: dict[str, Callable[[], object]], repeat: int
+) -> dict[str, tuple[float, float]]:
+    """By name the microseconds of the slowest rank: their median and the least."""
+    from mpi4py import MPI
+
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeat + 2):
+        for name, call in calls.items():
+            for _ in range(3):  # the first after another's is not counted
+                world.Barrier()
+                begin = time.perf_counter()
+                call()
+                last = time.perf_counter() - begin
+            times[name].append(1e6 * world.allreduce(last, MPI.MAX))
+    return {name: (statistics.median(some[2:]), min(some[2:])) for name, some in times.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=4096, help="of each rank")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 64, 1024], help="a rank")
     parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--repeat", type=int, default=9)
+    parser.add_argument("--repeat", type=int, default=30)
+    parser.add_argument("--transport", default="hierarchical")
+    parser.add_argument("--ranks-per-node", type=int, default=1)
+    parser.add_argument("--address", default="127.0.0.1", help="of rank 0, for gloo")
+    parser.add_argument("--port", type=int, default=29511)
     args = parser.parse_args()
     from mpi4py import MPI  # after the options, so that --help works without it
 
     torch.set_num_threads(1)
     world = MPI.COMM_WORLD
     rank, size = world.rank, world.size
-    path = world.bcast(tempfile.mktemp() if rank == 0 else None)
-    store = dist.FileStore(path, size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-
-    x = numbered_tokens(args.tokens, args.hidden, first=rank * args.tokens)
-    topk_idx, weights = routing("uniform", args.tokens, NUM_TOPK, NUM_EXPERTS, seed=rank)
-    with tokenyard.Buffer(dist.group.WORLD) as buffer:
-
-        def dispatch() -> tokenyard.buffer.Dispatched:
-            return buffer.dispatch(
-                x, topk_idx=topk_idx, topk_weights=weights, num_experts=NUM_EXPERTS
-            )
-
-        got: Any = dispatch()
-        route, width = got.handle.flow.route, args.hidden * x.element_size()
-        packed = x[route.send_token.long()].view(torch.uint8).numpy()
-        received = torch.zeros(got.recv_x.shape, dtype=x.dtype).view(torch.uint8).numpy()
-        row = MPI.BYTE.Create_contiguous(width).Commit()
-        sent, arrive = list(route.send_counts), list(got.handle.flow.recv_counts)
-        out = [packed, (sent, starts(sent)), row]
-        into = [received, (arrive, starts(arrive)), row]
-        world.Alltoallv(out, into)
-        same = torch.equal(torch.from_numpy(received).view(x.dtype), got.recv_x)
-        assert same, "what MPI delivers differs from dispatch"
-
-        shared = buffer.get_next_combine_buffer(got.handle).copy_(got.recv_x)
-        figures = {
-            "MPI Alltoallv": milliseconds(world, lambda: world.Alltoallv(out, into), args.repeat),
-            "dispatch": milliseconds(world, dispatch, args.repeat),
-            "combine": milliseconds(world, lambda: buffer.combine(shared, got.handle), args.repeat),
-        }
-    if rank == 0:
-        print(f"{size} ranks, {args.tokens} tokens a rank, {received.nbytes / 1e6:.0f} MB received")
-        for name, figure in figures.items():
-            faster = figures["MPI Alltoallv"] / figure
-            print(f"  {name:14s} {figure:7.1f} ms   {faster:.1f} times as fast as MPI")
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://{args.address}:{args.port}", rank=rank, world_size=size
+    )
+    options = {"transport": args.transport, "ranks_per_node": args.ranks_per_node}
+    with (
+        tokenyard.Buffer(comm=world, **options) as over_mpi,
+        tokenyard.Buffer(dist.group.WORLD, **options) as over_gloo,
+    ):
+        for tokens in args.tokens:
+            x = numbered_tokens(tokens, args.hidden, first=rank * tokens)
+            topk_idx, weights = routing("uniform", tokens, NUM_TOPK, NUM_EXPERTS, seed=rank)
+            given = {"x": x, "topk_idx": topk_idx, "topk_weights": weights}
+            counts = over_mpi.get_dispatch_layout(topk_idx, NUM_EXPERTS).num_tokens_per_rank
+            calls = {
+                "Alltoallv": bare(world, counts.tolist(), 2 * args.hidden),
+                "over MPI": pair_of(over_mpi, given),
+                "over gloo": pair_of(over_gloo, given),
+            }
+            found = medians(world, calls, max(5, args.repeat // (1 + tokens // 256)))
+            if rank == 0:
+                (least, _), (ours, _), (gloo, _) = found.values()
+                print(f"{tokens:5d} tokens a rank, {size} ranks: ", end="")
+                print(", ".join(f"{name} {one:.0f} us" for name, (one, _) in found.items()), end="")
+                print(f"; over MPI {ours / least:.2f} of Alltoallv, gloo {gloo / ours:.2f} of it")
     world.Barrier()
     dist.destroy_process_group()
 

@@ -19,9 +19,10 @@ from tokenyard.engine.inputs import AgainRequest, CombineRequest, DispatchReques
 from tokenyard.engine.loops import Few, Prepared, few_of
 from tokenyard.engine.placed import Placed
 from tokenyard.engine.prepared import Shape, checked_shape
+from tokenyard.groups import LAUNCHED
 from tokenyard.lifetime import Lifetime
 from tokenyard.low_latency.calls import LowLatencyCalls
-from tokenyard.opening import Options, check_group, default_timeout, open_engine
+from tokenyard.opening import Options, default_timeout, open_engine, take_group
 from tokenyard.replicas import Replicas
 from tokenyard.results import (
     Combined,
@@ -50,6 +51,9 @@ class Buffer(Lifetime, LowLatencyCalls, Placed):
 
     The first parameters are DeepEP's:
 
+        group             a torch.distributed group, or an mpi4py communicator; that of
+                          `local_group` if none is given
+        comm              an mpi4py communicator, where there is no group
         num_nvl_bytes     memory that a rank shares for dispatch and combine on the ring transport,
                           16 MiB if 0
         low_latency_mode  adds the calls of `LowLatencyCalls`, which share memory of their own on
@@ -80,7 +84,7 @@ class Buffer(Lifetime, LowLatencyCalls, Placed):
 
     def __init__(
         self,
-        group: ProcessGroup | Any = None,
+        group: ProcessGroup | Any = LAUNCHED,
         num_nvl_bytes: int = 0,
         num_rdma_bytes: int = 0,
         low_latency_mode: bool = False,
@@ -98,7 +102,7 @@ class Buffer(Lifetime, LowLatencyCalls, Placed):
         timeout: float | None = None,
         placement: Tensor | Replicas | None = None,
     ) -> None:
-        check_group(group, comm)
+        group = take_group(group, comm)
         super().__init__(group, explicitly_destroy)
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode = low_latency_mode

@@ -14,6 +14,8 @@ from tokenyard.runtime import variables
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from tokenyard.comm.mpi import MpiGroup
+
 _NO_THREADS = (
     "torch.distributed cannot start its threads: raise this user's limit with `ulimit -u`, or the "
     "container's with `docker run --pids-limit`"
@@ -42,14 +44,25 @@ _LAUNCHERS = (
 )
 
 
-def local_group() -> ProcessGroup | LoopbackGroup:
-    """A torch.distributed group for `Buffer`, however the script was started.
+class _Launched:
+    """Stands for the group of `local_group`, where none was given."""
 
-    The default group where there is one. All ranks over gloo under torchrun, under another launcher
-    that sets RANK and WORLD_SIZE, under srun, and in the pods of a LeaderWorkerSet. Else this
-    process alone: plain `python`, or a notebook. A group that is made here becomes the default
-    group, and is destroyed when the process ends. Raises RuntimeError where a launcher has started
-    several processes and does not say where the first of them is, as mpirun does.
+    def __repr__(self) -> str:
+        return "local_group()"
+
+
+LAUNCHED = _Launched()
+
+
+def local_group() -> ProcessGroup | LoopbackGroup | MpiGroup:
+    """A group for `Buffer`, however the script was started.
+
+    torch.distributed's default group where there is one. All ranks over gloo under torchrun, under
+    another launcher that sets RANK and WORLD_SIZE, under srun, and in the pods of a
+    LeaderWorkerSet; over MPI, without torch.distributed, under mpirun and its like, unless
+    MASTER_ADDR is set. Else this process alone: plain `python`, or a notebook. A group over gloo
+    that is made here becomes the default group, and is destroyed when the process ends. Raises
+    RuntimeError where a launcher has started several processes that cannot find each other.
 
     For several ranks in one process see `tokenyard.testing.run_virtual`.
     """
@@ -61,6 +74,8 @@ def local_group() -> ProcessGroup | LoopbackGroup:
             _begin()
         elif (place := _find_place()) is not None:
             _begin(**place)
+        elif several := _several():
+            return _over_mpi(several[0])
         else:
             try:
                 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -85,26 +100,19 @@ def _begin(**place: Any) -> None:
 
 def _find_place() -> dict[str, Any] | None:
     """This process's place among those that a launcher started, for init_process_group; None if
-    it is alone. Raises where others were plainly started and cannot be found: each would be a group
-    of one, and all of these would be right.
+    it is alone, or MPI knows its place. Raises where others were plainly started and cannot be
+    found: each would be a group of one, and all of these would be right.
     """
     given = [name for name in ("RANK", "WORLD_SIZE") if variables.is_set(name)]
     if given:
         raise RuntimeError(f"{given[0]} is set alone, want RANK and WORLD_SIZE, or neither")
-    several = [one for one in _LAUNCHERS if variables.read(one.size) not in ("0", "1")]
+    several = _several()
     if several:
-        first = several[0]
-        rank, size = _numbers(first)
-        # srun sets PMI's variables beside its own; under mpirun srun's are those of its daemons.
-        same = [one for one in several if _numbers(one) == (rank, size)]
-        address = next(filter(None, map(_address, same)), None)
-        if address is not None:
-            return {"init_method": f"tcp://{address}", "rank": rank, "world_size": size}
-        raise RuntimeError(
-            f"{first.name} has started {size} processes ({first.size}) and RANK is not set, want "
-            f"for each: RANK=${first.rank} WORLD_SIZE=${first.size} MASTER_ADDR=<host of rank 0> "
-            "MASTER_PORT=29500 python ..., or a group of your own"
-        )
+        address = next(filter(None, map(_address, several)), None)
+        if address is None:
+            return None
+        rank, size = _numbers(several[0])
+        return {"init_method": f"tcp://{address}", "rank": rank, "world_size": size}
     index = variables.read("JOB_COMPLETION_INDEX")
     if index != "0":
         raise RuntimeError(
@@ -113,6 +121,42 @@ def _find_place() -> dict[str, Any] | None:
             "MASTER_ADDR=<pod 0> MASTER_PORT=29500 python ..., or a group of your own"
         )
     return None
+
+
+def _several() -> list[Launcher]:
+    """The launcher that started this process and others; twice where one of them uses another."""
+    found = [one for one in _LAUNCHERS if variables.read(one.size) not in ("0", "1")]
+    # srun sets PMI's variables beside its own; under mpirun srun's are those of its daemons.
+    return [one for one in found if _numbers(one) == _numbers(found[0])]
+
+
+def _over_mpi(launcher: Launcher) -> MpiGroup:
+    """All the processes that it started. Raises RuntimeError where MPI does not know them."""
+    size = variables.read(launcher.size)
+    started = f"{launcher.name} has started {size} processes ({launcher.size})"
+    wanted = (
+        f"for each: RANK=${launcher.rank} WORLD_SIZE=${launcher.size} MASTER_ADDR=<host of rank 0> "
+        "MASTER_PORT=29500 python ..., or a group of your own"
+    )
+    if launcher.hosts:
+        raise RuntimeError(f"{started} and {launcher.hosts} is not set, want {wanted}")
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # no mpi4py, or no MPI beneath it
+        raise RuntimeError(
+            f"{started} and RANK is not set, want mpi4py (pip install 'tokenyard[mpi]'), or "
+            + wanted
+        ) from error
+    from tokenyard.comm.mpi import MpiGroup  # wants mpi4py
+
+    group = MpiGroup(MPI.COMM_WORLD)
+    if group.size() != int(size):
+        library = MPI.Get_library_version().split(",")[0].splitlines()[0].strip()
+        raise RuntimeError(
+            f"{started} and mpi4py's MPI ({library}) sees {group.size()}, want the mpirun that "
+            "comes with that MPI; of Slurm, srun --mpi=pmix for Open MPI, --mpi=pmi2 for MPICH"
+        )
+    return group
 
 
 def _numbers(launcher: Launcher) -> tuple[int, int]:

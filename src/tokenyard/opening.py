@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from tokenyard.engine.agreement import Agreement, Call, Terms
 from tokenyard.engine.engine import Engine
 from tokenyard.engine.mismatch import STAGES
 from tokenyard.errors import PeerError, SharedMemoryError
+from tokenyard.groups import LAUNCHED, local_group
 from tokenyard.low_latency.engine import LowLatency
 from tokenyard.replicas import Replicas, place_words
 from tokenyard.runtime import observers, variables
@@ -49,13 +51,23 @@ _log = logging.getLogger("tokenyard")
 _MOST_BYTES = 2**50
 
 
-def check_group(group: Any, comm: Any) -> None:
-    """Raise if the group is none. Local: without a group there is nobody to tell."""
-    wanted = "want group=, a torch.distributed process group"
-    if hasattr(group, "communicator"):  # a virtual one
-        return
+def take_group(group: Any, comm: Any = None) -> Any:
+    """What a Buffer is opened on: the group, or else the MPI communicator, or what was launched.
+    Raises ValueError if it is none. Local: without a group there is nobody to tell.
+    """
+    wanted = "want group=, a torch.distributed process group, or comm=, an mpi4py communicator"
+    if group is LAUNCHED:
+        group = local_group() if comm is None else None
     if group is None and comm is not None:
-        raise ValueError(f"comm= (an MPI communicator) is given, {wanted}")
+        if not _is_of_mpi(comm):
+            raise ValueError(f"comm is {validate.kind(comm)}, {wanted}")
+        group = comm
+    if hasattr(group, "communicator"):  # a virtual one
+        return group
+    if _is_of_mpi(group):
+        from tokenyard.comm.mpi import MpiGroup  # wants mpi4py
+
+        return MpiGroup(group)
     if group is None:
         raise ValueError(
             "group is None, as the default group is before init_process_group and after "
@@ -77,6 +89,12 @@ def check_group(group: Any, comm: Any) -> None:
             "group was destroyed (destroy_process_group), or is unknown to torch.distributed, "
             + wanted
         ) from error
+    return group
+
+
+def _is_of_mpi(group: Any) -> bool:
+    mpi = sys.modules.get("mpi4py.MPI")  # importing it would start MPI
+    return mpi is not None and isinstance(group, mpi.Comm)
 
 
 def default_timeout() -> Any:

@@ -636,7 +636,7 @@ def local_layout(topk_idx: Callable[[Scene], Any], num_experts: Any, text: str) 
     )
 
 
-GROUP = "want group=, a torch.distributed process group"
+GROUP = "want group=, a torch.distributed process group, or comm=, an mpi4py communicator"
 LOCAL: Cases = {
     "topk_idx-float": local_layout(
         lambda s: s.topk_weights, 6, "topk_idx has dtype float32, want int64"
@@ -662,7 +662,7 @@ LOCAL: Cases = {
     ),
     "comm": local(
         lambda s: Buffer(comm=object()),
-        f"comm= (an MPI communicator) is given, {GROUP}",
+        f"comm is an object, {GROUP}",
     ),
     **{
         f"set_num_sms-{kind}": local(

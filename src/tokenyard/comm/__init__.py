@@ -1,4 +1,4 @@
-"""Communicators: the ranks of a group, over torch.distributed or as threads of one process."""
+"""Communicators: the ranks of a group, over torch.distributed, over MPI, or as threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Communicator", "Exchange", "Move", "connect"]
 
 
 def connect(group: ProcessGroup | Any, timeout: float) -> Communicator:
-    """The communicator of a torch.distributed group, or of a virtual one (tokenyard.testing)."""
+    """The communicator of a torch.distributed group, of MPI's, or of a virtual one."""
     if hasattr(group, "communicator"):
         return group.communicator(timeout)
     # Imported here: some builds of torch have no torch.distributed, and virtual ranks need none.

@@ -12,6 +12,7 @@ a broken installation, compiler, kernel or machine would fail first.
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -112,6 +113,32 @@ def run(num_ranks: int) -> Iterator[Verdict]:
     finally:
         if ranks is not None:
             ranks.close()
+
+
+def run_here(group: Any) -> Iterator[Verdict]:
+    """As `run`, in ranks that are there already: all of them make this call, and each gets the
+    verdicts. A check that fails on some ranks alone ends them all.
+    """
+    for check in checks(group.size()):
+        begin = time.monotonic()
+        state, detail = OK, ""
+        file = io.BytesIO()
+        torch.save(_rank(group, check), file)
+        with Buffer(group, transport="collective") as buffer:
+            mine = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+            sizes = buffer.all_gather(torch.tensor([[len(mine)]]))[0].flatten().tolist()
+            everything = buffer.all_gather(mine[:, None])[0].flatten()
+        told = [io.BytesIO(one.numpy().tobytes()) for one in everything.split(sizes)]
+        outs = [torch.load(one, weights_only=True) for one in told]
+        refused = [one for one in outs if isinstance(one, str)]
+        if refused:
+            state, detail = NOT_HERE, refused[0]
+        else:
+            try:
+                compare(check, outs)
+            except AssertionError as error:
+                state, detail = FAILED, _last_line(error)
+        yield Verdict(check, state, detail, len(calls_of(check)), time.monotonic() - begin)
 
 
 def _rank(group: Any, check: Check) -> list[dict[str, Any]] | str:

@@ -26,7 +26,7 @@ from tokenyard.compat.elastic.sessions import SessionCalls
 from tokenyard.engine.agreement import Call, Terms
 from tokenyard.engine.engine import Engine
 from tokenyard.engine.mismatch import STAGES
-from tokenyard.opening import Options, check_group, default_timeout, open_engine
+from tokenyard.opening import Options, default_timeout, open_engine, take_group
 from tokenyard.runtime import observers
 from tokenyard.runtime.events import EventHandle, EventOverlap
 from tokenyard.types import Config
@@ -107,7 +107,7 @@ class ElasticBuffer(EngramCalls, PipelineCalls, SessionCalls):
         timeout: float | None = None,
         placement: Tensor | None = None,
     ) -> None:
-        check_group(group, None)
+        group = take_group(group)
         super().__init__(group, explicitly_destroy)
         if timeout is None:
             given = num_cpu_timeout_secs, num_gpu_timeout_secs

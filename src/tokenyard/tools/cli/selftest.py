@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from tokenyard import validate
 from tokenyard.tools.cli import output
 from tokenyard.tools.cli.output import Json
 
@@ -20,6 +21,9 @@ _LEVELS = {"ok": "ok", "failed": "bad", "not here": "warn"}
 
 def selftest(
     ranks: Annotated[int, typer.Option(help="Processes to start, 1 to 64.")] = 2,
+    engine: Annotated[
+        str, typer.Option(help="gloo; or mpi, for the processes that mpiexec has started.")
+    ] = "gloo",
     as_json: Json = False,
 ) -> None:
     """Check every transport that runs here against the specification, bit for bit.
@@ -32,14 +36,24 @@ def selftest(
 
         tokenyard selftest
         tokenyard selftest --ranks 4 --json
+        mpiexec -n 4 tokenyard selftest --engine mpi
     """
     from tokenyard.testing import conformance
 
+    group = None
     with output.mistakes():
+        validate.require(engine in ("gloo", "mpi"), f"engine is {engine!r}, want gloo or mpi")
+        if engine == "mpi":
+            group = _launched()
+            ranks = group.size()
         todo = conformance.checks(ranks)
+    verdicts = conformance.run(ranks) if group is None else conformance.run_here(group)
+    if group is not None and group.rank() != 0:
+        states = [one.state for one in verdicts]
+        raise typer.Exit(conformance.FAILED in states)
     found: list[conformance.Verdict] = []
     with output.progress("checking", len(todo)) as step:
-        for verdict in conformance.run(ranks):
+        for verdict in verdicts:
             found.append(verdict)
             step(f"{verdict.check.transport}, {verdict.check.mode}")
     failed = sum(one.state == conformance.FAILED for one in found)
@@ -62,6 +76,17 @@ def selftest(
 
     output.show({"ranks": ranks, "ok": not failed, "checks": checks}, as_json, draw)
     raise typer.Exit(1 if failed else 0)
+
+
+def _launched() -> Any:
+    """All ranks of MPI's world."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # no mpi4py, or no MPI beneath it
+        raise ValueError(f"{error}, want mpi4py: pip install 'tokenyard[mpi]'") from error
+    from tokenyard.comm.mpi import MpiGroup  # wants mpi4py
+
+    return MpiGroup(MPI.COMM_WORLD)
 
 
 def _table(found: Sequence[Verdict]) -> Table:
