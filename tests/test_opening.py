@@ -137,10 +137,10 @@ def as_nobody(group: Any) -> tuple[tuple[int, ...], list[str]]:
     """Rank 3 looks at the others as another user (who could not open the group's store)."""
     real = opening.why_not_attached
 
-    def look(*words: int) -> str | None:
+    def look(seconds: float, *words: int) -> str | None:
         os.seteuid(65534)
         try:
-            return real(*words)
+            return real(seconds, *words)
         finally:
             os.seteuid(0)
 

@@ -246,7 +246,7 @@ def _meet(
         elif alone is not None:
             topology = Topology.from_marks(told_RW[:, 2].tolist())
         else:
-            topology = Topology.from_marks(_find_nodes(meeting, told_RW[:, 2:6]))
+            topology = Topology.from_marks(_find_nodes(meeting, told_RW[:, 2:6], options.timeout))
     finally:
         if probe is not None:
             probe.close()
@@ -306,7 +306,7 @@ def _given(ranks_per_node: int | Sequence[int], num_ranks: int) -> Topology:
     return Topology.even(num_ranks, ranks_per_node)
 
 
-def _find_nodes(meeting: CollectiveTransport, told_RW: np.ndarray) -> list[int]:
+def _find_nodes(meeting: CollectiveTransport, told_RW: np.ndarray, timeout: float) -> list[int]:
     """For each rank the lowest rank of its machine whose memory it can use. That is the rank itself
     where containers hide the processes of a machine from each other. `told` holds each rank's
     machine, and the words of its Probe.
@@ -315,7 +315,8 @@ def _find_nodes(meeting: CollectiveTransport, told_RW: np.ndarray) -> list[int]:
     machine, mark, why = told[rank][0], rank, []
     for other, (there, *words) in enumerate(told[:rank]):
         if there == machine:
-            reason = why_not_attached(*words)
+            # Half the time, so that all come to the exchange in time to see who is missing there.
+            reason = why_not_attached(timeout / 2, *words)
             if reason is None:
                 mark = other
                 break

@@ -109,6 +109,12 @@ PLACES = {
         way="2 nodes, hierarchical",
         said=["cannot use its memory", "which is of user 0, while this one is of user 65534"],
     ),
+    "two users with a folder": Place(
+        by=lambda rank: NOBODY if rank else (),
+        settings={"HOME": "/nonexistent", "TOKENYARD_SHARED_FOLDER": "/tmp"},
+        way="2 nodes, hierarchical",
+        said=["Permission denied for /tmp/", "is of user 0, while this one is of user 65534"],
+    ),
     "two containers": Place(
         by=lambda rank: ["unshare", "--pid", "--fork", "--mount-proc"],
         way="2 nodes, hierarchical",

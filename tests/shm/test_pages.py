@@ -12,6 +12,7 @@ import pytest
 from benchmarks.huge_pages import measure
 from tokenyard.runtime import memory
 from tokenyard.shm import segment
+from tokenyard.shm.processes import within
 from tokenyard.shm.segment import Segment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux has segments")
@@ -76,7 +77,7 @@ def test_segments_have_huge_pages_where_the_system_grants_them(more: int) -> Non
     for _ in range(5):
         one = segment.Segment(MUCH + more)
         try:
-            peers = segment.attach(os.getpid(), *one.told)
+            peers = segment.attach(os.getpid(), *one.told, within(1))
             found = huge_bytes(one.address), huge_bytes(peers.ctypes.data)
             one.array()[:] = 7
             assert len(peers) == MUCH + more
@@ -124,7 +125,7 @@ def test_mappings_of_segments_leave_no_addresses_behind() -> None:
     before = num_mappings()
     for more in range(8):
         one = segment.Segment(MUCH + more * 300_000)
-        segment.attach(os.getpid(), *one.told)
+        segment.attach(os.getpid(), *one.told, within(1))
         one.close()
         del one
     assert num_mappings() <= before + 2  # of the allocator
@@ -136,7 +137,7 @@ def test_a_segment_of_another_size_than_told_is_not_mapped(more: int) -> None:
     fd, num_bytes, identity = one.told
     try:
         with pytest.raises(segment.Gone, match="not as large as was told"):
-            segment.attach(os.getpid(), fd, num_bytes + more, identity)
+            segment.attach(os.getpid(), fd, num_bytes + more, identity, within(1))
     finally:
         one.close()
 

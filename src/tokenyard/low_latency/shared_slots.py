@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.engine.statistics import Statistics
-from tokenyard.errors import PeerDied, PeerLeft
+from tokenyard.errors import PeerDied, PeerLeft, PeerTimeout
 from tokenyard.low_latency.handle import LowLatencyHandle, PendingCombine
 from tokenyard.low_latency.mismatch import posts_differ
 from tokenyard.low_latency.posts import Post, PostKernels, Posts, words
@@ -270,7 +270,7 @@ class SharedSlots:
             else:
                 try:
                     mapped = self._node.attached.memory(rank, told, post.stage)
-                except (PeerDied, PeerLeft):
+                except (PeerDied, PeerLeft, PeerTimeout):
                     if not self._shrink:
                         raise
                     self.posts.mask(rank, True)

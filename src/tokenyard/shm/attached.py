@@ -9,15 +9,17 @@ descriptor number that is used again is never taken for the old segment.
 from __future__ import annotations
 
 from array import array as words
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from tokenyard.comm.base import Communicator
 from tokenyard.errors import SharedMemoryError
 from tokenyard.shm.control import DROPS, NUM_DROPS, Control, ControlLayout
 from tokenyard.shm.liveness import Liveness
-from tokenyard.shm.segment import Gone, Segment, attach
+from tokenyard.shm.processes import Gone, within
+from tokenyard.shm.segment import Segment, attach
 from tokenyard.wire import call as at
 
 
@@ -30,15 +32,15 @@ class Mapped(NamedTuple):
 
 class AttachedSegments:
     def __init__(
-        self, pids: Sequence[int], controls: Sequence[Control], liveness: Liveness
+        self, processes: Sequence[int], controls: Sequence[Control], liveness: Liveness
     ) -> None:
-        self._pids, self._controls, self._liveness = pids, controls, liveness
-        self._mapped: list[dict[int, Mapped]] = [{} for _ in pids]  # by identity
+        self._processes, self._controls, self._liveness = processes, controls, liveness
+        self._mapped: list[dict[int, Mapped]] = [{} for _ in processes]  # by identity
         # How many segments each rank had given back, and the last that were mapped: for compiled
         # calls, which map nothing.
-        self._seen_drops = np.zeros(len(pids), np.int64)
-        self._known = np.zeros((len(pids), at.NUM_KNOWN, at.KNOWN_WORDS), np.int64)
-        self._next_known = [0] * len(pids)
+        self._seen_drops = np.zeros(len(processes), np.int64)
+        self._known = np.zeros((len(processes), at.NUM_KNOWN, at.KNOWN_WORDS), np.int64)
+        self._next_known = [0] * len(processes)
         heads = [control.address + 8 * DROPS for control in controls]
         self._drops = np.array(heads, np.int64)
 
@@ -49,8 +51,12 @@ class AttachedSegments:
             self._unmap_dropped(rank)
         mapped = self._mapped[rank].get(identity)
         if mapped is None:
+
+            def wait(step: Callable[[], int]) -> None:
+                self._liveness.wait_for_one(rank, step, stage)
+
             try:
-                array = attach(self._pids[rank], fd, size, identity)
+                array = attach(self._processes[rank], fd, size, identity, wait)
             except Gone as error:
                 raise self._liveness.lost(rank, stage) from error
             except SharedMemoryError as error:
@@ -117,19 +123,19 @@ class AttachedSegments:
 
 
 def attach_controls(
-    pids: Sequence[int],
+    processes: Sequence[int],
     told: Sequence[Sequence[int]],
     layout: ControlLayout,
-    rank: int,
-    members: Sequence[int],
+    communicator: Communicator,
+    timeout: float,
 ) -> list[Control]:
-    """The control segments of all ranks. Raises OSError, with whose cannot be mapped by `rank`."""
+    """The control segments of all ranks. Raises OSError, with whose this rank cannot map."""
     controls = []
     for other, (fd, _, identity) in enumerate(told):
         try:
-            array = attach(pids[other], fd, layout.num_bytes, identity)
+            array = attach(processes[other], fd, layout.num_bytes, identity, within(timeout))
         except (OSError, SharedMemoryError) as error:
-            me, them = members[rank], members[other]
+            me, them = (communicator.members[one] for one in (communicator.rank, other))
             raise OSError(f"rank {me} cannot attach the memory of rank {them}: {error}") from error
         controls.append(Control(array, layout))
     return controls

@@ -31,6 +31,7 @@ from tokenyard.errors import (
 from tokenyard.runtime import busy
 from tokenyard.runtime.threads import has_core_each
 from tokenyard.shm.control import BEAT, FAILURE, LEFT, Control
+from tokenyard.shm.processes import watch, within
 
 _FAILURES = (PeerTimeout, PeerDied, CallsDiffer, PeerLeft)
 _NOTICE_MS = 500  # a process is seen to be dead a moment after its connections break
@@ -49,7 +50,7 @@ class Liveness(Leaving):
         self,
         communicator: Communicator,
         controls: Sequence[Control],
-        pids: Sequence[int],
+        processes: Sequence[int],
         timeout: float,
     ) -> None:
         """Raises OSError if this process cannot watch the others."""
@@ -66,8 +67,8 @@ class Liveness(Leaving):
         self._deaths = select.poll()
         self._one_polls = threading.Lock()  # messages may be exchanged while rows move
         try:
-            for rank, pid in enumerate(pids):
-                fd = os.pidfd_open(pid)
+            for rank, process in enumerate(processes):
+                fd = watch(process, within(timeout))
                 self._pidfds[fd] = rank
                 self._deaths.register(fd, select.POLLIN)
         except OSError as error:
@@ -84,6 +85,13 @@ class Liveness(Leaving):
         those that missing() finds, or with the culprit that another rank of the node has named.
         """
         stopped = self.who_stops(step, missing, stage)
+        if stopped is not None:
+            raise self.blame(stopped, stage)
+
+    def wait_for_one(self, rank: int, step: Callable[[], int], stage: str) -> None:
+        """Wait as `wait_until` does, for what one rank alone has to do: others may be dead."""
+        others = {member for member in self._members if member != self._members[rank]}
+        stopped = self.who_stops(step, lambda: (rank,), stage, others)
         if stopped is not None:
             raise self.blame(stopped, stage)
 

@@ -6,13 +6,12 @@
     attached   segments of other ranks in this process
     pool       segments of this rank for results
 
-Ranks of other machines cannot be part of a node, and neither can ranks that may not read each
-other's /proc/<pid>/fd: see `segment`.
+Ranks of other machines cannot be part of a node, and neither can ranks that do not reach each
+other's processes: see `processes`.
 """
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 
 import numpy as np
@@ -25,6 +24,7 @@ from tokenyard.shm.control import Control, ControlLayout
 from tokenyard.shm.liveness import Liveness
 from tokenyard.shm.mailbox import Mailbox, SignalKernels
 from tokenyard.shm.pool import SegmentPool
+from tokenyard.shm.processes import own_address
 from tokenyard.shm.segment import Segment
 from tokenyard.shm.shared_rows import NOTHING
 from tokenyard.wire.message import NO_MEMORY
@@ -54,9 +54,9 @@ class SharedNode(Leaving):
         self.control_bytes = layout.num_bytes
         with ExitStack() as opened:
             opened.callback(self._close_kept)
-            pids, controls = self._open(communicator, layout, timeout, opened)
+            processes, controls = self._open(communicator, layout, timeout, opened)
             self.mailbox = Mailbox(controls, layout, self.liveness, kernels)
-            self.attached = AttachedSegments(pids, controls, self.liveness)
+            self.attached = AttachedSegments(processes, controls, self.liveness)
             self.pool = SegmentPool(self.attached.say_dropped)
             opened.callback(self.pool.close)
             self._opened = opened.pop_all()
@@ -74,13 +74,13 @@ class SharedNode(Leaving):
             told = self.keep(layout.num_bytes, "control").told
         except SharedMemoryError as error:
             failure = error
-        pids, *named = communicator.gather([os.getpid(), *told], _STAGE)
+        processes, *named = communicator.gather([own_address(), *told], _STAGE)
         if failure is None:
             try:
                 controls = attach_controls(
-                    pids, list(zip(*named)), layout, self.rank, communicator.members
+                    processes, list(zip(*named)), layout, communicator, timeout
                 )
-                watch = Liveness(communicator, controls, pids, timeout)
+                watch = Liveness(communicator, controls, processes, timeout)
                 self.liveness = opened.enter_context(watch)
             except OSError as error:
                 failure = error
@@ -89,7 +89,7 @@ class SharedNode(Leaving):
             ranks = [communicator.members[rank] for rank, one in enumerate(failed) if one]
             others = f"{name_ranks(ranks)} cannot attach the other ranks' memory"
             raise OSError(others if failure is None else str(failure)) from failure
-        return pids, controls
+        return processes, controls
 
     def keep(self, num_bytes: int, part: str) -> Segment:
         """A segment of this rank, until it is released, or the node is closed. `part` says what it

@@ -1,8 +1,8 @@
 """One piece of memory that ranks of one machine share.
 
 A segment is anonymous (memfd). It is reserved when it is made, so that a full machine is an error
-and not a SIGBUS later, and sealed, so that nobody can shrink it under a reader. Peers open it
-through /proc/<pid>/fd: nothing has a name, so nothing is left behind, whoever dies. Linux only.
+and not a SIGBUS later, and sealed, so that nobody can shrink it under a reader. Peers get its
+descriptor (`shm.processes`): it has no name, so it is not left behind, whoever dies. Linux only.
 
 Linux uses the number of a closed descriptor again. So a rank that tells of a segment also tells its
 *identity*, a number that no other segment has. The segment has it as its label, and a peer that
@@ -27,6 +27,8 @@ import numpy as np
 
 from tokenyard.errors import SharedMemoryError
 from tokenyard.runtime import limits
+from tokenyard.shm import processes
+from tokenyard.shm.processes import Gone, Wait
 from tokenyard.types import round_up
 
 try:
@@ -43,7 +45,6 @@ _ASKING = 0.01  # of a process's time, at most, for huge pages that take longer
 MAP_FIXED, _MADV_COLLAPSE, _MFD_NOEXEC_SEAL = 0x10, 25, 8  # of Linux; Python does not name them
 _NO_MEMORY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if hasattr(mmap, "MAP_ANONYMOUS") else 0
 
-_segments: weakref.WeakSet[Segment] = weakref.WeakSet()  # whose descriptors are open
 _mapped: dict[int, int] = {}  # addresses and bytes, of these and of peers'
 
 
@@ -62,7 +63,7 @@ class Segment:
         self.size = num_bytes
         self.identity = int.from_bytes(os.urandom(8), "little") >> 1
         try:
-            self.fd = _create(_label(self.identity))
+            self.fd = _create(processes.label(self.identity))
         except OSError as error:
             raise cannot(num_bytes, error) from error
         try:
@@ -78,7 +79,7 @@ class Segment:
         self.address = int(self.array().ctypes.data)
         # What a peer needs to map it, as `attach` takes it.
         self.told = self.fd, num_bytes, self.identity
-        _segments.add(self)
+        processes.own_segments[self.identity] = self
 
     def array(self) -> np.ndarray:
         """All of it as bytes: a new array each time, which all its slices and tensors keep."""
@@ -88,33 +89,21 @@ class Segment:
         """Peers can no longer map it. Existing mappings, and arrays of this process, keep the
         memory.
         """
-        if self in _segments:
-            _segments.remove(self)
+        if processes.own_segments.pop(self.identity, None) is not None:
             os.close(self.fd)
 
 
-class Gone(OSError):
-    """A peer's segment no longer exists: its owner has closed it, or has died."""
-
-
-def attach(pid: int, fd: int, num_bytes: int, identity: int) -> np.ndarray:
-    """Map a peer's segment. Raises Gone if it no longer exists, and SharedMemoryError if this
-    process cannot map it.
+def attach(process: int, fd: int, num_bytes: int, identity: int, wait: Wait) -> np.ndarray:
+    """Map a peer's segment. Raises Gone if it no longer exists, SharedMemoryError if this process
+    cannot map it, and what `wait` raises if its owner does not answer.
     """
-    label, theirs = f"/memfd:{_label(identity)} (deleted)", f"/proc/{pid}/fd/{fd}"
     try:
-        if os.readlink(theirs) != label:  # checked first: opening a socket, say, would fail
-            raise Gone("another file has its descriptor")
-        mine = os.open(theirs, os.O_RDWR | os.O_CLOEXEC)
-    except Gone:
+        mine = processes.open_segment(process, fd, identity, wait)
+    except (Gone, TimeoutError):
         raise
-    except (FileNotFoundError, ProcessLookupError) as error:
-        raise Gone(str(error)) from error
     except OSError as error:
         raise cannot(num_bytes, error) from error
     try:
-        if os.readlink(f"/proc/self/fd/{mine}") != label:
-            raise Gone("another file has its descriptor by now")
         if os.fstat(mine).st_size != file_bytes(num_bytes):
             raise Gone("it is not as large as was told")
         return np.frombuffer(map_file(mine, num_bytes, is_own=False), np.uint8)
@@ -146,6 +135,7 @@ _REMEDIES = {
     errno.ENOMEM: "no memory or address space is left, look at `ulimit -v` and vm.max_map_count",
     errno.EFBIG: "this process may write no files of that size, raise its limit with `ulimit -f`",
     errno.ENOSYS: "the system's kernel, or a seccomp filter, has no such call",
+    errno.EREMOTEIO: "that process has reached a limit, look at its `ulimit -n`",
     errno.EACCES: _PERMISSION,
     errno.EPERM: _PERMISSION,
 }
@@ -216,7 +206,7 @@ def _let_go() -> None:
     """In a forked child: take away the memory of the parent's mappings, and close its segments."""
     for address, num_bytes in list(_mapped.items()):
         system().mmap(address, num_bytes, 0, _NO_MEMORY | MAP_FIXED, -1, 0)
-    for segment in list(_segments):
+    for segment in list(processes.own_segments.values()):
         segment.close()
 
 
@@ -277,10 +267,6 @@ def _create(label: str) -> int:
         return os.memfd_create(label, flags)
 
 
-def _label(identity: int) -> str:
-    return f"tokenyard-{identity:x}"
-
-
 def _reserve(fd: int, num_bytes: int) -> None:
     """Reserve pages piece by piece, and check before each piece: other processes may be taking the
     same memory, and the system gives out pages until it kills one of them.
@@ -301,30 +287,39 @@ class Probe:
         if not os.path.isdir("/proc/self/fd"):
             raise SharedMemoryError("/proc is not mounted; mount it, as containers usually do")
         self._segment = Segment(mmap.PAGESIZE)
-        self.words = os.getpid(), self._segment.fd, self._segment.identity
+        self.words = processes.own_address(), self._segment.fd, self._segment.identity
 
     def close(self) -> None:
         self._segment.close()
 
 
-def why_not_attached(pid: int, fd: int, identity: int) -> str | None:
+def why_not_attached(seconds: float, process: int, fd: int, identity: int) -> str | None:
     """Why this process cannot map the memory of the one whose Probe has these words, and what
     helps; None if it can. In another container that pid may be another process, or none, and on
     this machine the process may belong to another user.
     """
-    share = "in containers, let ranks share a PID namespace (docker run --pid)"
+    share = "in containers, let ranks share a PID namespace (docker run --pid) or a folder "
+    share += "(TOKENYARD_SHARED_FOLDER)"
+    name, in_folder = f"process {process}", processes.is_in_folder(process)
+    if in_folder:
+        name = processes.place(process)
+        share = "let TOKENYARD_SHARED_FOLDER be one folder of this machine for all of them"
+    if in_folder != processes.is_in_folder(processes.own_address()):
+        return "only one of them listens in TOKENYARD_SHARED_FOLDER; set it for all of them"
     try:
-        attach(pid, fd, mmap.PAGESIZE, identity)
-    except Gone as error:
+        attach(process, fd, mmap.PAGESIZE, identity, processes.within(seconds))
+    except (Gone, TimeoutError) as error:
+        if in_folder:
+            return f"{name}: {error.strerror or error}; {share}"
         if isinstance(error.__cause__, OSError):
-            return f"process {pid} is not to be seen here; {share}, and /proc without hidepid"
-        return f"process {pid} is another one here; {share}"
+            return f"{name} is not to be seen here; {share}, and /proc without hidepid"
+        return f"{name} is another one here; {share}"
     except SharedMemoryError as error:
         if not isinstance(error.__cause__, PermissionError):
             return str(error)
-        why = f"{error.__cause__.strerror} for process {pid}"
+        why = f"{error.__cause__.strerror} for {name}"
         try:
-            owner = os.stat(f"/proc/{pid}").st_uid
+            owner = os.stat(processes.place(process)).st_uid
         except OSError:
             return f"{why}; {share}"
         if owner != os.geteuid():
