@@ -94,25 +94,44 @@ class Counted(NamedTuple):
 
     messages: int  # of an agreement
     message_bytes: int  # of them all
-    connections: int
+    connections: int  # beside those of the group
 
 
 def count(num_ranks: int, transport: str, ranks_per_node: int = NODE) -> Counted:
     """What follows from the design; `tests/transports/test_scale.py` holds it against ranks."""
     others, num_nodes = num_ranks - 1, -(-num_ranks // ranks_per_node)
     local = min(ranks_per_node, num_ranks)
-    if transport == "collective":  # the group's own, and the Buffer's
-        return Counted(others, others * MESSAGE_BYTES, 2 * others)
+    if transport == "collective":
+        return Counted(others, others * MESSAGE_BYTES, others)
     # A message to a node has the words for all its ranks. Messages and rows have a connection each,
     # and the ranks of the node have met over some.
     far = num_nodes - 1
-    return Counted(far, far * local * MESSAGE_BYTES, others + (local - 1) + 2 * far)
+    return Counted(far, far * local * MESSAGE_BYTES, local - 1 + 2 * far)
 
 
-def sockets(group: Any, transport: str, ranks_per_node: int) -> int:
-    """How many connections to other ranks this process holds once a Buffer is open on all. Those of
-    a Buffer before may take a moment to close: the count when it has stopped to change.
+def ring(num_ranks: int) -> int:
+    """Connections of a rank that has only told all ranks the same, as in opening a Buffer."""
+    return min(2, num_ranks - 1)
+
+
+def of_group(num_ranks: int, is_lazy: bool) -> int:
+    """Connections of a rank to others of the process group: gloo's under TORCH_GLOO_LAZY_INIT=1."""
+    return ring(num_ranks) if is_lazy else num_ranks - 1
+
+
+def sockets(group: Any, transport: str, ranks_per_node: int, is_lazy: bool = False) -> int:
+    """How many connections to other ranks this process holds once a Buffer is open on all, and has
+    moved rows. Those of a Buffer before may take a moment to close: the count when it has stopped
+    to change. `is_lazy`: over a group that makes its connections lazily, without those of this one.
     """
+    if is_lazy:
+        os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+        lazy = torch.distributed.new_group(backend="gloo")
+        del os.environ["TORCH_GLOO_LAZY_INIT"]
+        try:
+            return sockets(lazy, transport, ranks_per_node) - (group.size() - 1)
+        finally:
+            torch.distributed.destroy_process_group(lazy)
     with tokenyard.Buffer(group, transport=transport, ranks_per_node=ranks_per_node) as buffer:
         buffer.all_gather(torch.zeros(1, 1))  # all have opened theirs
         counts = [_established()]
@@ -160,20 +179,23 @@ def show_processes() -> None:
 
 
 def show_connections() -> None:
-    show("ranks", "transport", "connections of ranks, in nodes of 2")
+    show("ranks", "transport", "group", "connections of ranks, in nodes of 2")
     for num_ranks in (2, 4, 8):
         with Processes(num_ranks, timeout=120) as ranks:
             for transport in ("collective", "hierarchical"):
-                show(num_ranks, transport, ranks.run(sockets, transport, 2))
+                for is_lazy in (False, True):
+                    kind = "lazy" if is_lazy else "eager"
+                    show(num_ranks, transport, kind, ranks.run(sockets, transport, 2, is_lazy))
 
 
 def show_counts() -> None:
-    show("ranks", "transport", "messages", "bytes", "connections")
+    show("ranks", "transport", "messages", "bytes", "connections", "with a lazy group")
     for num_ranks in (8, 64, 512, 2048, 10_000):
         for transport in ("collective", "hierarchical"):
             one = count(num_ranks, transport)
             size = f"{one.message_bytes / 1e6:.2f} MB"
-            show(num_ranks, transport, one.messages, size, one.connections)
+            held = [one.connections + of_group(num_ranks, is_lazy) for is_lazy in (False, True)]
+            show(num_ranks, transport, one.messages, size, *held)
 
 
 def plot(path: str) -> None:
@@ -185,11 +207,13 @@ def plot(path: str) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for transport, colour in (("collective", "tab:orange"), ("hierarchical", "tab:blue")):
         counted = [count(number, transport) for number in ranks]
-        left.plot(ranks, [one.connections for one in counted], color=colour, label=transport)
+        for is_lazy, style in ((False, "-"), (True, ":")):
+            held = [one.connections + of_group(n, is_lazy) for n, one in zip(ranks, counted)]
+            left.plot(ranks, held, color=colour, linestyle=style, label=transport)
         right.plot(ranks, [one.messages for one in counted], color=colour, label=transport)
     left.axhline(1024, color="grey", linewidth=0.8, linestyle="--")
     left.text(17, 1150, "1,024 open files, a usual limit", fontsize=8, color="grey")
-    left.set(title="connections of a rank", xlabel="ranks")
+    left.set(title="connections of a rank; dotted: over a lazy group", xlabel="ranks")
     right.set(title="messages of a rank in an agreement", xlabel="ranks")
     for axes in (left, right):
         axes.set(xscale="log", yscale="log", xlim=(16, 10_000))

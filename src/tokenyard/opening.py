@@ -37,9 +37,9 @@ from tokenyard.runtime.streams import streams_for
 from tokenyard.shm import guard
 from tokenyard.topology import Placement, Topology
 from tokenyard.transports import (
-    CollectiveTransport,
     Opening,
     Probe,
+    Transport,
     check_name,
     open_transport,
     why_not_attached,
@@ -175,11 +175,8 @@ class Options:
 def open_engine(group: Any, options: Options) -> tuple[Engine, LowLatency | None]:
     """The engines of a new Buffer. Bad options on one rank raise on all of them."""
     communicator = connect(group, options.timeout if options.has_sane_timeout else 30.0)
-    # The first meeting must take place even if `kernels` is wrong, and needs no fast ones.
-    plain, on_one_node = kernel_sets.load("reference"), [0] * communicator.size
-    meeting = CollectiveTransport(communicator, plain, node_of_rank=on_one_node)
-    first = Agreement(meeting)
-    met = _meet(communicator, meeting, first, options)
+    first = Agreement(_Meeting(communicator))
+    met = _meet(communicator, first, options)
     with ExitStack() as undo:
         undo.callback(communicator.close)
         built, failure = None, None
@@ -215,9 +212,18 @@ class _Met(NamedTuple):
         return self.told_RW[:, 6:]
 
 
-def _meet(
-    communicator: Communicator, meeting: CollectiveTransport, first: Agreement, options: Options
-) -> _Met:
+class _Meeting(Transport):
+    """Where ranks meet before they have a transport: each tells all the same."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.rank, self.size = communicator.rank, communicator.size
+        self._communicator = communicator
+
+    def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
+        return self._communicator.tell_all(message_RM[0], stage)
+
+
+def _meet(communicator: Communicator, first: Agreement, options: Options) -> _Met:
     rank, size = communicator.rank, communicator.size
     probe: Probe | None = None
     try:
@@ -246,7 +252,8 @@ def _meet(
         elif alone is not None:
             topology = Topology.from_marks(told_RW[:, 2].tolist())
         else:
-            topology = Topology.from_marks(_find_nodes(meeting, told_RW[:, 2:6], options.timeout))
+            marks = _find_nodes(communicator, told_RW[:, 2:6], options.timeout)
+            topology = Topology.from_marks(marks)
     finally:
         if probe is not None:
             probe.close()
@@ -275,7 +282,7 @@ def _build(
     # Others may have opened their Buffers when this rank fails, and wait for it in a call.
     undo.enter_context(opened)
     agreement, streams = Agreement(opened, shared_id), streams_for(communicator.device)
-    agreement.clocks_R = clocks_ahead(communicator, machines)
+    agreement.clocks_R = clocks_ahead(opened, machines)
     where, processes = place_words(met.placement), met.processes_RW.tobytes()
     place = repr((processes, machines, topology.node_of_rank, where, opened.name))
     origin = Origin(shared_id, rank, digest(place), tuple(topology.node_of_rank))
@@ -306,12 +313,12 @@ def _given(ranks_per_node: int | Sequence[int], num_ranks: int) -> Topology:
     return Topology.even(num_ranks, ranks_per_node)
 
 
-def _find_nodes(meeting: CollectiveTransport, told_RW: np.ndarray, timeout: float) -> list[int]:
+def _find_nodes(communicator: Communicator, told_RW: np.ndarray, timeout: float) -> list[int]:
     """For each rank the lowest rank of its machine whose memory it can use. That is the rank itself
     where containers hide the processes of a machine from each other. `told` holds each rank's
     machine, and the words of its Probe.
     """
-    rank, told = meeting.rank, told_RW.tolist()
+    rank, told = communicator.rank, told_RW.tolist()
     machine, mark, why = told[rank][0], rank, []
     for other, (there, *words) in enumerate(told[:rank]):
         if there == machine:
@@ -331,8 +338,7 @@ def _find_nodes(meeting: CollectiveTransport, told_RW: np.ndarray, timeout: floa
             reason,
         )
     # When all ranks have answered, all have looked, and probes may be closed.
-    marks = meeting.exchange(np.full((meeting.size, 1), mark, np.int64), "Buffer (find nodes)")
-    return marks[:, 0].tolist()
+    return communicator.gather([mark], "Buffer (find nodes)")[0]
 
 
 def _machine() -> int:

@@ -251,10 +251,10 @@ class Clocked:
 
 def test_the_difference_of_clocks_is_found_within_a_round_trip() -> None:
     there = Clocked(123_456_789)
-    found = clocks_ahead(there, [1, 2], there.now)  # type: ignore[arg-type]
+    found = clocks_ahead(there, [1, 2], there.now)
     assert found[0] == 0
     assert abs(found[1] - there.ahead) <= 20
-    assert clocks_ahead(there, [1, 1]).tolist() == [0, 0]  # type: ignore[arg-type]
+    assert clocks_ahead(there, [1, 1]).tolist() == [0, 0]
 
 
 def test_a_profiler_shows_our_stages(tmp_path: Path) -> None:

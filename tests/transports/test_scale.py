@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import threading
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -140,11 +141,13 @@ def test_many_ranks_may_wait_for_each_other_by_other_means() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_a_rank_holds_as_many_connections_as_are_counted(processes: Pools, num_ranks: int) -> None:
-    for transport in ("collective", "hierarchical"):
+    for transport, is_lazy in product(("collective", "hierarchical"), (False, True)):
         want = scale.count(num_ranks, transport, ranks_per_node=2).connections
-        assert processes(num_ranks).run(scale.sockets, transport, 2) == [want] * num_ranks
+        want += scale.of_group(num_ranks, is_lazy)
+        held = processes(num_ranks).run(scale.sockets, transport, 2, is_lazy)
+        assert held == [want] * num_ranks, (transport, is_lazy)
 
 
 def open_files(group: Any, is_hard: bool) -> str:
@@ -173,14 +176,18 @@ def test_a_buffer_raises_the_limit_of_open_files(processes: Pools) -> None:
 
 
 def test_docs_show_what_is_counted() -> None:
-    """Rows of docs/internals/scale.md such as `| 512 | `collective` | 511 | 0.52 MB | 1,022 |`."""
+    """Rows of scale.md such as `| 512 | `collective` | 511 | 0.52 MB | 1,022 | 513 |`."""
     page = Path(__file__).parents[2] / "docs" / "internals" / "scale.md"
-    row = re.compile(r"^\| ([\d,]+) \| `(\w+)` \| ([\d,]+) \| ([\d.]+) MB \| ([\d,]+) \|$", re.M)
+    row = re.compile(
+        r"^\| ([\d,]+) \| `(\w+)` \| ([\d,]+) \| ([\d.]+) MB \| ([\d,]+) \| ([\d,]+) \|$", re.M
+    )
     shown = row.findall(page.read_text())
     assert len(shown) == 6
-    for ranks, transport, messages, size, connections in shown:
-        one = scale.count(int(ranks.replace(",", "")), transport)
-        assert f"{one.messages:,} {one.connections:,}" == f"{messages} {connections}"
+    for ranks, transport, messages, size, *connections in shown:
+        number = int(ranks.replace(",", ""))
+        one = scale.count(number, transport)
+        held = [one.connections + scale.of_group(number, lazy) for lazy in (False, True)]
+        assert [f"{many:,}" for many in (one.messages, *held)] == [messages, *connections]
         assert f"{one.message_bytes / 1e6:.2f}" == size
 
 

@@ -57,6 +57,7 @@ class Exchange(NamedTuple):
     stage: str
     at_most: bool = False
     enclosed: Sequence[int] = ()  # how many of `counts` are rows that travel with a message
+    to_all: bool = False  # one row, the same for every rank: counts is [1]
 
 
 class Communicator:
@@ -99,9 +100,13 @@ class Communicator:
         here = to_host(torch.cat([answer.flatten(), numbers]))
         return here[: answer.numel()].reshape(answer.shape), here[answer.numel() :]
 
+    def tell_all(self, row_M: np.ndarray, stage: str) -> np.ndarray:
+        """Tell all ranks the same int64s; row r of the answer came from rank r."""
+        return self.exchange(np.tile(row_M, (self.size, 1)), stage)
+
     def gather(self, numbers: Sequence[int], stage: str) -> list[list[int]]:
         """These numbers of every rank: answer[i][r] is number i of rank r."""
-        return self.exchange(np.array([numbers] * self.size, np.int64), stage).T.tolist()
+        return self.tell_all(np.array(numbers, np.int64), stage).T.tolist()
 
     def part(self, members: Sequence[int], name: str) -> Communicator:
         """A communicator of some ranks, which all of them make at once under the same name."""

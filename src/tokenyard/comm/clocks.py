@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
-
-from tokenyard.comm.base import Communicator
 
 _ROUNDS = 5
 
 
+class Meeting(Protocol):
+    rank: int
+    size: int
+
+    def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray: ...
+
+
 def clocks_ahead(
-    communicator: Communicator,
+    meeting: Meeting,
     machines: Sequence[int],
     now: Callable[[], int] = time.monotonic_ns,
 ) -> np.ndarray:
@@ -26,7 +32,7 @@ def clocks_ahead(
 
     Ranks of one machine have one clock: where all are on one, nothing is exchanged.
     """
-    rank, size = communicator.rank, communicator.size
+    rank, size = meeting.rank, meeting.size
     ahead_R = np.zeros(size, np.int64)
     if len(set(machines)) == 1:
         return ahead_R
@@ -35,9 +41,9 @@ def clocks_ahead(
     least_R, most_R = np.full(size, -(1 << 62)), np.full(size, 1 << 62)
     for _ in range(_ROUNDS):
         sent = now()
-        sent_R = communicator.exchange(np.full((size, 1), sent, np.int64), "Buffer (clocks)")[:, 0]
+        sent_R = meeting.exchange(np.full((size, 1), sent, np.int64), "Buffer (clocks)")[:, 0]
         came = now()
-        came_R = communicator.exchange(np.full((size, 1), came, np.int64), "Buffer (clocks)")[:, 0]
+        came_R = meeting.exchange(np.full((size, 1), came, np.int64), "Buffer (clocks)")[:, 0]
         least_R = np.maximum(least_R, sent_R - came)
         most_R = np.minimum(most_R, came_R - sent)
     for other in range(size):

@@ -16,7 +16,7 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext, suppress
 from datetime import timedelta
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -200,13 +200,14 @@ class _OverMpi(Watched):
     _open: list[MpiWork]  # works that began and have not ended
 
     def _begin(self, exchange: Exchange) -> MpiWork:
-        out, rows, out_counts, counts, _, at_most, _ = exchange
+        out, rows, out_counts, counts, _, at_most, *_ = exchange
         joined = self._whole.joined
         if joined is None:
             raise BufferClosed(f"the Buffer is closed, on rank {self._whole.rank}")
         come, go = out.numpy().reshape(-1), rows.numpy().reshape(-1)
-        sent = list(accumulate((count * rows.shape[1] for count in counts), initial=0))
-        got = list(accumulate((count * out.shape[1] for count in out_counts), initial=0))
+        sent, got = _spans(counts, rows.shape[1]), _spans(out_counts, out.shape[1])
+        if exchange.to_all:
+            sent *= self.size
         me, size, comm = self.rank, self.size, joined.comm
         requests: list[Any] = []
         peers: list[int] = []
@@ -215,15 +216,15 @@ class _OverMpi(Watched):
         self._open.append(work)
         ways = (comm.Irecv, come, got, -1), (comm.Isend, go, sent, 1)
         with joined.lock:
-            for post, memory, ends, way in ways:
+            for post, memory, spans, way in ways:
                 for step in range(1, size):
                     peer = (me + way * step) % size
                     to, tag = self.members[peer], self._tags[peer]
-                    for first, last in _pieces(ends[peer], ends[peer + 1], at_most):
+                    for first, last in _pieces(*spans[peer], at_most):
                         requests.append(post([memory[first:last], MPI.BYTE], to, tag))
                         peers.append(to)
-        mine = sent[me + 1] - sent[me]
-        come[got[me] : got[me] + mine] = go[sent[me] : sent[me + 1]]
+        (first, last), to = sent[me], got[me][0]
+        come[to : to + last - first] = go[first:last]
         return work
 
     def _wait(self, work: Work, stage: str, number: int) -> None:
@@ -309,6 +310,11 @@ class MpiPart(_OverMpi):
 
     def own(self, name: str) -> MpiPart:
         return self
+
+
+def _spans(counts: Sequence[int], width: int) -> list[tuple[int, int]]:
+    """Where the rows of each rank begin and end."""
+    return list(pairwise(accumulate((count * width for count in counts), initial=0)))
 
 
 def _pieces(begin: int, end: int, at_most: bool) -> Sequence[tuple[int, int]]:

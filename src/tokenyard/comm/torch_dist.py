@@ -21,7 +21,7 @@ from tokenyard.comm.base import Communicator, Exchange
 from tokenyard.comm.failure_board import FailureBoard
 from tokenyard.comm.watched import Watched, Whole, Work
 from tokenyard.errors import BufferClosed
-from tokenyard.runtime import limits
+from tokenyard.runtime import limits, variables
 
 _LET_GO = 0.1  # seconds to close connections that nobody uses
 _AT_END = 2.0  # seconds that the end of the process waits for that
@@ -69,6 +69,8 @@ class TorchCommunicator(Whole):
 
     def _begin(self, exchange: Exchange) -> dist.Work:
         out, rows, out_counts, counts, *_ = exchange
+        if exchange.to_all:
+            return dist.all_gather(list(out), rows[0], group=self.group(), async_op=True)
         return dist.all_to_all_single(
             out, rows, list(out_counts), list(counts), group=self.group(), async_op=True
         )
@@ -116,9 +118,7 @@ class GlooPart(Watched):
             # Gloo's own time limit comes after ours, whose message says more; once the ranks are
             # connected, long after, since ours waits for ranks that compile.
             try:
-                pg = dist.ProcessGroupGloo(
-                    meeting, self.rank, self.size, timedelta(seconds=timeout + 1)
-                )
+                pg = dist.ProcessGroupGloo(meeting, self.rank, self.size, _at_once(timeout + 1))
             except RuntimeError as error:
                 raise self.explain("Buffer (connect)", error) from error
             pg._set_default_timeout(timedelta(seconds=timeout + _LONGEST))
@@ -145,9 +145,26 @@ class GlooPart(Watched):
     def _begin(self, exchange: Exchange) -> dist.Work:
         if self._pg is None:
             raise BufferClosed(f"the Buffer is closed, on rank {self._whole.rank}")
-        begin: Any = self._pg.alltoall_base  # type: ignore[attr-defined]  # not in torch's stubs
+        gloo: Any = self._pg  # these are not in torch's stubs
         out, rows, out_counts, counts, *_ = exchange
-        return begin(out, rows, list(out_counts), list(counts))
+        if exchange.to_all:
+            return gloo.allgather([list(out)], [rows[0]])
+        return gloo.alltoall_base(out, rows, list(out_counts), list(counts))
+
+
+def _at_once(timeout: float) -> Any:
+    """Options of gloo groups that connect at once, also under TORCH_GLOO_LAZY_INIT=1: gloo that
+    has connected lazily may wait for ever when such a group is destroyed after a failure.
+    """
+    gloo: Any = dist.ProcessGroupGloo  # torch's stubs name its options otherwise
+    options = gloo._Options()
+    names = variables.read("GLOO_SOCKET_IFNAME")  # as gloo itself would
+    devices = [
+        gloo.create_device(interface=one, lazy_init=False) for one in names.split(",") if one
+    ]
+    options._devices = devices or [gloo.create_default_device(lazy_init=False)]
+    options._threads, options._timeout = 2 * len(options._devices), timedelta(seconds=timeout)
+    return options
 
 
 @atexit.register

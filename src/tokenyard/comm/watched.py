@@ -13,11 +13,15 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol
 
+import numpy as np
+
 from tokenyard.comm.base import Communicator, Exchange, Move
 from tokenyard.comm.failure_board import KINDS, FailureBoard, FailureNote, StoreLost
 from tokenyard.comm.process_table import ProcessWatch
 from tokenyard.errors import BufferClosed, PeerDied, PeerError, PeerLeft, PeerTimeout, name_ranks
 from tokenyard.runtime import busy
+from tokenyard.runtime.memory import as_bytes
+from tokenyard.runtime.streams import to_device, to_host
 
 _LOOK = 0.1  # seconds between two looks at the failure board
 _GRACE = 0.5  # seconds in which the other ranks may post that they live, after an exchange failed
@@ -82,6 +86,14 @@ class Watched(Communicator):
                 self._whole.board.withdraw()
 
         return finish
+
+    def tell_all(self, row_M: np.ndarray, stage: str) -> np.ndarray:
+        """Gloo passes rows on in a ring, so no rank needs a connection to every other."""
+        row = to_device(row_M[None], self.device)
+        answer = row.new_zeros(self.size, len(row_M))
+        counts = [1] * self.size, [1], stage
+        self.all_to_all(Exchange(as_bytes(answer), as_bytes(row), *counts, to_all=True))
+        return to_host(answer)
 
     def report(self, error: PeerError | None = None) -> None:
         kind = next((one for one in KINDS if isinstance(error, one)), PeerDied)
