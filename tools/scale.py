@@ -1,7 +1,7 @@
 """How time, memory, messages and connections grow with ranks: what docs/internals/scale.md shows.
 
     python -m tools.scale                  # virtual ranks to 512, in nodes of 8
-    python -m tools.scale --hierarchical   # the same through the memory of nodes, to 128
+    python -m tools.scale --hierarchical   # the same through the memory of nodes
     python -m tools.scale --processes      # real processes to 64
     python -m tools.scale --connections    # the sockets that each of them holds
     python -m tools.scale --count          # messages and connections of any number of ranks
@@ -29,6 +29,7 @@ import torch
 import tokenyard
 from tokenyard.planner.cost import MESSAGE_BYTES
 from tokenyard.testing import Processes, run_virtual
+from tokenyard.wire import node_blocks
 
 TOKENS, TOPK, HIDDEN, NODE = 8, 8, 128, 8
 
@@ -90,15 +91,22 @@ def _resident() -> float:
 
 
 class Counted(NamedTuple):
-    """Of one rank, for a call and for a Buffer over gloo."""
+    """Of one rank at most, for a call and for a Buffer over gloo."""
 
-    messages: int  # of an agreement
+    messages: int  # of an agreement, with an expert on each rank
     message_bytes: int  # of them all
     connections: int  # beside those of the group
 
 
-def count(num_ranks: int, transport: str, ranks_per_node: int = NODE) -> Counted:
-    """What follows from the design; `tests/transports/test_scale.py` holds it against ranks."""
+def count(
+    num_ranks: int,
+    transport: str,
+    ranks_per_node: int = NODE,
+    least_ranks: int = node_blocks.LEAST_RANKS,
+) -> Counted:
+    """What follows from the design; `tests/transports/test_scale.py` holds it against ranks.
+    From `least_ranks` on they agree by nodes.
+    """
     others, num_nodes = num_ranks - 1, -(-num_ranks // ranks_per_node)
     local = min(ranks_per_node, num_ranks)
     if transport == "collective":
@@ -106,7 +114,11 @@ def count(num_ranks: int, transport: str, ranks_per_node: int = NODE) -> Counted
     # A message to a node has the words for all its ranks. Messages and rows have a connection each,
     # and the ranks of the node have met over some.
     far = num_nodes - 1
-    return Counted(far, far * local * MESSAGE_BYTES, local - 1 + 2 * far)
+    connections = local - 1 + 2 * far
+    if far > 0 and num_ranks >= least_ranks:  # by nodes: a block for every two of them
+        messages = node_blocks.most_messages(num_ranks, local)
+        return Counted(messages, messages * 8 * node_blocks.block_words(local, 2), connections)
+    return Counted(far, far * local * MESSAGE_BYTES, connections)
 
 
 def ring(num_ranks: int) -> int:
@@ -189,13 +201,23 @@ def show_connections() -> None:
 
 
 def show_counts() -> None:
-    show("ranks", "transport", "messages", "bytes", "connections", "with a lazy group")
+    show(
+        "ranks",
+        "transport",
+        "messages",
+        "bytes",
+        "connections",
+        "with a lazy group",
+        "not by nodes",
+    )
     for num_ranks in (8, 64, 512, 2048, 10_000):
         for transport in ("collective", "hierarchical"):
             one = count(num_ranks, transport)
             size = f"{one.message_bytes / 1e6:.2f} MB"
             held = [one.connections + of_group(num_ranks, is_lazy) for is_lazy in (False, True)]
-            show(num_ranks, transport, one.messages, size, *held)
+            before = count(num_ranks, transport, least_ranks=1 << 62)
+            old = f"{before.messages}, {before.message_bytes / 1e6:.2f} MB"
+            show(num_ranks, transport, one.messages, size, *held, old)
 
 
 def plot(path: str) -> None:
@@ -210,15 +232,16 @@ def plot(path: str) -> None:
         for is_lazy, style in ((False, "-"), (True, ":")):
             held = [one.connections + of_group(n, is_lazy) for n, one in zip(ranks, counted)]
             left.plot(ranks, held, color=colour, linestyle=style, label=transport)
-        right.plot(ranks, [one.messages for one in counted], color=colour, label=transport)
+        sizes = [one.message_bytes / 1e6 for one in counted]
+        right.plot(ranks, sizes, color=colour, label=transport)
     left.axhline(1024, color="grey", linewidth=0.8, linestyle="--")
     left.text(17, 1150, "1,024 open files, a usual limit", fontsize=8, color="grey")
     left.set(title="connections of a rank; dotted: over a lazy group", xlabel="ranks")
-    right.set(title="messages of a rank in an agreement", xlabel="ranks")
+    right.set(title="MB that a rank sends in an agreement", xlabel="ranks")
     for axes in (left, right):
         axes.set(xscale="log", yscale="log", xlim=(16, 10_000))
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     right.legend(frameon=False)
@@ -253,7 +276,7 @@ def main() -> None:
     parser.add_argument("--connections", action="store_true", help="of real processes")
     parser.add_argument("--count", action="store_true", help="for 8 to 10,000 ranks, without them")
     parser.add_argument("--plot", metavar="FILE", help="connections and messages that are counted")
-    parser.add_argument("--most", type=int, help="virtual ranks; 512, hierarchical 128")
+    parser.add_argument("--most", type=int, help="virtual ranks; 512")
     parser.add_argument("--one", nargs=2, metavar=("RANKS", "TRANSPORT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
@@ -267,7 +290,7 @@ def main() -> None:
     elif args.plot:
         plot(args.plot)
     elif args.hierarchical:
-        show_runs("hierarchical", args.most or 128)
+        show_runs("hierarchical", args.most or 512)
     else:
         show_runs("collective", args.most or 512)
 

@@ -84,3 +84,12 @@ def _valid(case: Case, name: str, got: object, want: object) -> tuple[object, ob
         assert bool((tail.float() == mark).all())
         got = got[: want.shape[0]]
     return got, want
+
+
+def on_nodes(name: str, sizes: tuple[int, ...]) -> Case:
+    case = case_of(name, sum(sizes))
+    return replace(case, ranks_per_node=sizes, transport="hierarchical", kernels="numba")
+
+
+def name_of(sizes: tuple[int, ...]) -> str:
+    return "+".join(map(str, sizes))

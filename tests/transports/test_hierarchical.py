@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.cases.clock import scaled
-from tests.cases.conformance import CASES, SAMPLED, case_of, check
+from tests.cases.conformance import CASES, SAMPLED, check, name_of, on_nodes
 from tests.cases.exchange import Case, inputs, job
 from tests.cases.lanes import at_night
 from tests.cases.processes import Pools
@@ -20,15 +20,6 @@ from tokenyard.transports.hierarchical.staging import Staging
 SHAPES = [(2, 2), (3, 2, 1)]
 MORE_SHAPES = [(4, 4), (2, 2, 2, 2)]
 SMALL_SHAPES = [(1, 1), (1, 3), (2,)]  # a node of one rank, and one node
-
-
-def on_nodes(name: str, sizes: tuple[int, ...]) -> Case:
-    case = case_of(name, sum(sizes))
-    return replace(case, ranks_per_node=sizes, transport="hierarchical", kernels="numba")
-
-
-def name_of(sizes: tuple[int, ...]) -> str:
-    return "+".join(map(str, sizes))
 
 
 @pytest.mark.parametrize("sizes", SHAPES, ids=name_of)

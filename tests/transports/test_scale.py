@@ -24,6 +24,7 @@ from tests.cases.programs import run_python
 from tokenyard import spec
 from tokenyard.engine.agreement import Call
 from tokenyard.testing import Processes, run_virtual
+from tokenyard.wire import node_blocks
 from tools import scale
 
 
@@ -121,6 +122,16 @@ def test_many_nodes_of_8_take_seconds(num_ranks: int) -> None:
     assert 0 < one["messages"]["dispatch"] <= scale.TOKENS * scale.TOPK
 
 
+@pytest.mark.timeout(300)
+def test_many_ranks_agree_by_nodes() -> None:
+    """Each speaks with a few nodes, so that a block goes each way between every two."""
+    num_ranks, others = node_blocks.LEAST_RANKS, node_blocks.LEAST_RANKS // scale.NODE - 1
+    one, most = scale.measure(num_ranks, "hierarchical"), scale.count(num_ranks, "hierarchical")
+    assert one["messages"]["dispatch (notify)"] == others / scale.NODE
+    assert one["bytes"]["dispatch (notify)"] * most.messages == most.message_bytes * others / 8
+    assert most.messages == -(-others // scale.NODE)
+
+
 @pytest.mark.slow
 def test_500_ranks_of_one_node() -> None:
     assert run_virtual(sum_of_experts, 500, timeout=scaled(250)).results == [
@@ -182,7 +193,7 @@ def test_docs_show_what_is_counted() -> None:
         r"^\| ([\d,]+) \| `(\w+)` \| ([\d,]+) \| ([\d.]+) MB \| ([\d,]+) \| ([\d,]+) \|$", re.M
     )
     shown = row.findall(page.read_text())
-    assert len(shown) == 6
+    assert len(shown) == 4
     for ranks, transport, messages, size, *connections in shown:
         number = int(ranks.replace(",", ""))
         one = scale.count(number, transport)

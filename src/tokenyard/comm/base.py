@@ -130,6 +130,10 @@ class Communicator:
         """Who is to blame for an error of the engine beneath."""
         raise NotImplementedError
 
+    def hears_of_waits(self, since: float) -> bool:
+        """Whether another rank has waited in vain, as this one first heard after `since`."""
+        return False
+
     def settle(self, label: str, processes: ProcessWatch) -> None:
         """Ranks have met: from now on notes about failures are those of the Buffer `label`."""
 

@@ -103,6 +103,12 @@ class Watched(Communicator):
     def watch(self, look: Callable[[str], None]) -> None:
         self._look = look
 
+    def hears_of_waits(self, since: float) -> bool:
+        notes: Mapping[int, FailureNote] = {}
+        with suppress(StoreLost):
+            notes = self._whole.board.read(self._all_ranks())
+        return any(note.kind is PeerTimeout and note.seen > since for note in notes.values())
+
     def settle(self, label: str, processes: ProcessWatch) -> None:
         self._whole.board.label, self._whole.processes = label, processes
 

@@ -84,7 +84,7 @@ class Terms(NamedTuple):
 
     call: Call
     offer: Offer = Offer()
-    payload: np.ndarray | None = None  # [R, M] int64, row r for rank r
+    payload: np.ndarray | None = None  # [R, M] int64, row r for rank r: see `Transport.meet`
     num_tokens: int = 0
     num_worst_tokens: int = 0
     counting: Counting | None = None  # instead of a payload
@@ -166,7 +166,7 @@ class Agreement:
         if heard is not None:
             answer = heard.messages_RM
         elif counting is None:
-            answer, offer = self._transport.meet(message, offer, f"{stage} (notify)")
+            answer, offer = self._transport.meet(message, offer, f"{stage} (notify)", room)
         else:
             answer, numbers = self._count(message, counting, f"{stage} (notify)")
             room = counting.payload.shape[1]
@@ -223,13 +223,16 @@ class Agreement:
 
     def _raise(self, stage: str, mine: Call, answer: np.ndarray, failure: Exception | None) -> None:
         """Raise which ranks failed, or what ranks differ in."""
+        failed, texts = answer[:, at.FAILED], answer[:, at.PAYLOAD : at.PAYLOAD + TEXT_WORDS]
+        asks = self._transport.tells_from_device and failed.any()  # who counts there knows by now
+        if asks or self._transport.agrees_by_nodes:
+            own = [*mine, *text_to_words("" if failure is None else str(failure))]
+            told = np.tile(np.array(own, np.int64), (self._size, 1))
+            told = self._transport.exchange(told, f"{stage} (failure)")
+            answer[:, at.CALL : at.TOKENS], texts = np.split(told, [at.CALL_WORDS], axis=1)
         # Ranks that all called this Buffer go on with the same number.
         if (answer[:, _BUFFER] == self.buffer_id).all():
             self.number = int(answer[:, at.NUMBER].max()) + 1
-        failed, texts = answer[:, at.FAILED], answer[:, at.PAYLOAD : at.PAYLOAD + TEXT_WORDS]
-        if self._transport.tells_from_device and failed.any():  # who counts there knows why by now
-            own = text_to_words("" if failure is None else str(failure))
-            texts = self._transport.exchange(np.tile(own, (self._size, 1)), f"{stage} (failure)")
         self._raise_failures(stage, failed, texts, failure)
         self.engaged = False
         columns = answer[:, at.CALL : at.TOKENS].T.tolist()

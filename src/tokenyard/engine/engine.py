@@ -70,7 +70,7 @@ class Engine(Core):
     def _find_calls(self) -> Calls:
         if isinstance(self.transport, DirectTransport):
             return SharedCalls(self, cast(Any, self.kernels))
-        if isinstance(self.transport, HierarchicalTransport) and self.topology.num_nodes > 1:
+        if isinstance(self.transport, HierarchicalTransport) and self.transport.encloses:
             return NodeCalls(self, cast(Any, self.kernels))
         return GeneralCalls(self)
 

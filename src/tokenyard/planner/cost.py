@@ -25,6 +25,7 @@ from tokenyard.planner.traffic import (
 )
 from tokenyard.topology import Topology, even_split
 from tokenyard.wire.message import MESSAGE_WORDS
+from tokenyard.wire.node_blocks import LEAST_RANKS, block_words, most_messages
 
 MODES = ("normal", "low_latency")
 FP8_GROUP = 128  # elements that share a scale of 4 bytes
@@ -205,16 +206,20 @@ def stages_of(
     stages = [_stage("dispatch", cluster, rows, out), _stage("combine", cluster, rows, back)]
     if work.mode == "low_latency":
         return stages
-    return [_notify(cluster, num_ranks), *stages]
+    return [_notify(cluster, model, num_ranks), *stages]
 
 
-def _notify(cluster: Cluster, num_ranks: int) -> Stage:
-    """Every rank tells every other rank its counts."""
+def _notify(cluster: Cluster, model: Model, num_ranks: int) -> Stage:
+    """Every rank tells every other rank its counts, or many ranks tell them by nodes."""
     near = min(cluster.ranks_per_node, num_ranks)
+    network = (num_ranks - near) * MESSAGE_BYTES
+    if num_ranks >= LEAST_RANKS:
+        width = 1 + -(-model.num_experts // num_ranks)
+        network = 8 * most_messages(num_ranks, near) * block_words(near, width)
     told = {
         "itself": 0.0,
         "node": float((near - 1) * MESSAGE_BYTES),
-        "network": float((num_ranks - near) * MESSAGE_BYTES),
+        "network": float(network),
     }
     return _timed("notify", cluster, told, told["node"])
 

@@ -97,6 +97,12 @@ class Mailbox:
             self._wait_long(incoming, epoch, first, stage, self.look)
         return inbox[:, : message_RM.shape[1]].copy()
 
+    def awaited(self) -> int:
+        """The first rank whose message of this exchange has not come; R if all have."""
+        return self._kernels.await_signals(
+            self._lines[MAIL][1], self._size, self.epochs[MAIL], 0, 1
+        )
+
     def meet(self, kind: int, stage: str) -> None:
         """Signal to all ranks and wait until they have signalled as often: spin, then yield, then
         sleep. Whatever this thread wrote to their memory comes before the signal.

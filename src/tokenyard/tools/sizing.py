@@ -31,6 +31,7 @@ from tokenyard.runtime.pool import size_class
 from tokenyard.shm.control import ControlLayout
 from tokenyard.shm.node import BOX
 from tokenyard.topology import Placement, Topology
+from tokenyard.transports.hierarchical import by_nodes
 from tokenyard.transports.hierarchical.enclosed import most_staging
 from tokenyard.transports.hierarchical.transport import box_of
 from tokenyard.transports.ring import DEFAULT_BYTES
@@ -173,13 +174,15 @@ def _exchange(work: Workload, rows: int) -> Iterator[Part]:
     if work.chosen == "hierarchical":
         each = work.num_ranks // work.num_nodes
         parcel = work.num_tokens * (sum(work.widths) + each)
-        yield Part(
-            "rows with messages",
-            most_staging(Topology.even(work.num_ranks, each), 0, parcel, result),
-            SHARED,
-            "rows of small calls travel with the words about them; large calls take none",
-            False,
-        )
+        topology = Topology.even(work.num_ranks, each)
+        if not by_nodes.takes(topology):
+            yield Part(
+                "rows with messages",
+                most_staging(topology, 0, parcel, result),
+                SHARED,
+                "rows of small calls travel with the words about them; large calls take none",
+                False,
+            )
     if shares:
         yield Part(
             "rows of a dispatch",

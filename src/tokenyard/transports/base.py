@@ -92,14 +92,20 @@ class Transport(Leaving):
     # raise if one has none.
     offers_memory = False
     tells_from_device = False  # messages may lie on the device of the results
+    agrees_by_nodes = False  # answers of `meet` say that ranks differ or failed, not more
     node: SharedNode | None = None  # of all ranks, if they share one: low-latency calls use it
 
     def exchange(self, message_RM: np.ndarray, stage: str) -> np.ndarray:
         """Row r of an int64 message goes to rank r; row r of the answer came from it."""
         raise NotImplementedError
 
-    def meet(self, message_RM: np.ndarray, offer: Offer, stage: str) -> tuple[np.ndarray, Offer]:
-        """Exchange a message, and the rows that the offer encloses: the answer, and the offer."""
+    def meet(
+        self, message_RM: np.ndarray, offer: Offer, stage: str, width: int
+    ) -> tuple[np.ndarray, Offer]:
+        """Exchange a message, whose payload is so wide, and the rows that the offer encloses: the
+        answer, and the offer. Of the payload only the first number must come from each rank; the
+        others may come as sums, in the rows of some ranks.
+        """
         return self.exchange(message_RM, stage), offer
 
     def exchange_counted(

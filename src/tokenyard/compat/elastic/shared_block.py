@@ -31,9 +31,9 @@ def meet(engine: Engine, stage: str, terms: dict[str, int]) -> None:
     """
     engine.worker.drain()
     own = list(terms.values())
+    engine.agreement.meet(stage, Terms(Call(stage=STAGES.index(stage))))
     told = np.array([own] * engine.num_ranks, np.int64)
-    agreed = engine.agreement.meet(stage, Terms(Call(stage=STAGES.index(stage)), payload=told))
-    for rank, theirs in enumerate(agreed.payload.tolist()):
+    for rank, theirs in enumerate(engine.transport.exchange(told, stage).tolist()):
         for name, mine, other in zip(terms, own, theirs):
             if mine != other:
                 raise CallMismatch(

@@ -28,6 +28,7 @@ from tokenyard.shm.node import SharedNode
 from tokenyard.shm.shared_rows import SharedRows
 from tokenyard.topology import Topology
 from tokenyard.transports.base import Offer, RowsBack, RowsOut, SharedMemoryTransport, Sum
+from tokenyard.transports.hierarchical import by_nodes
 from tokenyard.transports.hierarchical.enclosed import Enclosures, ParcelKernels
 from tokenyard.transports.hierarchical.links import Links
 from tokenyard.transports.hierarchical.route import (
@@ -102,7 +103,13 @@ class HierarchicalTransport(SharedMemoryTransport):
                 raise failure or OSError(f"{culprits} cannot attach memory of their node")
             self._links = Links(communicator, topology, name, self._node.liveness.raise_told)
             opened.callback(self._links.close)
-            self.enclosures = Enclosures(self._node, self._links, topology, self.rank, kernels)
+            self.agrees_by_nodes = by_nodes.takes(topology)
+            self.encloses = topology.num_nodes > 1 and not self.agrees_by_nodes
+            beside = self._node, self._links, topology
+            if self.agrees_by_nodes:
+                self._agreement = by_nodes.NodeAgreement(communicator, *beside)
+            else:
+                self.enclosures = Enclosures(*beside, self.rank, kernels)
             self.partners = [source for _, source in self._mine]
             self.mark_bytes = -(-len(self._locals) // 8)  # of a token, in a parcel for this node
             self._opened = opened.pop_all()
@@ -120,11 +127,15 @@ class HierarchicalTransport(SharedMemoryTransport):
             came = self._swap(parcels, dict.fromkeys(range(self.size), row_bytes), stage)
         return self._pass_on(message_RM, came, stage)
 
-    def meet(self, message_RM: np.ndarray, offer: Offer, stage: str) -> tuple[np.ndarray, Offer]:
-        if self._topology.num_nodes == 1:
-            return self.exchange(message_RM, stage), offer
+    def meet(
+        self, message_RM: np.ndarray, offer: Offer, stage: str, width: int
+    ) -> tuple[np.ndarray, Offer]:
         with self.telling():
-            return self.enclosures.meet(message_RM, offer, stage)
+            if self.agrees_by_nodes:
+                return self._agreement.meet(message_RM, width, stage), offer
+            if self.encloses:
+                return self.enclosures.meet(message_RM, offer, stage)
+        return self.exchange(message_RM, stage), offer
 
     def _pass_on(
         self, message_RM: np.ndarray, came: Sequence[np.ndarray], stage: str
@@ -158,7 +169,7 @@ class HierarchicalTransport(SharedMemoryTransport):
     def enclose_rows(
         self, columns: Sequence[Tensor], is_token_in_rank_TR: Tensor, ready: bool
     ) -> Offer | None:
-        if self._topology.num_nodes == 1 or not ready:
+        if not self.encloses or not ready:
             return None
         return self.enclosures.of_rows(columns, is_token_in_rank_TR)
 
@@ -226,7 +237,7 @@ class HierarchicalTransport(SharedMemoryTransport):
         return Offer(words, blocks)
 
     def enclose_back(self, sums: Sequence[Sum], handle: Handle, ready: bool) -> Offer | None:
-        if self._topology.num_nodes == 1 or not ready:
+        if not self.encloses or not ready:
             return None
         return self.enclosures.of_sums(sums, handle)
 
