@@ -32,6 +32,7 @@ from tokenyard.runtime.threads import has_core_each
 _NOTES = 0  # the tag of notes
 _TAGS = 64  # of each Buffer: one for each of its parts that two ranks share
 _PIECE = 1 << 30  # bytes of a message: the counts of MPI 3 are ints
+_MANY = 64 << 10  # bytes; fewer are in the network's hands at once
 _ONE_THREAD = (
     "MPI was initialised for one thread, want MPI_THREAD_SERIALIZED or more: import mpi4py before "
     "what initialises MPI, or set mpi4py.rc.thread_level"
@@ -156,6 +157,7 @@ class MpiWork:
         self._lock, self._requests, self._peers, self._memory = lock, requests, peers, memory
         self._looks = 0  # without a pause, so far
         self.most_looks = 50
+        self.longest_pause = 1e-3  # seconds
 
     def wait(self, limit: timedelta, /) -> None:
         began = time.monotonic()
@@ -172,7 +174,7 @@ class MpiWork:
             if self._looks < self.most_looks:
                 os.sched_yield()
             else:
-                time.sleep(min(1e-3, max(2e-5, (now - began) / 16)))
+                time.sleep(min(self.longest_pause, max(2e-5, (now - began) / 16)))
 
     def missing(self) -> set[int]:
         """The peers whose messages have not come, or were not taken."""
@@ -213,6 +215,8 @@ class _OverMpi(Watched):
         peers: list[int] = []
         work = MpiWork(joined.lock, requests, peers, (come, go))
         work.most_looks = self._whole.most_looks
+        if len(come) + len(go) > _MANY:
+            work.longest_pause = 1e-4  # an MPI may send a piece of a message for each look
         self._open.append(work)
         ways = (comm.Irecv, come, got, -1), (comm.Isend, go, sent, 1)
         with joined.lock:
