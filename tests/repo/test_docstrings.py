@@ -33,7 +33,7 @@ def test_every_module_can_be_imported_and_its_examples_hold() -> None:
         try:
             failed: object = doctest.testmod(importlib.import_module(name)).failed
         except ModuleNotFoundError as error:
-            failed = error.name != "vllm" and error
+            failed = error.name not in ("vllm", "mpi4py") and error
         if failed:
             wrong.append(f"{name}: {failed}")
     assert not wrong, "\n".join(wrong)
