@@ -9,7 +9,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tokenyard import validate
 from tokenyard.tools.cli import output
 from tokenyard.tools.cli.output import Json
 
@@ -38,6 +37,7 @@ def selftest(
         tokenyard selftest --ranks 4 --json
         mpiexec -n 4 tokenyard selftest --engine mpi
     """
+    from tokenyard import validate
     from tokenyard.testing import conformance
 
     group = None
