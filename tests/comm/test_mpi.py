@@ -33,7 +33,7 @@ from tokenyard.testing import conformance
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 TRANSPORTS = ("collective", "direct", "hierarchical")
 NAMES = [name for name in CASES if CASES[name].get("kernels") != "reference"]
-FEW = ("plain", "fp8-odd-hidden", "no-tokens-on-some", "holes")
+FEW = ("plain", "no-tokens-on-some")
 BOTH = pytest.mark.parametrize("library", mpi.LIBRARIES)
 ONE = pytest.mark.parametrize("library", at_night(mpi.LIBRARIES, gate=("openmpi",)))
 ULFM = ("--with-ft", "ulfm")
@@ -84,7 +84,8 @@ def test_rows_are_those_of_the_specification(ranks: str, request: pytest.Fixture
         conformance.compare(one, next(done))
 
 
-@ONE
+@pytest.mark.slow
+@BOTH
 def test_nobody_gets_the_rows_of_another(library: str) -> None:
     """Rows that are fewer than there is room for, and Buffers that are called at the same time."""
     jobs = (shorter,), (two_buffers, "collective"), (two_buffers, "direct"), (is_without_torch,)
@@ -216,6 +217,7 @@ def test_a_script_under_mpiexec_gets_all_ranks(library: str) -> None:
     assert done.stdout.count("[0, 1] direct") == 2, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_ranks_of_another_mpi_are_not_taken_for_groups_of_one() -> None:
     """MPICH's mpiexec, and Open MPI in the ranks."""
     present("openmpi")
@@ -225,7 +227,8 @@ def test_ranks_of_another_mpi_are_not_taken_for_groups_of_one() -> None:
     assert "mpiexec has started 2 processes (PMI_SIZE) and mpi4py's MPI (Open MPI" in done.stderr
 
 
-@ONE
+@pytest.mark.slow
+@BOTH
 def test_selftest(library: str) -> None:
     words = "-m", "tokenyard", "selftest", "--engine", "mpi", "--json"
     done = mpi.mpiexec(present(library), 2, *words)

@@ -87,7 +87,7 @@ TROUBLES = {
 }
 
 
-@pytest.mark.parametrize("name", at_night(TROUBLES, gate=("missing", "not shared", "on one rank")))
+@pytest.mark.parametrize("name", at_night(TROUBLES, gate=("not shared",)))
 def test_without_such_a_folder_pods_are_nodes_and_say_why(
     box: Cluster, name: str, tmp_path: Path
 ) -> None:
