@@ -54,22 +54,18 @@ def mpiexec(
     known = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
         known.pop(name, None)
-    return subprocess.run(
-        [
-            programs / "mpiexec",
-            *options,
-            "-n",
-            str(num_ranks),
-            program or programs / "python",
-            *words,
-        ],
-        env=known | _OPEN_MPI | {"OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=scaled(limit),
-        check=False,
-    )
+    what = [program or programs / "python", *words]
+    with tempfile.TemporaryDirectory() as own:  # for what killed ranks of Open MPI leave
+        places = {"TMPDIR": own, "OMPI_MCA_btl_sm_backing_directory": own}
+        return subprocess.run(
+            [programs / "mpiexec", *options, "-n", str(num_ranks), *what],
+            env=known | _OPEN_MPI | {"OMP_NUM_THREADS": "1"} | places,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=scaled(limit),
+            check=False,
+        )
 
 
 def run(
