@@ -106,13 +106,14 @@ class Making:
             self._segment = None
 
     def _view(self, memory: np.ndarray, length: int) -> Tensor:
-        shape, kind = self._own.shape[1:], self._own.dtype
-        inner = torch.empty(shape, dtype=kind, device="meta").stride()
+        kind, shape = self._own.dtype, (length, *self._own.shape[1:])
+        plain, *inner = torch.empty(shape, dtype=kind, device="meta").stride()
+        stride = self._stride // kind.itemsize if length > 1 else plain
         with torch.inference_mode(False):  # what is made in that mode cannot be trained
             if not memory.size:
-                return torch.empty(length, *shape, dtype=kind, device="cpu")
+                return torch.empty(shape, dtype=kind, device="cpu")
             flat = torch.from_numpy(memory).view(kind)
-            return flat.as_strided((length, *shape), (self._stride // kind.itemsize, *inner))
+            return flat.as_strided(shape, (stride, *inner))
 
 
 def whole_pages(num_bytes: int, lengths: Sequence[int]) -> int:
