@@ -32,6 +32,7 @@ from tokenyard import validate
 from tokenyard.buffer import Buffer
 from tokenyard.nn import operators
 from tokenyard.nn.plain import autocast_device, require_known_rows, require_plain
+from tokenyard.nn.stacks import require_place
 from tokenyard.nn.tickets import number_of
 from tokenyard.ops import permute as rows_in_place
 from tokenyard.types import Permuted
@@ -176,7 +177,7 @@ def few_through_experts(
     if torch.is_grad_enabled() or operators.is_looked_at(given) or (few := buffer._few) is None:
         return None
     if place is not None:
-        buffer.require_placement(num_experts, place)
+        require_place(buffer, num_experts, place)
     with operators.same_on_all_ranks("x or topk_weights of dispatch_by_expert", False):
         step = few.dispatch(*given, num_experts, tag=0)
     if step is None:

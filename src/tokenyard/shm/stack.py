@@ -109,7 +109,7 @@ class Making:
         kind, shape = self._own.dtype, (length, *self._own.shape[1:])
         plain, *inner = torch.empty(shape, dtype=kind, device="meta").stride()
         stride = self._stride // kind.itemsize if length > 1 else plain
-        with torch.inference_mode(False):  # what is made in that mode cannot be trained
+        with torch.inference_mode(self._own.is_inference()):  # what is made so cannot be trained
             if not memory.size:
                 return torch.empty(shape, dtype=kind, device="cpu")
             flat = torch.from_numpy(memory).view(kind)

@@ -11,6 +11,7 @@ from tokenyard.nn import tickets
 from tokenyard.nn.operators.define import operator
 from tokenyard.nn.operators.exchange import combine_both, dispatch_again, same_on_all_ranks
 from tokenyard.nn.operators.permute import unpermute, unpermute_backward
+from tokenyard.nn.stacks import require_place
 
 
 @operator("dispatch_by_expert")
@@ -29,7 +30,7 @@ def dispatch_by_expert(
     """
     known = tickets.buffer_of(buffer)
     if place is not None:
-        known.require_placement(num_experts, place)
+        require_place(known, num_experts, place)
     with same_on_all_ranks("x or topk_weights of dispatch_by_expert", graph):
         got = known.dispatch_by_expert(
             x,

@@ -13,6 +13,7 @@ from tokenyard.buffer import Buffer
 from tokenyard.errors import CallMismatch
 from tokenyard.nn import tickets
 from tokenyard.nn.operators.define import operator
+from tokenyard.nn.stacks import require_place
 
 
 @operator("dispatch")
@@ -29,7 +30,7 @@ def dispatch(
     """recv_x, recv_topk_idx, recv_topk_weights and the ticket. graph: a backward pass may come."""
     known = tickets.buffer_of(buffer)
     if place is not None:
-        known.require_placement(num_experts, place)
+        require_place(known, num_experts, place)
     with same_on_all_ranks("x or topk_weights of dispatch", graph):
         got = known.dispatch(
             x,
