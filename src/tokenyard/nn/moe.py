@@ -181,7 +181,8 @@ class MoE(nn.Module):
             given, place = (self.buffer, *routed, self.num_experts), self._share.place
             out = functional.few_through_experts(*given, self.experts, place=place)
             if out is None:
-                rows = functional.dispatch_by_expert(*given, place=place)
+                balanced = self._share.may_borrow(self.experts)
+                rows = functional.dispatch_by_expert(*given, place=place, balanced=balanced)
                 y = self.experts(rows.x, rows.offsets)
                 out = functional.combine_by_expert(self.buffer, y, rows)
         if self.shared is not None:
@@ -191,6 +192,10 @@ class MoE(nn.Module):
 
     def _with_fixed_sizes(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         """The forward pass with num_worst_tokens: no size depends on values."""
+        shared, num_local = self._share.stacks, len(self.experts.ids)
+        balanced = shared is not None and shared.num_balanced > 0 and not torch.is_grad_enabled()
+        if shared is not None and balanced:
+            num_local = shared.num_balanced
         rows = functional.dispatch(
             self.buffer,
             x,
@@ -199,9 +204,9 @@ class MoE(nn.Module):
             self.num_experts,
             num_worst_tokens=self.num_worst_tokens,
             place=self._share.place,
+            balanced=balanced,
         )
         # The most rows that permute can make of those that arrive: a token's experts are distinct.
-        num_local = len(self.experts.ids)
         most = self.num_worst_tokens * min(self.router.config.num_topk, num_local)
         grouped = functional.permute(rows.x, rows.topk_idx, num_local, num_rows=most)
         y = self.experts(grouped.x, grouped.offsets)

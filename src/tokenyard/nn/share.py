@@ -81,6 +81,12 @@ class Share:
         """What a dispatch is given, to see that experts are still where this Share knows them."""
         return self.mark if self.stacks is None else self.stacks.place
 
+    def may_borrow(self, module: nn.Module) -> bool:
+        """Whether rows may go to ranks that only read the module's weights: nobody trains them."""
+        return not torch.is_grad_enabled() or not any(
+            parameter.requires_grad for parameter in own_parameters(module)
+        )
+
     def weights(self, module: nn.Module, name: str, num_experts: int | None = None) -> Tensor:
         """A stacked parameter of the module, to compute with rows for so many experts: this rank's,
         or, if those of its node came, all of these, which get no gradients.
@@ -102,7 +108,7 @@ class Share:
         return weights
 
     def _of_node(self, weights: Tensor, name: str) -> Tensor:
-        stack, wrong = None if self.stacks is None else self.stacks.of_node(name), ""
+        stack, wrong = None if self.stacks is None else self.stacks.of_node(name, weights), ""
         if stack is None:
             wrong = "lie where other ranks cannot read them: want tokenyard.nn.share_experts(model)"
         elif weights.requires_grad and torch.is_grad_enabled():

@@ -28,30 +28,42 @@ _known: weakref.WeakValueDictionary[int, Stacks] = weakref.WeakValueDictionary()
 class Stacks:
     """The stacks of one module, by the names of its parameters. A copy of the module has none."""
 
-    def __init__(self, module: nn.Module, mark: int, by_name: dict[str, Stack]) -> None:
-        self._module, self._mark, self._by_name = weakref.ref(module), mark, by_name
+    def __init__(self, module: nn.Module, share: Share, by_name: dict[str, Stack]) -> None:
+        self._module, self._mark, self._by_name = weakref.ref(module), share.mark, by_name
         self.place = -next(_numbers)  # what stands for them in a dispatch; marks are not below 0
+        balance, known = share.buffer.balance, share.buffer.get_node_experts(share.num_experts)
+        # How many experts rows may be for, where nobody trains them; 0 for those of this rank.
+        self.num_balanced = 0 if balance is None else len(known)
         _known[self.place] = self
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
         return None
 
-    def of_node(self, name: str) -> Tensor | None:
-        """[E, ...] of all ranks of the node."""
+    def of_node(self, name: str, weights: Tensor) -> Tensor | None:
+        """[E, ...] of all ranks of the node, unless this rank's weights are elsewhere by now. (Code
+        that torch.compile has made relies on `check`.)
+        """
         stack = self._by_name.get(name)
-        return None if stack is None else stack.node
+        if stack is None or not (torch.compiler.is_compiling() or _lies_in(weights, stack.own)):
+            return None
+        return stack.node
 
     def check(self, buffer: Buffer, num_experts: int) -> None:
         """All ranks raise if experts live elsewhere by now, or, where a balance lets ranks compute
         with each other's, if they lie in other memory.
         """
         parameters = getattr(self._module(), "_parameters", {})
-        for name, stack in self._by_name.items() if _has_balance(buffer) else ():
-            known, own = parameters.get(name), stack.own
-            if known is None or known.data_ptr() != own.data_ptr() or known.dtype != own.dtype:
+        for name, stack in self._by_name.items() if self.num_balanced else ():
+            if not _lies_in(parameters.get(name), stack.own):
                 what = f"{type(self._module()).__name__}.{name}"
                 buffer.refuse(ValueError(f"{what} {_LEFT}, on rank {buffer.rank}"))
         buffer.require_placement(num_experts, self._mark)
+
+
+def _lies_in(weights: Tensor | None, own: Tensor) -> bool:
+    if weights is None:  # an adapter computes them
+        return False
+    return weights.data_ptr() == own.data_ptr() and weights.dtype is own.dtype
 
 
 _LEFT = (
@@ -96,12 +108,12 @@ def share_experts(module: nn.Module) -> None:
                 done[parameter] = share.buffer.share_stack(parameter.data)
                 parameter.data = done[parameter].own
             found[key] = done[parameter]
-        share.stacks = Stacks(part, share.mark, found)
+        share.stacks = Stacks(part, share, found)
 
 
 def _check(name: str, module: nn.Module, part: nn.Module, share: Share) -> None:
     """Raise ValueError if the experts of a part of the module cannot be shared."""
-    if _has_balance(share.buffer):
+    if share.buffer.balance is not None:
         refuse_adapters(module)
     require(not hasattr(part, "parametrizations"), f"{name} is parametrised, want it plain")
     for key, parameter in part.named_parameters(recurse=False):
@@ -112,15 +124,12 @@ def _check(name: str, module: nn.Module, part: nn.Module, share: Share) -> None:
 
 def wants_stacks(buffer: Buffer, share_experts: bool | None) -> bool:
     """Whether a model's experts are to be shared, by what its maker was asked."""
-    if share_experts is False and _has_balance(buffer):
+    has_balance = buffer.balance is not None
+    if share_experts is False and has_balance:
         buffer.refuse(
             ValueError(
                 "share_experts is False, and the Buffer has a balance, with which ranks compute "
                 f"for each other: want True or None, on rank {buffer.rank}"
             )
         )
-    return _has_balance(buffer) if share_experts is None else share_experts
-
-
-def _has_balance(buffer: Buffer) -> bool:
-    return getattr(buffer, "balance", None) is not None
+    return has_balance if share_experts is None else share_experts

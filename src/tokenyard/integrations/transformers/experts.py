@@ -73,7 +73,8 @@ def run_by_expert(
 
         x, weights = x.contiguous(), topk_weights.float()
         given = plan.buffer, x, topk_idx, weights, plan.num_experts
-        return functional.through_experts(*given, experts, place=plan.place)
+        balanced = plan.may_borrow(module)
+        return functional.through_experts(*given, experts, place=plan.place, balanced=balanced)
 
     def run(module: Experts, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         grouped = functional.permute(x, topk_idx, module.num_experts)

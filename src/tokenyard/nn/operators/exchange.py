@@ -26,6 +26,7 @@ def dispatch(
     num_worst_tokens: int,
     place: int | None,
     graph: bool,
+    balanced: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """recv_x, recv_topk_idx, recv_topk_weights and the ticket. graph: a backward pass may come."""
     known = tickets.buffer_of(buffer)
@@ -39,6 +40,7 @@ def dispatch(
             num_experts=num_experts,
             num_worst_tokens=num_worst_tokens,
             tag=int(graph),
+            balanced=balanced,
         )
     assert isinstance(got.recv_x, Tensor)
     assert got.recv_topk_idx is not None
@@ -190,7 +192,7 @@ def _dispatch_backward(ctx: Any, grad_x: Tensor, _: Any, grad_weights: Tensor, _
     # If an expert lives elsewhere, the weight arrived as a constant 0, so it gets no gradient.
     grad_weights = grad_weights.masked_fill(topk_idx < 0, 0.0)
     x, weights = combine_both(grad_x, grad_weights, *where, need_x, need_weights)
-    return x if need_x else None, None, weights if need_weights else None, *[None] * 5
+    return x if need_x else None, None, weights if need_weights else None, *[None] * 6
 
 
 def _save_way(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
