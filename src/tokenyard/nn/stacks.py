@@ -55,8 +55,8 @@ class Stacks:
         parameters = getattr(self._module(), "_parameters", {})
         for name, stack in self._by_name.items() if self.num_balanced else ():
             if not _lies_in(parameters.get(name), stack.own):
-                what = f"{type(self._module()).__name__}.{name}"
-                buffer.refuse(ValueError(f"{what} {_LEFT}, on rank {buffer.rank}"))
+                what = f"{type(self._module()).__name__}.{name} of rank {buffer.rank}"
+                buffer.refuse(ValueError(f"{what} {_LEFT}"))
         buffer.require_placement(num_experts, self._mark)
 
 
@@ -67,9 +67,8 @@ def _lies_in(weights: Tensor | None, own: Tensor) -> bool:
 
 
 _LEFT = (
-    "lies no more in the memory that ranks share: it was loaded with assign=True, made anew by "
-    "to() or to_empty(), or has an adapter; want tokenyard.nn.share_experts(model) afterwards, on "
-    "all ranks"
+    "is not in the memory that ranks share: it was loaded with assign=True, made anew by to() or "
+    "to_empty(), or has an adapter; want tokenyard.nn.share_experts(model) after that, on all ranks"
 )
 
 
