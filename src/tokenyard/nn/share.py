@@ -228,13 +228,13 @@ def own_parameters(part: nn.Module) -> list[nn.Parameter]:
     return [parameter for _, parameter in _stacked(part)]
 
 
-def refuse_adapters(module: nn.Module) -> None:
+def refuse_adapters(
+    module: nn.Module,
+    why: str = "has no name for each: want the adapter merged, or saved by save_pretrained",
+) -> None:
     """Raise if an adapter wraps experts: one of its matrices holds several experts' numbers."""
     for name, *_ in _adapters(module):
-        raise ValueError(
-            f"{name} is an adapter of this rank's experts, which has no name for each: want "
-            "the adapter merged, or saved by save_pretrained"
-        )
+        raise ValueError(f"{name} is an adapter of this rank's experts, which {why}")
 
 
 def refuse_adapters_of_copies(module: nn.Module) -> None:

@@ -29,7 +29,8 @@ class Stacks:
     """The stacks of one module, by the names of its parameters. A copy of the module has none."""
 
     def __init__(self, module: nn.Module, share: Share, by_name: dict[str, Stack]) -> None:
-        self._module, self._mark, self._by_name = weakref.ref(module), share.mark, by_name
+        self._module, self._mark = weakref.ref(module), share.mark
+        self._by_name = {name: (stack.node, _where(stack.own)) for name, stack in by_name.items()}
         self.place = -next(_numbers)  # what stands for them in a dispatch; marks are not below 0
         balance, known = share.buffer.balance, share.buffer.get_node_experts(share.num_experts)
         # How many experts rows may be for, where nobody trains them; 0 for those of this rank.
@@ -43,27 +44,25 @@ class Stacks:
         """[E, ...] of all ranks of the node, unless this rank's weights are elsewhere by now. (Code
         that torch.compile has made relies on `check`.)
         """
-        stack = self._by_name.get(name)
-        if stack is None or not (torch.compiler.is_compiling() or _lies_in(weights, stack.own)):
+        if name not in self._by_name:
             return None
-        return stack.node
+        node, where = self._by_name[name]
+        return node if torch.compiler.is_compiling() or _where(weights) == where else None
 
     def check(self, buffer: Buffer, num_experts: int) -> None:
         """All ranks raise if experts live elsewhere by now, or, where a balance lets ranks compute
         with each other's, if they lie in other memory.
         """
         parameters = getattr(self._module(), "_parameters", {})
-        for name, stack in self._by_name.items() if self.num_balanced else ():
-            if not _lies_in(parameters.get(name), stack.own):
+        for name, (_, where) in self._by_name.items() if self.num_balanced else ():
+            if name not in parameters or _where(parameters[name]) != where:  # of an adapter: none
                 what = f"{type(self._module()).__name__}.{name} of rank {buffer.rank}"
                 buffer.refuse(ValueError(f"{what} {_LEFT}"))
         buffer.require_placement(num_experts, self._mark)
 
 
-def _lies_in(weights: Tensor | None, own: Tensor) -> bool:
-    if weights is None:  # an adapter computes them
-        return False
-    return weights.data_ptr() == own.data_ptr() and weights.dtype is own.dtype
+def _where(weights: Tensor) -> tuple[object, ...]:
+    return weights.data_ptr(), weights.dtype, weights.shape, weights.stride()
 
 
 _LEFT = (
@@ -96,11 +95,11 @@ def share_experts(module: nn.Module) -> None:
     held = list(shares(module))
     require(len(held) > 0, "the module holds no experts of a Buffer, want one that has an nn.MoE")
     done: dict[nn.Parameter, Stack] = {}  # layers may share one
-    for name, part, share in held:
-        try:
-            _check(name, module, part, share)
-        except ValueError as error:
-            share.buffer.refuse(error)
+    try:
+        _check(module)
+    except ValueError as error:
+        held[0][2].buffer.refuse(error)
+    for _, part, share in held:
         found = {}
         for key, parameter in part.named_parameters(recurse=False):
             if parameter not in done:
@@ -110,15 +109,19 @@ def share_experts(module: nn.Module) -> None:
         share.stacks = Stacks(part, share, found)
 
 
-def _check(name: str, module: nn.Module, part: nn.Module, share: Share) -> None:
-    """Raise ValueError if the experts of a part of the module cannot be shared."""
-    if share.buffer.balance is not None:
-        refuse_adapters(module)
-    require(not hasattr(part, "parametrizations"), f"{name} is parametrised, want it plain")
-    for key, parameter in part.named_parameters(recurse=False):
-        if is_dtensor(parameter):
-            raise ValueError(was_sharded(f"{name}.{key}"))
-        require(parameter.is_cpu, f"{name}.{key} is on {parameter.device}, want cpu")
+def _check(module: nn.Module) -> None:
+    """Raise ValueError if experts of the module cannot be shared."""
+    for name, part, share in shares(module):
+        if share.buffer.balance is not None:
+            refuse_adapters(module, _OWN_ADAPTERS)
+        require(not hasattr(part, "parametrizations"), f"{name} is parametrised, want it plain")
+        for key, parameter in part.named_parameters(prefix=name, recurse=False):
+            if is_dtensor(parameter):
+                raise ValueError(was_sharded(key))
+            require(parameter.is_cpu, f"{key} is on {parameter.device}, want cpu")
+
+
+_OWN_ADAPTERS = "other ranks cannot read: want the adapter merged, or a Buffer without balance"
 
 
 def wants_stacks(buffer: Buffer, share_experts: bool | None) -> bool:
