@@ -194,3 +194,20 @@ class Balance:
             np.empty((3, num_experts + 2 * size), np.int64),
             np.empty(num_experts, np.int64),
         )
+
+
+def shared_out(
+    loads_SR: np.ndarray, nodes_R: np.ndarray, slack: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """[S]: the pairs of the busiest rank with a balance, given those by owner; and how many are
+    borrowed. Who has more pairs than a rank may have keeps exactly so many.
+
+    >>> loads, nodes = np.array([[9, 1, 5, 5], [2, 2, 0, 4]]), np.array([0, 0, 1, 1])
+    >>> busiest, borrowed = shared_out(loads, nodes)
+    >>> busiest.tolist(), borrowed.tolist()
+    ([5, 2], [4, 2])
+    """
+    near_RR = nodes_R[:, None] == nodes_R[None]
+    slackened = (loads_SR @ near_RR) * (of.MILLION + round(slack * of.MILLION))
+    most_SR = -(-slackened // (near_RR.sum(0) * of.MILLION))
+    return np.minimum(loads_SR, most_SR).max(1), np.maximum(loads_SR - most_SR, 0).sum(1)
