@@ -32,7 +32,7 @@ import tokenyard
 from tokenyard.shm import segment
 from tokenyard.testing import run_processes
 
-HUGE, LIBC = segment._huge_page(), segment.system()
+HUGE, LIBC = segment.huge_page(), segment.system()
 ROW = 14336  # bytes: 7168 elements of bfloat16
 
 

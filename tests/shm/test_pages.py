@@ -106,7 +106,7 @@ def test_nobody_waits_for_huge_pages_that_are_slow_to_come(monkeypatch: pytest.M
     monkeypatch.setattr(segment, "_HUGE_SECONDS", 0.003)
     monkeypatch.setattr(segment.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(segment, "system", System)
-    huge, counts = segment._huge_page(), []
+    huge, counts = segment.huge_page(), []
     for seconds in (0.0, 0.5, 0.5):
         now[0] += seconds
         asked.clear()

@@ -27,6 +27,7 @@ STAGES = (
     "agrs_set_config",
     "rebalance",
     "balance",
+    "share stack",
 )
 
 CASTS = {NO_CAST: "none", PLAIN: "use_fp8", ROUNDED: "round_scale", PACKED: "use_ue8m0"}
@@ -51,6 +52,8 @@ _WORDS = {
     "post_number": "how many low-latency calls they made",
     "post_handle": "the handle (by its dispatch's number)",
 }
+# What else a digest stands for.
+_OPTIONS = {"rebalance": "the placement", "share stack": "the shape of an expert, or its dtype"}
 
 
 def differ(
@@ -67,7 +70,7 @@ def differ(
     'combine: ranks differ in what they call: combine on rank 0, dispatch on rank 1'
     """
     (rank, own), (other, their) = mine, theirs
-    what = "the placement" if (stage, term) == ("rebalance", "options") else _WORDS[term]
+    what = _OPTIONS.get(stage, _WORDS[term]) if term == "options" else _WORDS[term]
     return CallMismatch(
         f"{stage}: ranks differ in {what}: {_show(term, own, True)} on rank {rank}, "
         f"{_show(term, their, False)} on rank {other}",

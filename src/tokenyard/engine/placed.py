@@ -17,7 +17,9 @@ from tokenyard.engine.agreement import Call, Terms
 from tokenyard.engine.engine import Engine
 from tokenyard.engine.loops import Few
 from tokenyard.engine.mismatch import STAGES
+from tokenyard.engine.stacks import share_stack
 from tokenyard.replicas import Moves, Replicas, as_replicas, num_logical, place_words, replicas_of
+from tokenyard.shm.stack import Stack
 from tokenyard.topology import Placement
 from tokenyard.types import digest
 
@@ -25,7 +27,7 @@ _STAGE = "rebalance"
 
 
 class Placed:
-    """The calls of a Buffer about its placement."""
+    """The calls of a Buffer about its experts: where they live, and their weights."""
 
     _use: Any  # a context of one call at a time
     _few: Few | None
@@ -94,6 +96,20 @@ class Placed:
             if self._low_latency is not None:
                 self._low_latency.forget()
         return moves
+
+    def share_stack(self, own: Tensor) -> Stack:
+        """Put this rank's stack [L, ...] of experts, on CPU, where all ranks of its node read it,
+        each at addresses of its own: `own` is its copy, which this rank may write to, and `node`
+        [E, ...] is the stacks of all ranks of the node, by rank, to be read alone.
+
+        L may differ between ranks; the rest of the shape and the dtype must be the same, or all
+        ranks raise, as they do if one has no memory. Whoever writes to the part of another rank
+        dies of it. What is there stays for as long as a tensor of it lives, also on other ranks:
+        if the owner has died, its last values. Write between steps, when nobody reads.
+        """
+        self._use.stage = "share stack"
+        with self._use as engine:
+            return share_stack(engine, own)
 
     @property
     def replicas(self) -> Replicas | None:

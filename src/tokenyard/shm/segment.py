@@ -20,8 +20,9 @@ import mmap
 import os
 import time
 import weakref
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -36,6 +37,7 @@ try:
 except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
+T = TypeVar("T")
 
 _WORTH_A_LOOK = 4 << 20  # bytes; for smaller segments nobody asks how much memory is left
 _PIECE = 64 << 20  # bytes that are reserved before asking again
@@ -97,6 +99,17 @@ def attach(process: int, fd: int, num_bytes: int, identity: int, wait: Wait) -> 
     """Map a peer's segment. Raises Gone if it no longer exists, SharedMemoryError if this process
     cannot map it, and what `wait` raises if its owner does not answer.
     """
+
+    def mapped(mine: int) -> np.ndarray:
+        return np.frombuffer(map_file(mine, num_bytes, is_own=False), np.uint8)
+
+    return with_descriptor(process, fd, num_bytes, identity, wait, mapped)
+
+
+def with_descriptor(
+    process: int, fd: int, num_bytes: int, identity: int, wait: Wait, use: Callable[[int], T]
+) -> T:
+    """What `use` makes of a descriptor of a peer's segment. Raises what `attach` does."""
     try:
         mine = processes.open_segment(process, fd, identity, wait)
     except (Gone, TimeoutError):
@@ -106,7 +119,7 @@ def attach(process: int, fd: int, num_bytes: int, identity: int, wait: Wait) -> 
     try:
         if os.fstat(mine).st_size != file_bytes(num_bytes):
             raise Gone("it is not as large as was told")
-        return np.frombuffer(map_file(mine, num_bytes, is_own=False), np.uint8)
+        return use(mine)
     except Gone:
         raise
     except (OSError, ValueError, OverflowError) as error:
@@ -153,7 +166,7 @@ def map_file(fd: int, num_bytes: int, is_own: bool) -> Any:
     A large one begins on a huge page's boundary, so that the system can map it by huge pages, and
     its owner asks for them. An owner that is refused goes on with pages as they are.
     """
-    libc, huge, flags, place = system(), _huge_page(), mmap.MAP_SHARED, None
+    libc, huge, flags, place = system(), huge_page(), mmap.MAP_SHARED, None
     allowed = mmap.PROT_READ | mmap.PROT_WRITE
     if 0 < 2 * huge <= num_bytes:
         place, flags = find_place(num_bytes, huge), flags | MAP_FIXED
@@ -165,10 +178,24 @@ def map_file(fd: int, num_bytes: int, is_own: bool) -> Any:
         if place is not None:
             libc.munmap(place, num_bytes)
         raise error
+    return keep_mapped(address, num_bytes)
+
+
+def keep_mapped(address: int, num_bytes: int) -> Any:
+    """The object with whose death these addresses are unmapped."""
+    _see_to_forks()
     mapped = (ctypes.c_uint8 * num_bytes).from_address(address)
     _mapped[address] = num_bytes
     weakref.finalize(mapped, _unmap, address).atexit = False
     return mapped
+
+
+def map_at(place: int, fd: int, num_bytes: int, is_own: bool) -> None:
+    """Map a file to addresses that `find_place` has found; a peer's, only to be read."""
+    allowed = mmap.PROT_READ | mmap.PROT_WRITE * is_own
+    flags = mmap.MAP_SHARED | MAP_FIXED | mmap.MAP_POPULATE
+    if system().mmap(place, num_bytes, allowed, flags, fd, 0) != place:
+        raise system_error()
 
 
 _no_asking_before = 0.0  # on the clock of time.monotonic
@@ -233,7 +260,7 @@ def system_error() -> OSError:
 
 
 @cache
-def _huge_page() -> int:
+def huge_page() -> int:
     """Bytes of a huge page, 0 where the system has none."""
     try:
         with open("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size") as file:
