@@ -32,9 +32,11 @@ class Stacks:
         self._module, self._mark = weakref.ref(module), share.mark
         self._by_name = {name: (stack.node, _where(stack.own)) for name, stack in by_name.items()}
         self.place = -next(_numbers)  # what stands for them in a dispatch; marks are not below 0
-        balance, known = share.buffer.balance, share.buffer.get_node_experts(share.num_experts)
+        buffer = share.buffer
+        known = buffer.get_node_experts(share.num_experts)
         # How many experts rows may be for, where nobody trains them; 0 for those of this rank.
-        self.num_balanced = 0 if balance is None else len(known)
+        self.num_balanced = 0 if buffer.balance is None else len(known)
+        self._balance = buffer._open_engine().balance
         _known[self.place] = self
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
@@ -47,7 +49,11 @@ class Stacks:
         if name not in self._by_name:
             return None
         node, where = self._by_name[name]
-        return node if torch.compiler.is_compiling() or _where(weights) == where else None
+        if torch.compiler.is_compiling():
+            return node
+        if self._balance is not None:
+            self._balance.read(weights.element_size() * node.shape[1:].numel())
+        return node if _where(weights) == where else None
 
     def check(self, buffer: Buffer, num_experts: int) -> None:
         """All ranks raise if experts live elsewhere by now, or, where a balance lets ranks compute
