@@ -76,16 +76,9 @@ def dispatch(
     if not num_worst_tokens:
         require_known_rows("dispatch", x, "num_worst_tokens")
     number, graph = number_of(buffer), _makes_graph(x, topk_weights)
+    more = num_worst_tokens, place, graph, balanced and not graph
     rows, ids, weights, ticket = operators.dispatch(
-        x,
-        topk_idx,
-        topk_weights,
-        number,
-        num_experts,
-        num_worst_tokens,
-        place,
-        graph,
-        balanced and not graph,
+        x, topk_idx, topk_weights, number, num_experts, *more
     )
     return Rows(rows, ids, weights, ticket, x.shape[0])
 
@@ -125,16 +118,9 @@ def dispatch_by_expert(
     require_plain("dispatch_by_expert", x=x, topk_idx=topk_idx, topk_weights=topk_weights)
     require_known_rows("dispatch_by_expert", x, "dispatch with num_worst_tokens")
     number, graph = number_of(buffer), _makes_graph(x, topk_weights)
+    more = expert_alignment, place, graph, balanced and not graph
     rows, offsets, row_of, weights, ticket = operators.dispatch_by_expert(
-        x,
-        topk_idx,
-        topk_weights,
-        number,
-        num_experts,
-        expert_alignment,
-        place,
-        graph,
-        balanced and not graph,
+        x, topk_idx, topk_weights, number, num_experts, *more
     )
     return RowsByExpert(rows, offsets, row_of, weights, ticket, x.shape[0])
 

@@ -20,7 +20,6 @@ from tokenyard.buffer import Buffer
 from tokenyard.nn import functional, stacks
 from tokenyard.nn.router import Router, RouterConfig, auxiliary_loss, count
 from tokenyard.nn.share import Share, watch_gradients
-from tokenyard.nn.stacks import wants_stacks
 
 
 class Experts(nn.Module):
@@ -158,7 +157,7 @@ class MoE(nn.Module):
         self.experts = Experts(hidden, intermediate, self._share.ids, device=device, dtype=dtype)
         self.experts.tokenyard = self._share
         watch_gradients(self)
-        if wants_stacks(buffer, share_experts) and not self.experts.down.is_meta:
+        if stacks.wants_stacks(buffer, share_experts) and not self.experts.down.is_meta:
             stacks.share_experts(self)
         self.shared = SharedExpert(hidden, shared, device=device, dtype=dtype) if shared else None
         # Of the last call, if that was in training, and the router has one.
@@ -192,10 +191,8 @@ class MoE(nn.Module):
 
     def _with_fixed_sizes(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         """The forward pass with num_worst_tokens: no size depends on values."""
-        shared, num_local = self._share.stacks, len(self.experts.ids)
-        balanced = shared is not None and shared.num_balanced > 0 and not torch.is_grad_enabled()
-        if shared is not None and balanced:
-            num_local = shared.num_balanced
+        shared = self._share.stacks
+        balanced = 0 if shared is None or torch.is_grad_enabled() else shared.num_balanced
         rows = functional.dispatch(
             self.buffer,
             x,
@@ -204,8 +201,9 @@ class MoE(nn.Module):
             self.num_experts,
             num_worst_tokens=self.num_worst_tokens,
             place=self._share.place,
-            balanced=balanced,
+            balanced=balanced > 0,
         )
+        num_local = balanced or len(self.experts.ids)
         # The most rows that permute can make of those that arrive: a token's experts are distinct.
         most = self.num_worst_tokens * min(self.router.config.num_topk, num_local)
         grouped = functional.permute(rows.x, rows.topk_idx, num_local, num_rows=most)

@@ -83,9 +83,8 @@ class Share:
 
     def may_borrow(self, module: nn.Module) -> bool:
         """Whether rows may go to ranks that only read the module's weights: nobody trains them."""
-        return not torch.is_grad_enabled() or not any(
-            parameter.requires_grad for parameter in own_parameters(module)
-        )
+        trained = torch.is_grad_enabled() and any(x.requires_grad for x in own_parameters(module))
+        return not trained
 
     def weights(self, module: nn.Module, name: str, num_experts: int | None = None) -> Tensor:
         """A stacked parameter of the module, to compute with rows for so many experts: this rank's,
@@ -108,16 +107,15 @@ class Share:
         return weights
 
     def _of_node(self, weights: Tensor, name: str) -> Tensor:
-        stack, wrong = None if self.stacks is None else self.stacks.of_node(name, weights), ""
-        if stack is None:
-            wrong = "lie where other ranks cannot read them: want tokenyard.nn.share_experts(model)"
-        elif weights.requires_grad and torch.is_grad_enabled():
+        stack = None if self.stacks is None else self.stacks.of_node(name, weights)
+        wrong = "lie where other ranks cannot read them: want tokenyard.nn.share_experts(model)"
+        if stack is not None:
+            if not (weights.requires_grad and torch.is_grad_enabled()):
+                return stack
             wrong = "want gradients, and rows went to other ranks than theirs: want torch.no_grad()"
-        if stack is None or wrong:
-            what = f"the experts' parameters {name} {wrong}, on rank {self.buffer.rank}"
-            self.buffer.refuse(ValueError(what))
-            raise AssertionError("to refuse raises")
-        return stack
+        what = f"the experts' parameters {name} {wrong}, on rank {self.buffer.rank}"
+        self.buffer.refuse(ValueError(what))
+        raise AssertionError("to refuse raises")
 
     def check_move(self) -> None:
         """Raise ValueError if these experts cannot move."""

@@ -32,11 +32,10 @@ class Stacks:
         self._module, self._mark = weakref.ref(module), share.mark
         self._by_name = {name: (stack.node, _where(stack.own)) for name, stack in by_name.items()}
         self.place = -next(_numbers)  # what stands for them in a dispatch; marks are not below 0
-        buffer = share.buffer
-        known = buffer.get_node_experts(share.num_experts)
+        self._balance = share.buffer._open_engine().balance
+        known = share.buffer.get_node_experts(share.num_experts)
         # How many experts rows may be for, where nobody trains them; 0 for those of this rank.
-        self.num_balanced = 0 if buffer.balance is None else len(known)
-        self._balance = buffer._open_engine().balance
+        self.num_balanced = 0 if self._balance is None else len(known)
         _known[self.place] = self
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
@@ -46,10 +45,8 @@ class Stacks:
         """[E, ...] of all ranks of the node, unless this rank's weights are elsewhere by now. (Code
         that torch.compile has made relies on `check`.)
         """
-        if name not in self._by_name:
-            return None
-        node, where = self._by_name[name]
-        if torch.compiler.is_compiling():
+        node, where = self._by_name.get(name, (None, None))
+        if node is None or torch.compiler.is_compiling():
             return node
         if self._balance is not None:
             self._balance.read(weights.element_size() * node.shape[1:].numel())
@@ -75,6 +72,7 @@ _LEFT = (
     "is not in the memory that ranks share: it was loaded with assign=True, made anew by to() or "
     "to_empty(), or has an adapter; want tokenyard.nn.share_experts(model) after that, on all ranks"
 )
+_UNREAD = "other ranks cannot read: want the adapter merged, or a Buffer without balance"
 
 
 def require_place(buffer: Buffer, num_experts: int, place: int) -> None:
@@ -98,46 +96,37 @@ def share_experts(module: nn.Module) -> None:
 
     Raises on all ranks if something cannot be shared, or if there is no memory.
     """
-    held = list(shares(module))
+    held = [(part, share) for _, part, share in shares(module)]
     require(len(held) > 0, "the module holds no experts of a Buffer, want one that has an nn.MoE")
-    done: dict[nn.Parameter, Stack] = {}  # layers may share one
     try:
         _check(module)
     except ValueError as error:
-        held[0][2].buffer.refuse(error)
-    for _, part, share in held:
-        found = {}
-        for key, parameter in part.named_parameters(recurse=False):
+        held[0][1].buffer.refuse(error)
+    done: dict[nn.Parameter, Stack] = {}  # layers may share one
+    for part, share in held:
+        own = dict(part.named_parameters(recurse=False))
+        for parameter in own.values():
             if parameter not in done:
                 done[parameter] = share.buffer.share_stack(parameter.data)
                 parameter.data = done[parameter].own
-            found[key] = done[parameter]
-        share.stacks = Stacks(part, share, found)
+        share.stacks = Stacks(part, share, {name: done[one] for name, one in own.items()})
 
 
 def _check(module: nn.Module) -> None:
     """Raise ValueError if experts of the module cannot be shared."""
     for name, part, share in shares(module):
         if share.buffer.balance is not None:
-            refuse_adapters(module, _OWN_ADAPTERS)
+            refuse_adapters(module, _UNREAD)
         require(not hasattr(part, "parametrizations"), f"{name} is parametrised, want it plain")
         for key, parameter in part.named_parameters(prefix=name, recurse=False):
-            if is_dtensor(parameter):
-                raise ValueError(was_sharded(key))
+            require(not is_dtensor(parameter), was_sharded(key))
             require(parameter.is_cpu, f"{key} is on {parameter.device}, want cpu")
-
-
-_OWN_ADAPTERS = "other ranks cannot read: want the adapter merged, or a Buffer without balance"
 
 
 def wants_stacks(buffer: Buffer, share_experts: bool | None) -> bool:
     """Whether a model's experts are to be shared, by what its maker was asked."""
     has_balance = buffer.balance is not None
-    if share_experts is False and has_balance:
-        buffer.refuse(
-            ValueError(
-                "share_experts is False, and the Buffer has a balance, with which ranks compute "
-                f"for each other: want True or None, on rank {buffer.rank}"
-            )
-        )
+    if has_balance and share_experts is False:
+        wrong = "share_experts is False, and the Buffer has a balance, with which ranks compute for"
+        buffer.refuse(ValueError(f"{wrong} each other: want True or None, on rank {buffer.rank}"))
     return has_balance if share_experts is None else share_experts

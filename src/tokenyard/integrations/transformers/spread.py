@@ -21,7 +21,6 @@ from tokenyard.integrations.transformers.saving import refuse_to_save_a_part
 from tokenyard.nn import stacks
 from tokenyard.nn.parallel import hide_from_ddp
 from tokenyard.nn.share import watch_gradients
-from tokenyard.nn.stacks import wants_stacks
 from tokenyard.replicas import Replicas, as_replicas
 
 Tokens = Literal["own", "same"]
@@ -66,7 +65,7 @@ def spread_experts(
     buffer = open_buffer(group, tokens, buffer_options)
     spread = _Spread(buffer, tokens, buffer_options.get("placement"))
     plans = {module: spread.plan(name, module) for name, module in found.items()}
-    shares_memory = wants_stacks(buffer, share_experts)
+    shares_memory = stacks.wants_stacks(buffer, share_experts)
     lora.check_adapters(model, plans)
     adapters.stack(model)
     cut = _Cutter(plans, own_part)
