@@ -91,8 +91,8 @@ def replay(
     placement: Replicas,
     work: Work | None = None,
     policy: Policy | None = None,
-    on_step: Callable[[int], object] = lambda step: None,
     slack: float | None = None,
+    on_step: Callable[[int], object] = lambda step: None,
 ) -> Replay:
     """Each step is [T, K]: the experts that the tokens of all ranks chose, -1 for none.
 

@@ -146,28 +146,20 @@ def simulate(
         steps = [part.numpy() for part in one.topk_idx.split(one.num_tokens.sum(1).tolist())]
         if not steps:
             raise Mistake(f"{recording} has no step of {one.name}")
-        shape = cost.Model(
-            name=one.name,
-            hidden=one.hidden,
-            num_experts=one.num_experts,
-            num_topk=one.num_topk,
-            intermediate=0,
-            num_layers=1,
-        )
+        sizes = {"hidden": one.hidden, "num_experts": one.num_experts, "num_topk": one.num_topk}
+        shape = cost.Model(name=one.name, intermediate=0, num_layers=1, **sizes)
         work = cost.Work(mode="low_latency" if low_latency else "normal")
         slots = cost.slots_for(one.num_experts + spare, ranks)
         placement = Replicas.even(one.num_experts, ranks, slots)
         policy = Policy(every=every, if_over=max(1.1, want), want=want)
-        given, once = (steps, machines, shape), Replicas.even(one.num_experts, ranks)
         ways: dict[str, Any] = {"even": (placement, work), "rebalanced": (placement, work, policy)}
+        if balance is not None:
+            ways["balanced"] = Replicas.even(one.num_experts, ranks), work, None, balance
         replays = {}
-        with output.progress("replaying", 2 + (balance is not None)) as step:
+        with output.progress("replaying", len(ways)) as step:
             for name, way in ways.items():
-                replays[name] = simulation.replay(*given, *way)
+                replays[name] = simulation.replay(steps, machines, shape, *way)
                 step(name)
-            if balance is not None:
-                replays["balanced"] = simulation.replay(*given, once, work, slack=balance)
-                step("balanced")
     report = reports.of_replays(replays, f"{one.name} of {recording.name}")
     value = {name: found.as_dict() for name, found in replays.items()}
     to = _Shown(png, html, as_json)
