@@ -65,16 +65,17 @@ class Buffer(Lifetime, LowLatencyCalls, Placed):
     Those about queue pairs, NVLink and fabric memory (use_fabric, of forks) are accepted and have
     no use here. Ours are keyword only:
 
-        transport       how rows travel; "auto" takes the best there is
-        kernels         which set of local kernels; "auto" takes the fastest for the device
-        ranks_per_node  so many consecutive ranks share a node, or, in a list, so many on each
-                        node; found out if None
-        timeout         seconds without progress after which a call raises PeerTimeout; if None,
-                        those of TOKENYARD_TIMEOUT, or 30
+        transport       how rows travel; "auto" is the best there is
+        kernels         the set of local kernels; "auto" is the fastest for the device
+        ranks_per_node  so many ranks share a node, or, in a list, so many on each; found if None
+        timeout         seconds without progress until PeerTimeout; if None TOKENYARD_TIMEOUT's, 30
         placement       [E] the rank of each expert; consecutive blocks if None. Or Replicas: which
                         experts lie in each rank's slots, where some have several copies. Then
                         topk_idx and num_experts name logical experts, and counts are by slot;
                         see sum_replicas
+        balance         "exact", or a slack: ranks of a node compute for each other, so that none
+                        has more than the mean of pairs and the slack, as 0.05. Rows then come for
+                        all experts of the node: see get_node_experts
 
     Every rank of the group makes the same calls in the same order; dispatch and combine raise on
     all ranks if one of them is given bad input, and the Buffer goes on working. One thread at a
@@ -101,6 +102,7 @@ class Buffer(Lifetime, LowLatencyCalls, Placed):
         ranks_per_node: int | Sequence[int] | None = None,
         timeout: float | None = None,
         placement: Tensor | Replicas | None = None,
+        balance: float | str | None = None,
     ) -> None:
         group = take_group(group, comm)
         super().__init__(group, explicitly_destroy)
@@ -119,6 +121,7 @@ class Buffer(Lifetime, LowLatencyCalls, Placed):
             num_channels=self._config.num_channels,
             low_latency_mode=low_latency_mode,
             enable_shrink=enable_shrink,
+            balance=balance,
         )
         engine, low_latency = open_engine(group, options)
         self._opened(engine, low_latency)
@@ -162,6 +165,7 @@ class Buffer(Lifetime, LowLatencyCalls, Placed):
         *,
         num_experts: int | None = None,
         tag: int = -1,
+        balanced: bool = True,
     ) -> Dispatched:
         """Send every token once to each rank that owns one of its experts.
 
@@ -175,7 +179,8 @@ class Buffer(Lifetime, LowLatencyCalls, Placed):
         With a handle the rows go the way of an earlier dispatch, and only x and the event come
         back. It may be one of another Buffer of the same ranks, placement, nodes and transport.
 
-        A tag is a number of your own: if ranks give different ones, all raise CallMismatch.
+        A tag is a number of your own: if ranks give different ones, all raise CallMismatch. With
+        balanced=False rows go to the experts' owners, whatever the Buffer's balance.
         """
         config = self._config if config is None else config
         completion = _completion(async_finish, allocate_on_comm_stream)
@@ -195,6 +200,7 @@ class Buffer(Lifetime, LowLatencyCalls, Placed):
                     config,
                     previous_event,
                     tag,
+                    balanced,
                 )
                 got, made, event = engine.calls.dispatch(request, completion, "dispatch")
                 recv_x, scales, recv_idx, recv_weights, per_expert = got
@@ -261,6 +267,7 @@ class Buffer(Lifetime, LowLatencyCalls, Placed):
         num_experts: int,
         expert_alignment: int = 1,
         tag: int = -1,
+        balanced: bool = True,
     ) -> DispatchedByExpert:
         """Send every token to each of its experts: rows arrive as a grouped GEMM wants them.
 
@@ -272,13 +279,13 @@ class Buffer(Lifetime, LowLatencyCalls, Placed):
             num_tokens_per_expert  L, how many rows each expert has
             handle                 for combine_by_expert
 
-        Zeros pad each expert's rows to a multiple of expert_alignment, and count. A tag is that of
-        dispatch. The handle also is that of dispatch: combine takes rows by (source rank, token)
-        with it.
+        Zeros pad each expert's rows to a multiple of expert_alignment, and count. A tag and
+        balanced are those of dispatch. The handle also is that of dispatch: combine takes rows by
+        (source rank, token) with it.
         """
         config = self._config
         request = DispatchRequest.plain(
-            x, topk_idx, topk_weights, num_experts, expert_alignment, config, tag
+            x, topk_idx, topk_weights, num_experts, expert_alignment, config, tag, balanced
         )
         self._use.stage = "dispatch by expert"
         with self._use as engine:

@@ -124,6 +124,7 @@ class Options:
     num_channels: int
     low_latency_mode: bool
     enable_shrink: bool
+    balance: float | str | None = None
     takes_replicas: bool = True
 
     @property
@@ -153,6 +154,13 @@ class Options:
             validate.integer(name, getattr(self, name), at_least=0, at_most=_MOST_BYTES)
         for name in ("low_latency_mode", "enable_shrink"):
             validate.switch(name, getattr(self, name))
+        if self.balance is not None:
+            validate.balance(self.balance)
+            validate.require(
+                not (self.low_latency_mode or isinstance(self.placement, Replicas)),
+                "a Buffer has a balance, want neither low_latency_mode nor Replicas with it: slots "
+                "of the low-latency mode, and copies, stay where they are",
+            )
         if self.placement is None:
             return kernel_set, None
         validate.require(
@@ -168,7 +176,7 @@ class Options:
         nodes = self.ranks_per_node
         if isinstance(nodes, Sequence):
             nodes = list(nodes)
-        slots = (self.low_latency_mode, self.enable_shrink)
+        slots = (self.low_latency_mode, self.enable_shrink, self.balance)
         return digest(repr((self.transport, rings, nodes, where, slots)))
 
 
@@ -286,7 +294,8 @@ def _build(
     where, processes = place_words(met.placement), met.processes_RW.tobytes()
     place = repr((processes, machines, topology.node_of_rank, where, opened.name))
     origin = Origin(shared_id, rank, digest(place), tuple(topology.node_of_rank))
-    beside = agreement, topology, met.placement, origin, own_id, streams
+    slack = _slack(options.balance, met.alone, topology, rank)
+    beside = agreement, topology, met.placement, origin, own_id, streams, slack
     engine = Engine(opened, communicator, met.kernel_set, *beside)
     if not options.low_latency_mode:
         return engine, None
@@ -305,6 +314,19 @@ def _try_probe(kernel_set: kernel_sets.Kernels) -> tuple[Probe | None, str | Non
     except SharedMemoryError as error:
         _log.warning("ranks cannot share memory, which is the fast way on one machine: %s", error)
         return None, str(error)
+
+
+def _slack(balance: Any, alone: str | None, topology: Topology, rank: int) -> float | None:
+    """The slack of a balance, where ranks can share the memory that experts lie in."""
+    if balance is None or topology.num_ranks == 1:
+        return None
+    if alone is None and topology.num_nodes == topology.num_ranks:
+        alone = "each is alone on its node"
+    if alone is None:
+        return validate.balance(balance)
+    if rank == 0:
+        _log.warning("balance=%r has no effect, since ranks share no memory: %s", balance, alone)
+    return None
 
 
 def _given(ranks_per_node: int | Sequence[int], num_ranks: int) -> Topology:

@@ -543,7 +543,7 @@ OTHERS: Cases = {
 
 SCALES = "scales a row"
 MADE_BY = "the handle (by the number of the call that made it)"
-GIVEN = "transport=, ring memory, ranks_per_node=, placement= or the low-latency mode"
+GIVEN = "transport=, ring memory, ranks_per_node=, placement=, balance= or low-latency mode"
 DIFFER: Cases = {
     "hidden": differ("dispatch", "hidden size", (4, 8), lambda s: {"x": s.x[:, :4]}),
     "dtype": differ(

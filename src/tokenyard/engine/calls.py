@@ -120,16 +120,16 @@ class SharedCalls:
         self, request: DispatchRequest, completion: Completion, stage: str
     ) -> tuple[Received, Handle, EventOverlap]:
         plan, given = None, None
-        if completion is AT_ONCE:
-            plan = self._seen_plan(request, stage)
-        if plan is None:
-            try:
+        try:
+            if completion is AT_ONCE:
+                plan = self._seen_plan(request, stage)
+            if plan is None:
                 given = self._local.check(request)
                 plan = self._plan(given, stage, completion)
-            except Exception as error:
-                self._core.reject(stage, error)
-            if completion is AT_ONCE and given.given is None and not given.num_worst_tokens:
-                self.plans.learn(request, stage, given, plan)
+                if completion is AT_ONCE and given.given is None and not given.num_worst_tokens:
+                    self.plans.learn(request, stage, given, plan)
+        except Exception as error:
+            self._core.reject(stage, error)
         table, begin = plan.table, time.monotonic_ns()
         num_tokens, room = table[at.NUM_TOKENS], table[at.ROOM]
         ledger = WrittenLedger(self._rank, self._size, num_tokens, room, plan.src_room)

@@ -14,9 +14,11 @@ from torch import Tensor
 from tokenyard import validate
 from tokenyard.comm.base import Communicator
 from tokenyard.engine.agreement import Agreement, Call
+from tokenyard.engine.balanced import Balance
 from tokenyard.engine.failure import Failure
 from tokenyard.engine.inputs import AgainRequest, Checked, Preparation
 from tokenyard.engine.statistics import Statistics, links_of
+from tokenyard.errors import CallMismatch, PeerError, PeerInputError
 from tokenyard.kernels import Kernels
 from tokenyard.results import Handle, Ledger
 from tokenyard.runtime import recorder
@@ -43,10 +45,12 @@ class Core:
         origin: Origin,
         buffer_id: int,
         streams: Streams | None,
+        slack: float | None = None,
     ) -> None:
         """`streams` is None where the tensors are on CPU; `communicator` is that of the group.
 
-        `origin` is that of handles; `buffer_id` is a number that this Buffer has on this rank only.
+        `origin` is that of handles; `buffer_id` is a number that this Buffer has on this rank only;
+        `slack` is that of a balance, if there is one.
         """
         self.transport, self.communicator, self.topology = transport, communicator, topology
         self.origin, self.buffer_id = origin, buffer_id
@@ -58,6 +62,10 @@ class Core:
         self.statistics = Statistics(self.rank, links_of(transport, topology), agreement.waits)
         nodes = None if topology.num_nodes == 1 else topology.node_of_rank
         on_device = streams is not None and kernels.counts_on_device and transport.tells_from_device
+        self.balance: Balance | None = None
+        if slack is not None:
+            where = transport, agreement, topology.node_of_rank
+            self.balance = Balance(kernels, *where, slack)
         self.local = Preparation(
             kernels,
             self.rank,
@@ -67,6 +75,7 @@ class Core:
             self.device,
             transport.empty,
             on_device,
+            self.balance,
         )
 
     def place(self, placement: Placement, mark: int) -> None:
@@ -122,6 +131,8 @@ class Core:
 
     def reject(self, stage: str, error: Exception) -> NoReturn:
         """This rank cannot make the call: raise the error here, PeerInputError on the others."""
+        if isinstance(error, (PeerError, PeerInputError, CallMismatch)):  # the others know
+            raise error
         self.before_words()
         self.agreement.reject(stage, error)
 

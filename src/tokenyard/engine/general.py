@@ -54,11 +54,12 @@ class GeneralCalls:
         `heard` if a compiled call has got as far as the agreement, and could not go on.
         """
         core, agreement = self._core, self._core.agreement
-        number, begin = agreement.number, time.monotonic_ns()
+        begin = time.monotonic_ns()
         core.before_words()
         with core.scope(completion, request.previous_event):
             try:
                 given = core.local.check(request)
+                number = agreement.number
                 counted = core.local.count(given)
                 numbers = core.local.token_numbers(given.x.shape[0])
                 columns = [given.x, given.scales, given.topk_idx, given.topk_weights, numbers]
@@ -181,7 +182,7 @@ class GeneralCalls:
         """Bad input. The other ranks must hear of it, unless they heard that all is well."""
         if heard is not None:
             raise error
-        self._core.agreement.reject(stage, error)
+        self._core.reject(stage, error)
 
     def _dispatch_terms(
         self,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tokenyard import validate
+from tokenyard.engine.balanced import Balance
 from tokenyard.engine.choice import Choice
 from tokenyard.kernels import Kernels
 from tokenyard.replicas import Replicas, as_replicas, num_logical, replicas_of
@@ -24,6 +25,7 @@ from tokenyard.transports import Sum
 from tokenyard.types import Config, DeviceCounts, Layout, Route
 from tokenyard.wire.message import PAYLOAD_WORDS
 
+_COUNTED_TOGETHER = "for which ranks count together: want dispatch with num_experts, and no layout"
 SMALL = 1 << 16  # bytes of a sum that are not worth a segment of shared memory
 
 
@@ -42,6 +44,7 @@ class DispatchRequest(NamedTuple):
     config: Any
     previous_event: Any
     tag: Any
+    balanced: Any = True  # where the Buffer has a balance
 
     @staticmethod
     def plain(
@@ -52,10 +55,11 @@ class DispatchRequest(NamedTuple):
         expert_alignment: Any,
         config: Any,
         tag: Any,
+        balanced: Any = True,
     ) -> DispatchRequest:
         """A dispatch that counts by itself, waits for no event, and gives the rows that arrive."""
         routing = topk_idx, topk_weights, None, None, None, num_experts, expert_alignment
-        return DispatchRequest(x, *routing, 0, config, None, tag)
+        return DispatchRequest(x, *routing, 0, config, None, tag, balanced)
 
     @staticmethod
     def by_layout(
@@ -113,6 +117,7 @@ class Checked(NamedTuple):
     num_worst_tokens: int
     config: Config
     tag: int
+    asked: Tensor | None = None  # topk_idx before a balance, where there is one
 
 
 class Counted(NamedTuple):
@@ -134,11 +139,13 @@ class Preparation:
         device: torch.device,
         empty: Callable[[int, int, torch.dtype], Tensor],
         on_device: bool,
+        balance: Balance | None,
     ) -> None:
         """`node_of_rank` is None on one node, `placement` where experts are spread evenly. `empty`
         gives the transport's memory for a result. `on_device` says that a dispatch may tell counts
         that the host has not read.
         """
+        self.balance = balance
         self._on_device = on_device
         self._device, self._empty = device, empty
         self._kernels = kernels
@@ -162,6 +169,7 @@ class Preparation:
             self.choice = Choice(replicas, self._rank, nodes, self._device)
 
     def layout(self, topk_idx: Any, num_experts: Any) -> Layout:
+        validate.require(self.balance is None, f"the Buffer has a balance, {_COUNTED_TOGETHER}")
         topk_idx = validate.topk_idx(topk_idx, "tokens", self._device)
         placement = self.placement(num_experts)
         if self.choice is not None:
@@ -185,6 +193,11 @@ class Preparation:
             made = even_placement(num_experts, self._num_ranks, self._device)
             self._even_placements[num_experts] = made
         return self._even_placements[num_experts]
+
+    def slots(self, num_experts: Any) -> Placement:
+        """Where rows go: the placement, or with a balance that of the slots."""
+        placement = self.placement(num_experts)
+        return placement if self.balance is None else self.balance.placement(placement)
 
     def replicas(self, num_experts: Any) -> Replicas:
         """The placement, also one without copies: which experts lie in each rank's slots."""
@@ -251,18 +264,16 @@ class Preparation:
             placement = self._placement_of(given, request.num_experts)
             named = request.num_experts if self.choice is None else None
             validate.layout_fits(given, topk_idx, named)
-        return Checked(
-            x,
-            scales,
-            topk_idx,
-            topk_weights,
-            given,
-            placement,
-            alignment,
-            num_worst,
-            config,
-            validate.tag(request.tag),
-        )
+        tag = validate.tag(request.tag)
+        validate.switch("balanced", request.balanced)
+        asked = topk_idx
+        if self.balance is not None and topk_idx is not None and request.balanced:
+            # Last, since other ranks take part in it.
+            validate.require(given is None, f"a layout is given, {_COUNTED_TOGETHER}")
+            topk_idx = self.balance.choose(topk_idx, placement, tag)
+            placement = self.balance.placement(placement)
+        beside = given, placement, alignment, num_worst, config, tag, asked
+        return Checked(x, scales, topk_idx, topk_weights, *beside)
 
     def count(self, checked: Checked) -> Counted:
         """Who gets which rows."""

@@ -27,6 +27,7 @@ STAGES = (
     "agrs_set_config",
     "rebalance",
     "share stack",
+    "balance",
 )
 
 CASTS = {NO_CAST: "none", PLAIN: "use_fp8", ROUNDED: "round_scale", PACKED: "use_ue8m0"}
@@ -46,7 +47,7 @@ _WORDS = {
     "num_slots": "config.num_max_nvl_chunked_recv_tokens",
     "num_max": "num_max_dispatch_tokens_per_rank",
     "cast": "use_fp8, round_scale or use_ue8m0",
-    "options": "transport=, ring memory, ranks_per_node=, placement= or the low-latency mode",
+    "options": "transport=, ring memory, ranks_per_node=, placement=, balance= or low-latency mode",
     "tag": "tag",
     "post_number": "how many low-latency calls they made",
     "post_handle": "the handle (by its dispatch's number)",

@@ -167,6 +167,7 @@ class NodeCalls(GeneralCalls):
             type(num_experts) is type(alignment) is type(tag) is int
             and request.is_token_in_rank is request.previous_event is None
             and not request.num_worst_tokens
+            and self._local.balance is None  # ranks meet for it, and would again
             and lies_at(x, 2) != NOT_PLAIN
             and lies_at(topk_idx, 2, torch.int64) != NOT_PLAIN
             and lies_at(topk_weights, 2, torch.float32) != NOT_PLAIN

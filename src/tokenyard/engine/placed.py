@@ -47,6 +47,22 @@ class Placed:
         """
         return self._open_engine().replicas(num_experts, "get_placement")
 
+    @property
+    def balance(self) -> float | None:
+        """The slack of the balance between ranks of a node; None without one, also where they
+        cannot share memory.
+        """
+        balance = self._open_engine().local.balance
+        return None if balance is None else balance.slack
+
+    def get_node_experts(self, num_experts: int) -> list[int]:
+        """The global ids of the experts that this rank may have to compute, in the order of rows by
+        expert: with a balance all of its node, by owner; else get_local_experts.
+        """
+        engine, owned = self._open_engine(), self.get_local_experts(num_experts)
+        balance = engine.local.balance
+        return owned if balance is None else balance.experts(engine.local.placement(num_experts))
+
     def require_placement(self, num_experts: int, mark: int) -> None:
         """For a caller whose weights lie in the placement with this mark: all ranks raise if
         experts live elsewhere by now. Local, if all is well; other ranks may be in a dispatch

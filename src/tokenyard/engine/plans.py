@@ -121,6 +121,7 @@ class Plan:
         self.segments_end = say.SEGMENTS + say.SEGMENT_WORDS * (len(widths) if is_back else 1)
         self.pairs = np.zeros(0, np.int64)  # of each expert, where the call does not count them
         self._kept: tuple[Any, ...] = ()
+        self.slots: Tensor | None = None  # of the last call's pairs, with a balance
         self._marks: Any = None
 
     def take_scratch(self, size: int, num_experts: int, num_topk: int) -> None:
@@ -224,7 +225,8 @@ class Plans:
             return None
         try:
             num_tokens = x.shape[0]
-            plan, is_like = self._seen[stage, num_tokens, num_experts, alignment, tag]
+            key = stage, num_tokens, num_experts, alignment, tag, request.balanced
+            plan, is_like = self._seen[key]
         except (AttributeError, IndexError, KeyError):
             return None
         if (
@@ -237,7 +239,13 @@ class Plans:
         table[at.SOURCES] = address
         table[ids], table[ids + 1] = experts, weights = topk_idx.data_ptr(), topk_weights.data_ptr()
         table[at.NUM_TOKENS] = num_tokens
-        return plan if address and experts and weights else None  # a tensor without memory
+        if not (address and experts and weights):  # a tensor without memory
+            return None
+        if self._local.balance is not None and request.balanced:
+            owners = self._local.placement(num_experts)
+            plan.slots = self._local.balance.choose(topk_idx, owners, tag)
+            table[ids] = plan.slots.data_ptr()
+        return plan
 
     def find_seen_rows(
         self, request: CombineRequest, stage: str, num_rows: int, num_topk: int = 0
@@ -262,7 +270,7 @@ class Plans:
     def learn(self, request: DispatchRequest, stage: str, given: Checked, plan: Plan) -> None:
         """Remember what the tensors of a dispatch are like, if they can be read as they are."""
         as_given = request.x, request.topk_idx, request.topk_weights
-        plain = given.x, given.topk_idx, given.topk_weights
+        plain = given.x, given.asked, given.topk_weights
         if (
             not self.counts_ids
             or self._local.choice is not None
@@ -272,7 +280,8 @@ class Plans:
             return
         if plain[1] is None or plain[2] is None:
             return
-        key = stage, len(given.x), given.placement.num_experts, given.expert_alignment, given.tag
+        more = given.expert_alignment, given.tag, request.balanced
+        key = stage, len(given.x), request.num_experts, *more
         self._keep_seen(key, plan, like(given.x, plain[1], plain[2]))
 
     def _keep_seen(self, key: Any, plan: Plan, is_like: Like) -> None:

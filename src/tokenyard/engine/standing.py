@@ -45,7 +45,7 @@ class _Turn:
         self._shape, self._turns = shape, calls.turns
         size, most, num_topk = core.num_ranks, shape.max_tokens, shape.num_topk
         dispatch, combine = shape.stages
-        placement = core.local.placement(shape.num_experts)
+        placement = core.local.slots(shape.num_experts)
         more = num_topk, placement.num_experts, shape.expert_alignment, shape.tag, None
         self.plan = calls.plans.new_dispatch(
             DispatchShape(dispatch, shape.dtype, shape.hidden, *more), placement, shape.config
@@ -176,6 +176,8 @@ class StandingPair:
             turn.leave_rows()
         if self._worker.pending is not None or not self._tell(turn, x, topk_idx, topk_weights):
             given = self._check(turn, x, topk_idx, topk_weights)
+        elif self._core.balance is not None:
+            given = x, self._choose(turn, topk_idx), topk_weights
         self._next = 1 - self._next
         table, agreement, lent = turn.table, self._agreement, None
         if turn.by_expert is not None:
@@ -213,6 +215,18 @@ class StandingPair:
         table[at.SOURCES], table[ids] = x.data_ptr(), topk_idx.data_ptr()
         table[ids + 1], table[at.NUM_TOKENS] = topk_weights.data_ptr(), num_tokens
 
+    def _choose(self, turn: _Turn, topk_idx: Tensor) -> Tensor:
+        """The slots of the pairs of tensors that were checked."""
+        core, shape = self._core, self._shape
+        assert core.balance is not None
+        try:
+            owners = core.local.placement(shape.num_experts)
+            slots = core.balance.choose(topk_idx, owners, shape.tag)
+        except Exception as error:
+            core.reject(self._dispatch_stage, error)
+        turn.table[self._ids] = slots.data_ptr()
+        return slots
+
     def _check(self, turn: _Turn, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[Any, ...]:
         """Write where tensors lie, after the checks of every dispatch, which copy them if need be.
         Returns what must live until the call is over.
@@ -235,9 +249,9 @@ class StandingPair:
         if (
             self._counts_ids
             and core.local.choice is None
-            and all(map(is_, plain, (x, topk_idx, topk_weights)))
+            and all(map(is_, (given.x, given.asked, weights), (x, topk_idx, topk_weights)))
         ):
-            _learn(self._given, num_tokens, *plain)
+            _learn(self._given, num_tokens, x, topk_idx, topk_weights)
         return plain
 
     def _go_on(self, turn: _Turn, verdict: int, topk_idx: Any) -> None:

@@ -10,10 +10,12 @@ import it; it is far too slow for anything else.
     elastic_parts  V2's table, tensors between neighbours, and all-gathers
     logfmt       what is left of a row that combine sends as LogFMT
     low_latency  the mode with fixed slots and no counting round
+    balanced     ranks of a node that compute for each other
     replicas     experts with several copies: which copy gets a token
     local        align, permute, rearrange and FP8: what happens to rows inside one rank
 """
 
+from tokenyard.spec.balanced import Run, assign, balance, most_pairs, node_slots
 from tokenyard.spec.by_expert import ReceivedByExpert, combine_by_expert, dispatch_by_expert
 from tokenyard.spec.elastic import ElasticReceived, elastic_combine, elastic_dispatch
 from tokenyard.spec.elastic_parts import agrs_gathered, engram_fetch, pp_received
@@ -52,8 +54,11 @@ __all__ = [
     "Permuted",
     "ReceivedByExpert",
     "ReplicaWorld",
+    "Run",
     "World",
     "agrs_gathered",
+    "assign",
+    "balance",
     "cast_back",
     "cast_to_fp8",
     "choose",
@@ -71,6 +76,8 @@ __all__ = [
     "low_latency_combine",
     "low_latency_dispatch",
     "moe_align_block_size",
+    "most_pairs",
+    "node_slots",
     "notify",
     "pack_ue8m0",
     "permute",

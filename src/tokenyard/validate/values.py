@@ -14,6 +14,7 @@ from tokenyard.types import Config
 MOST = 2**31 - 1
 MOST_EXPERTS = 2**20
 _MOST_SMS = 2**12
+_MOST_SLACK = 1000
 # More than any kernel wants. With far more, padding alone would not fit offsets of int32.
 _MOST_ALIGNED = 1 << 16
 
@@ -71,6 +72,14 @@ def num_experts(value: Any, owned: int | None) -> int:
     if owned is not None and value != owned:
         raise ValueError(f"num_experts is {value}, want {owned}, the length of placement=")
     return value
+
+
+def balance(value: Any) -> float:
+    """The slack: "exact" is none."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value != "exact" and not (is_number and 0 <= value <= _MOST_SLACK):
+        raise ValueError(f"balance is {value!r}, want 'exact' or the slack, 0 to {_MOST_SLACK}")
+    return 0.0 if value == "exact" else float(value)
 
 
 def ranks_per_node(value: Any, num_ranks: int) -> None:

@@ -21,6 +21,7 @@ apply to them, since they read raw addresses: to step through a kernel, take the
 """
 
 from tokenyard.kernels.numba.align import align
+from tokenyard.kernels.numba.balancing import assign, count_pairs, take_slots
 from tokenyard.kernels.numba.between_nodes.combine import nodes_combine, nodes_sums
 from tokenyard.kernels.numba.between_nodes.dispatch import nodes_dispatch, nodes_rows
 from tokenyard.kernels.numba.call.ahead import expect_calls
@@ -63,11 +64,13 @@ counts_on_device = False
 
 __all__ = [
     "align",
+    "assign",
     "await_signals",
     "call_by_expert",
     "call_by_source",
     "call_combine",
     "combine_calls",
+    "count_pairs",
     "counts_on_device",
     "dispatch_calls",
     "expect_calls",
@@ -111,6 +114,7 @@ __all__ = [
     "sum_rows",
     "sum_slots",
     "take_rows",
+    "take_slots",
     "unpermute",
     "unpermute_backward",
     "write_rows",

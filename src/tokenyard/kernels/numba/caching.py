@@ -44,6 +44,7 @@ _HERE = Path(__file__).parent
 # Of the package, outside this folder: what the files here import, and what those import.
 _ELSEWHERE = (
     "errors.py",
+    "kernels/balancing.py",
     "kernels/base.py",
     "kernels/rearrange_plan.py",
     "runtime/busy.py",
