@@ -212,7 +212,7 @@ class ParcelCalls:
             assert given.topk_idx is not None
             assert given.topk_weights is not None
             columns = Columns(given.x, given.scales, given.topk_idx, given.topk_weights)
-            shape = _shape(columns, request)
+            shape = _shape(columns, request, given.placement.num_experts)
             plan = self._plans.find_dispatch(shape, given.placement, given.config)
             self._plans.learn(request, DISPATCH, given, plan)
             for place, column in enumerate(columns):
@@ -303,8 +303,8 @@ class ParcelCalls:
         return sums
 
 
-def _shape(columns: Columns, request: DispatchRequest) -> DispatchShape:
+def _shape(columns: Columns, request: DispatchRequest, num_slots: int) -> DispatchShape:
     x, scales, topk_idx, _ = columns
     beside = None if scales is None else (scales.shape[1], scales.dtype)
-    more = request.num_experts, request.expert_alignment, request.tag, beside
+    more = num_slots, request.expert_alignment, request.tag, beside
     return DispatchShape(DISPATCH, x.dtype, x.shape[1], topk_idx.shape[1], *more)
