@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tests.cases.lanes import random_cases
 from tokenyard import spec
-from tokenyard.kernels import balancing, numba, reference
+from tokenyard.kernels import numba as kernels
+from tokenyard.wire import balance as of
 
 SLACKS = st.sampled_from([0.0, 0.05, 0.3, 2.0])
 
@@ -67,7 +68,7 @@ def test_assignment(data: st.DataObject, world: spec.World, slack: float) -> Non
 @settings(deadline=None, max_examples=random_cases(40))
 @given(st.data(), worlds(), SLACKS)
 def test_slots_and_kernels(data: st.DataObject, world: spec.World, slack: float) -> None:
-    """Every pair has a slot of its expert, and both kernel sets find the spec's, on every rank."""
+    """Every pair has a slot of its expert, and kernels find the spec's, on every rank."""
     num_experts, size = world.num_experts, world.num_ranks
     row = st.lists(st.integers(-1, num_experts - 1), min_size=3, max_size=3)
     topk_idxs = [
@@ -87,22 +88,21 @@ def test_slots_and_kernels(data: st.DataObject, world: spec.World, slack: float)
     for number, owner in enumerate(slots.physical.rank_of_expert):
         slots_RE[owner, slots.expert_of_slot[number]] = number
     owners_E, nodes_R = (np.array(one) for one in (world.rank_of_expert, world.node_of_rank))
-    for kernels in (numba, reference):
-        counts_RE = np.zeros((size, num_experts), np.int64)
-        ids = [topk_idx.numpy().reshape(-1) for topk_idx in topk_idxs]
-        for source in range(size):
-            assert kernels.count_pairs(ids[source], counts_RE[source]) == -1
-        for rank in range(size):
-            runs_3N = np.empty((3, num_experts + 2 * size), np.int64)
-            first_E = np.empty(num_experts, np.int64)
-            figures, out = np.empty(balancing.NUM_FIGURES, np.int64), np.empty_like(ids[rank])
-            millionths = round(slack * balancing.MILLION)
-            where = owners_E, nodes_R, millionths, rank
-            kernels.assign(counts_RE, *where, runs_3N, first_E, figures)
-            given = ids[rank], counts_RE, owners_E, rank, runs_3N, first_E, slots_RE
-            kernels.take_slots(*given, out)
-            assert out.tolist() == chosen[rank].flatten().tolist()
-            _check_figures(figures.tolist(), rank, topk_idxs, chosen, world)
+    counts_RE = np.zeros((size, num_experts), np.int64)
+    ids = [topk_idx.numpy().reshape(-1) for topk_idx in topk_idxs]
+    for source in range(size):
+        assert kernels.count_pairs(ids[source], counts_RE[source]) == -1
+    for rank in range(size):
+        runs_3N = np.empty((3, num_experts + 2 * size), np.int64)
+        first_E = np.empty(num_experts, np.int64)
+        figures, out = np.empty(of.NUM_FIGURES, np.int64), np.empty_like(ids[rank])
+        millionths = round(slack * of.MILLION)
+        where = owners_E, nodes_R, millionths, rank
+        kernels.assign(counts_RE, *where, runs_3N, first_E, figures)
+        given = ids[rank], counts_RE, owners_E, rank, runs_3N, first_E, slots_RE
+        kernels.take_slots(*given, out)
+        assert out.tolist() == chosen[rank].flatten().tolist()
+        _check_figures(figures.tolist(), rank, topk_idxs, chosen, world)
 
 
 def _check_figures(
@@ -133,7 +133,6 @@ def _check_figures(
 
 
 def test_a_bad_expert_is_found() -> None:
-    for kernels in (numba, reference):
-        counts_E = np.zeros(3, np.int64)
-        assert kernels.count_pairs(np.array([0, 2, -1, 3]), counts_E) == 3
-        assert kernels.count_pairs(np.array([0, -2]), counts_E) == 1
+    counts_E = np.zeros(3, np.int64)
+    assert kernels.count_pairs(np.array([0, 2, -1, 3]), counts_E) == 3
+    assert kernels.count_pairs(np.array([0, -2]), counts_E) == 1

@@ -112,7 +112,7 @@ def open_wrong(group: Any, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"balance": -0.1}, "balance is -0.1, want 'exact' or the slack, 0 to 1000"),
+        ({"balance": -0.1}, "balance is -0.1, want 'exact' or the slack, 0 to 10"),
         ({"balance": True}, "balance is True, want 'exact'"),
         ({"balance": 0.1, "low_latency_mode": True}, "want neither low_latency_mode nor Replicas"),
         (

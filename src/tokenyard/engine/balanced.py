@@ -7,9 +7,10 @@ for each expert of its node, whose weights it can read where they lie (`engine.s
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,9 +19,16 @@ from torch import Tensor
 from tokenyard import validate
 from tokenyard.engine.agreement import Agreement, Call, Terms
 from tokenyard.engine.mismatch import STAGES
-from tokenyard.kernels import Kernels, balancing
 from tokenyard.topology import Placement
 from tokenyard.transports import Transport
+from tokenyard.wire import balance as of
+from tokenyard.wire import call as at
+from tokenyard.wire import int64s
+from tokenyard.wire.verdicts import BAD, LOW
+
+if TYPE_CHECKING:
+    from tokenyard.engine.meeting import Meeting
+    from tokenyard.engine.plans import Plan, Plans
 
 STAGE = "balance"
 
@@ -32,24 +40,35 @@ class _Slots(NamedTuple):
     experts: list[list[int]]  # of each rank's slots
     owners_E: np.ndarray
     slots_RE: np.ndarray  # the slot of each expert on each rank, -1 on other nodes
+    runs_3N: np.ndarray  # memory for what is found
+    first_E: np.ndarray
 
 
 class Balance:
     def __init__(
         self,
-        kernels: Kernels,
+        kernels: Any,
         transport: Transport,
         agreement: Agreement,
         node_of_rank: Sequence[int],
         slack: float,
     ) -> None:
+        """`kernels` are a set for ranks that share memory."""
         self._kernels, self._transport, self._agreement = kernels, transport, agreement
         self._rank, self._size = transport.rank, transport.size
         self._nodes_R = np.array(node_of_rank, np.int64)
-        self.slack, self._millionths = slack, round(slack * balancing.MILLION)
+        self.slack, self._millionths = slack, round(slack * of.MILLION)
         self._slots_of = lru_cache(maxsize=16)(self._find_slots)
-        self.totals = np.zeros(balancing.NUM_FIGURES + 1, np.int64)  # of all calls; their number
-        self.last = np.zeros(balancing.NUM_FIGURES, np.int64)  # of the last one
+        self._plan_of = lru_cache(maxsize=16)(self._new_plan)
+        self._meeting: Meeting | None = None
+        self._plans: Plans | None = None
+        self.last = np.zeros(of.NUM_FIGURES, np.int64)  # of the last call
+        self.totals = np.zeros(of.NUM_FIGURES, np.int64)  # of all
+        self.num_calls = 0
+
+    def compile(self, meeting: Meeting, plans: Plans) -> None:
+        """From now on make compiled calls: all ranks share memory."""
+        self._meeting, self._plans = meeting, plans
 
     def placement(self, owners: Placement) -> Placement:
         """Where the slots are."""
@@ -60,33 +79,64 @@ class Balance:
         return self._slots_of(owners).experts[self._rank]
 
     def choose(self, topk_idx_TK: Tensor, owners: Placement, tag: int) -> Tensor:
-        """[T, K]: the slot of each pair. All ranks together; bad input raises on all of them."""
+        """[T, K]: the slot of each pair of a contiguous tensor. All ranks together. Raises
+        ValueError, before others have heard of this rank, if there is no such expert.
+        """
+        chosen_TK = torch.empty(topk_idx_TK.shape, dtype=torch.int64, device="cpu")
+        way = self._step_by_step if self._meeting is None else self._at_once
+        bad = way(topk_idx_TK, chosen_TK, owners, tag)
+        if bad >= 0:
+            raise validate.bad_expert(topk_idx_TK, bad, owners.num_experts)
+        self.totals += self.last
+        self.num_calls += 1
+        return chosen_TK
+
+    def _at_once(self, topk_idx_TK: Tensor, chosen_TK: Tensor, owners: Placement, tag: int) -> int:
+        """The first pair that is no expert, or -1."""
+        plan, beside = self._plan_of(owners, tag)
+        beside[of.IDS], beside[of.NUM_PAIRS] = topk_idx_TK.data_ptr(), topk_idx_TK.numel()
+        beside[of.OUT], table = chosen_TK.data_ptr(), plan.table
+        table[at.PHASE], table[at.PART], table[at.NUMBER] = at.START, 0, self._agreement.number
+        assert self._meeting is not None
+        if verdict := self._meeting.enter(plan, STAGE):
+            if verdict >> 32 != BAD:
+                self._meeting.refuse(verdict, plan, STAGE)
+            return verdict & LOW
+        return -1
+
+    def _step_by_step(
+        self, topk_idx_TK: Tensor, chosen_TK: Tensor, owners: Placement, tag: int
+    ) -> int:
         slots, num_experts = self._slots_of(owners), owners.num_experts
         ids_P = topk_idx_TK.numpy().reshape(-1)
         told_RE = np.empty((self._size, num_experts), np.int64)
-        bad = self._kernels.count_pairs(ids_P, told_RE[0])
+        bad: int = self._kernels.count_pairs(ids_P, told_RE[0])
         if bad >= 0:
-            raise validate.bad_expert(topk_idx_TK, bad, num_experts)
+            return bad
         told_RE[1:] = told_RE[0]
         call = Call(stage=STAGES.index(STAGE), num_experts=num_experts, tag=tag)
-        counts_RE = self._tell(call, told_RE)
-        runs_3N = np.empty((3, num_experts + 2 * self._size), np.int64)
-        first_E = np.empty(num_experts, np.int64)
+        if self._transport.agrees_by_nodes:  # whose answers are not by rank
+            self._agreement.meet(STAGE, Terms(call))
+            counts_RE = self._transport.exchange(told_RE, STAGE)
+        else:
+            counts_RE = self._agreement.meet(STAGE, Terms(call, payload=told_RE)).payload
+        counts_RE, found = np.ascontiguousarray(counts_RE), (slots.runs_3N, slots.first_E)
         where = slots.owners_E, self._nodes_R, self._millionths, self._rank
-        self._kernels.assign(counts_RE, *where, runs_3N, first_E, self.last)
-        self.totals[:-1] += self.last
-        self.totals[-1] += 1
-        chosen_TK = torch.empty(topk_idx_TK.shape, dtype=torch.int64)
-        given = ids_P, counts_RE, slots.owners_E, self._rank, runs_3N, first_E, slots.slots_RE
+        self._kernels.assign(counts_RE, *where, *found, self.last)
+        given = ids_P, counts_RE, slots.owners_E, self._rank, *found, slots.slots_RE
         self._kernels.take_slots(*given, chosen_TK.numpy().reshape(-1))
-        return chosen_TK
+        return -1
 
-    def _tell(self, call: Call, told_RE: np.ndarray) -> np.ndarray:
-        """[R, E]: the counts of all ranks, in a message of the agreement as far as they fit."""
-        if not self._transport.agrees_by_nodes:
-            return self._agreement.meet(STAGE, Terms(call, payload=told_RE)).payload
-        self._agreement.meet(STAGE, Terms(call))
-        return self._transport.exchange(told_RE, STAGE)
+    def _new_plan(self, owners: Placement, tag: int) -> tuple[Plan, array[int]]:
+        assert self._plans is not None
+        slots, beside = self._slots_of(owners), int64s.new(of.NUM_WORDS)
+        arrays = slots.owners_E, self._nodes_R, slots.slots_RE, slots.runs_3N, slots.first_E
+        addresses = [one.ctypes.data for one in (*arrays, self.last)]
+        beside[of.SLACK] = self._millionths
+        beside[of.OWNERS :] = array("q", addresses)
+        plan = self._plans.new_balance(STAGE, owners.num_experts, tag, beside)
+        plan.keep(slots)
+        return plan, beside
 
     def _find_slots(self, owners: Placement) -> _Slots:
         nodes, held = self._nodes_R.tolist(), owners.experts_of_rank
@@ -94,15 +144,18 @@ class Balance:
             [e for rank, own in enumerate(held) if nodes[rank] == home for e in own]
             for home in nodes
         ]
-        slots_RE = np.full((self._size, owners.num_experts), -1, np.int64)
+        size, num_experts = self._size, owners.num_experts
+        slots_RE = np.full((size, num_experts), -1, np.int64)
         begin = 0
         for rank, row in enumerate(experts):
             slots_RE[rank, row] = np.arange(begin, begin + len(row))
             begin += len(row)
-        ranks = np.repeat(np.arange(self._size, dtype=np.int32), list(map(len, experts)))
+        ranks = np.repeat(np.arange(size, dtype=np.int32), list(map(len, experts)))
         return _Slots(
-            Placement(torch.from_numpy(ranks), self._size),
+            Placement(torch.from_numpy(ranks), size),
             experts,
             owners.rank_of_expert.numpy().astype(np.int64),
             slots_RE,
+            np.empty((3, num_experts + 2 * size), np.int64),
+            np.empty(num_experts, np.int64),
         )

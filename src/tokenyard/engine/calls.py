@@ -97,6 +97,8 @@ class SharedCalls:
         self._agreement, self._worker, self._local = core.agreement, core.worker, core.local
         self._rank, self._size = core.rank, core.num_ranks
         self.plans = Plans(core, kernels)
+        if core.balance is not None:
+            core.balance.compile(self.meeting, self.plans)
         self.room, self.turns = Room(self.pool), Turns(self.pool, core.agreement)
         self._sums = SumCalls(core, kernels, self.meeting, self.plans, self.turns)
         self._by_expert = ParcelCalls(core, kernels, self.meeting, self.plans, self.turns)

@@ -19,6 +19,7 @@ from tokenyard import validate
 from tokenyard.engine.agreement import Call
 from tokenyard.engine.by_expert import DISPATCH as BY_EXPERT
 from tokenyard.engine.inputs import SMALL, Checked, CombineRequest, DispatchRequest
+from tokenyard.engine.mismatch import STAGES
 from tokenyard.runtime import memory
 from tokenyard.shm.pool import SegmentPool
 from tokenyard.topology import Placement
@@ -42,6 +43,8 @@ class CallKernels(Protocol):
     """Whole calls, and what they hand over."""
 
     def expect_calls(self, dtype: torch.dtype) -> None: ...
+
+    def balance_call(self, table: int, beside: int) -> Compiled: ...
 
     def call_by_source(self, table: int) -> Compiled: ...
 
@@ -351,6 +354,18 @@ class Plans:
             self._kernels.expect_calls(plan.combine_dtype)
         made = self._kernels.call_by_expert if is_by_expert else self._kernels.call_by_source
         plan.call = made(plan.address)
+        return plan
+
+    def new_balance(self, stage: str, num_experts: int, tag: int, beside: array[int]) -> Plan:
+        """That of a call in which ranks tell each other of their pairs."""
+        shape = DispatchShape(stage, torch.int64, 0, -1, num_experts, 1, tag, None)
+        words = {"stage": STAGES.index(stage), "num_experts": num_experts, "tag": tag}
+        told = Call(buffer=self._buffer_id, **words)
+        plan = Plan(shape, Config(), told, self._words, [0], num_experts)
+        plan.table[at.NUM_EXPERTS] = num_experts
+        plan.take_scratch(self._size, num_experts, 0)
+        plan.keep(beside)
+        plan.call = self._kernels.balance_call(plan.address, int64s.address(beside))
         return plan
 
     def new_combine(self, shape: CombineShape, config: Config) -> Plan:

@@ -252,11 +252,6 @@ class Kernels(SlotKernels, Protocol):
         returned, are as in `unpermute`.
         """
 
-    # What `kernels.balancing` says; on the CPU.
-    count_pairs: Callable[[np.ndarray, np.ndarray], int]
-    assign: Callable[..., None]
-    take_slots: Callable[..., None]
-
     def rearrange(self, dst: Array, src: Array) -> None:
         """dst[i, j, ...] = src[i, j, ...] at every index, bytes whatever they mean.
 

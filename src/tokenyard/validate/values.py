@@ -14,7 +14,7 @@ from tokenyard.types import Config
 MOST = 2**31 - 1
 MOST_EXPERTS = 2**20
 _MOST_SMS = 2**12
-_MOST_SLACK = 1000
+_MOST_SLACK = 10
 # More than any kernel wants. With far more, padding alone would not fit offsets of int32.
 _MOST_ALIGNED = 1 << 16
 

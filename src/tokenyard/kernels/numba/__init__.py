@@ -21,10 +21,10 @@ apply to them, since they read raw addresses: to step through a kernel, take the
 """
 
 from tokenyard.kernels.numba.align import align
-from tokenyard.kernels.numba.balancing import assign, count_pairs, take_slots
 from tokenyard.kernels.numba.between_nodes.combine import nodes_combine, nodes_sums
 from tokenyard.kernels.numba.between_nodes.dispatch import nodes_dispatch, nodes_rows
 from tokenyard.kernels.numba.call.ahead import expect_calls
+from tokenyard.kernels.numba.call.balance import assign, balance_call, count_pairs, take_slots
 from tokenyard.kernels.numba.call.by_expert import call_by_expert, take_rows
 from tokenyard.kernels.numba.call.by_source import call_by_source, write_rows
 from tokenyard.kernels.numba.call.sums import call_combine, share_rows, sum_rows
@@ -66,6 +66,7 @@ __all__ = [
     "align",
     "assign",
     "await_signals",
+    "balance_call",
     "call_by_expert",
     "call_by_source",
     "call_combine",

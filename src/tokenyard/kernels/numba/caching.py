@@ -44,7 +44,6 @@ _HERE = Path(__file__).parent
 # Of the package, outside this folder: what the files here import, and what those import.
 _ELSEWHERE = (
     "errors.py",
-    "kernels/balancing.py",
     "kernels/base.py",
     "kernels/rearrange_plan.py",
     "runtime/busy.py",
@@ -56,6 +55,7 @@ _ELSEWHERE = (
     "runtime/variables.py",
     "topology.py",
     "types.py",
+    "wire/balance.py",
     "wire/call.py",
     "wire/call_table.py",
     "wire/columns.py",

@@ -3,7 +3,6 @@
 Choose it to read what a kernel does, to step through it, or on devices that no other set knows.
 """
 
-from tokenyard.kernels.balancing import assign, count_pairs, take_slots
 from tokenyard.kernels.reference.align import align
 from tokenyard.kernels.reference.layout import layout, route
 from tokenyard.kernels.reference.logfmt import logfmt
@@ -27,8 +26,6 @@ counts_on_device = False
 
 __all__ = [
     "align",
-    "assign",
-    "count_pairs",
     "fill_slots",
     "layout",
     "localise",
@@ -47,7 +44,6 @@ __all__ = [
     "stage_back",
     "stage_slots",
     "sum_slots",
-    "take_slots",
     "unpermute",
     "unpermute_backward",
 ]

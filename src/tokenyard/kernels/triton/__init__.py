@@ -16,7 +16,6 @@ with `spec` in Triton's interpreter, and compiles for five targets (tools/triton
     symmetric    rows into other ranks' memory, and flags
 """
 
-from tokenyard.kernels.balancing import assign, count_pairs, take_slots
 from tokenyard.kernels.reference.logfmt import logfmt
 from tokenyard.kernels.triton.align import align
 from tokenyard.kernels.triton.layout import count, layout, route
@@ -36,10 +35,8 @@ counts_on_device = True
 
 __all__ = [
     "align",
-    "assign",
     "await_flags",
     "count",
-    "count_pairs",
     "counts_on_device",
     "fill_slots",
     "layout",
@@ -62,7 +59,6 @@ __all__ = [
     "stage_back",
     "stage_slots",
     "sum_slots",
-    "take_slots",
     "unpermute",
     "unpermute_backward",
 ]
