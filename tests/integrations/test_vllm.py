@@ -93,11 +93,16 @@ def test_ranks_answer_as_one_process(kind: str, model: Any, tmp_path: Path) -> N
         "four": (EP, "--data-parallel-size", "4"),
         "same tokens": (EP, "--tensor-parallel-size", "2"),
         "both": (EP, "--tensor-parallel-size", "2", "--data-parallel-size", "2"),
+        "two balanced": (EP, "--data-parallel-size", "2"),
+        "both balanced": (EP, "--tensor-parallel-size", "2", "--data-parallel-size", "2"),
     }
     got = {}
     for name, options in forms.items():
-        with serve(model(kind), tmp_path / name, *FLOAT32, *options) as server:
+        balance = "exact" if "balanced" in name else ""
+        asked = {"TOKENYARD_VLLM_BALANCE": balance}
+        with serve(model(kind), tmp_path / name, *FLOAT32, *options, **asked) as server:
             got[name] = tokens(server.complete_all(given, 32))
+            assert ("share experts, with slack 0.0" in server.text()) is bool(balance)
     assert all(one == got["one"] for one in got.values())
 
 

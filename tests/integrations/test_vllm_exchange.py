@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tokenyard.integrations.vllm.settings import Settings
 from tokenyard.integrations.vllm.watch import Watch
 from tokenyard.observe import routing
 from tokenyard.testing import assert_same, run_virtual
+from tokenyard.testing import routing as choose
 from tokenyard.topology import even_split
 
 SETTINGS = Settings(enabled=True, transport="auto", timeout=scaled(60))
@@ -34,11 +36,11 @@ def tokens_of(rank: int, num_tokens: int, num_experts: int, num_topk: int) -> tu
     return x, ids.to(torch.int32), weights
 
 
-def fake_experts(rows: Any, first: int) -> Tensor:
+def fake_experts(rows: Any, experts: list[int]) -> Tensor:
     """y = x * (e + 1), e the global id, so that a row at the wrong expert shows."""
     counts = rows.offsets.diff(prepend=rows.offsets.new_zeros(1)).long()
-    experts = torch.arange(first, first + len(counts)).repeat_interleave(counts)
-    return rows.x * (experts + 1)[:, None]
+    expert_of_row = torch.tensor(experts).repeat_interleave(counts)
+    return rows.x * (expert_of_row + 1)[:, None]
 
 
 def expected(x: Tensor, ids: Tensor, weights: Tensor, known: Tensor) -> Tensor:
@@ -56,9 +58,9 @@ def through_experts(
     with exchange.buffer as buffer:
         exchange.warm_up(torch.float32)
         x, ids, weights = tokens_of(buffer.rank, tokens[buffer.rank], num_experts, num_topk)
-        first = even_split(num_experts, ep_size).index(ep_ranks[buffer.rank])
+        owner, me = even_split(num_experts, ep_size), ep_ranks[buffer.rank]
         arrived = exchange.send(x, ids, weights, num_experts)
-        y = fake_experts(arrived, first)
+        y = fake_experts(arrived, [e for e, rank in enumerate(owner) if rank == me])
         if not overlap:
             return exchange.send_back(y, arrived)
         workspace = torch.cat([y, y.new_zeros(len(x), HIDDEN)])
@@ -98,6 +100,39 @@ def test_tensor_parallel_ranks_take_their_own_experts(num_experts: int, tp_rank:
     for rank, out in enumerate(got):
         x, ids, weights = tokens_of(rank, case[2 + rank], num_experts, 4)
         assert_same(out, expected(x, ids, weights, known))
+
+
+@torch.inference_mode()
+def skewed(group: Any, ep_ranks: list[int], balance: float | None) -> list[tuple[Tensor, int]]:
+    """Sums and rows of three calls: of many tokens, of few, and, at last, not balanced."""
+    settings = replace(SETTINGS, transport="direct", balance=balance)
+    exchange, owner = Exchange(group, ep_ranks, 4, settings), even_split(10, 4)
+    known, got = [e for e, rank in enumerate(owner) if rank in ep_ranks], []
+    with exchange.buffer as buffer:
+        exchange.warm_up(torch.float32)
+        for seed, num_tokens, balanced in ((0, 300, True), (1, 40, True), (2, 40, False)):
+            ids, weights = choose("skewed", num_tokens, 4, 10, seed=seed)
+            x = torch.full((num_tokens, HIDDEN), 1.0 + buffer.rank)
+            arrived = exchange.send(x, ids, weights.round(), 10, balanced)
+            shared = balanced and balance is not None
+            mine = [e for e in known if shared or owner[e] == ep_ranks[buffer.rank]]
+            y = fake_experts(arrived, mine)
+            got.append((exchange.send_back(y, arrived), len(y)))
+    return got
+
+
+@pytest.mark.parametrize("ep_ranks", [[0, 1, 2, 3], [1, 3]], ids=["all", "a tensor parallel rank"])
+def test_balanced_ranks_have_as_many_rows(ep_ranks: list[int]) -> None:
+    """Sums of small whole numbers, the same in any order."""
+    size = len(ep_ranks)
+    plain, balanced = (run_virtual(skewed, size, ep_ranks, one).results for one in (None, 0.0))
+    for turn in range(3):
+        sums, rows = ([[one[turn][i] for one in got] for got in (plain, balanced)] for i in (0, 1))
+        assert_same(sums[1], sums[0])
+        assert sum(rows[0]) == sum(rows[1])
+        mean = sum(rows[0]) / size
+        assert max(rows[0]) > 1.2 * mean
+        assert rows[1] == rows[0] if turn == 2 else max(rows[1]) <= mean + 2
 
 
 @torch.inference_mode()

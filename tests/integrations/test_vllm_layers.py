@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,8 @@ with warnings.catch_warnings():
     )
     from vllm.platforms import current_platform
 
-    from tokenyard.integrations.vllm import hooks, prepare_finalize
+    from tests.cases.vllm.layer import Case, through_layer
+    from tokenyard.integrations.vllm import balance, hooks, manager, prepare_finalize
     from tokenyard.integrations.vllm.prepare_finalize import (
         ExchangingPrepareAndFinalize,
         LocalPrepareAndFinalize,
@@ -30,7 +32,7 @@ with warnings.catch_warnings():
 from tests.cases.clock import scaled
 from tokenyard.integrations.vllm.exchange import Exchange
 from tokenyard.integrations.vllm.settings import Settings
-from tokenyard.testing import assert_same, run_virtual
+from tokenyard.testing import Processes, assert_same, run_virtual
 
 current_platform.import_kernels()
 SETTINGS = Settings(enabled=True, transport="auto", timeout=scaled(60))
@@ -236,10 +238,17 @@ def test_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(utils, f"{around}naive_dp_ep", lambda *given: ("vLLM's", *given))
     monkeypatch.setattr(utils, f"{around}no_dp_ep", lambda *given: ("vLLM's", *given))
     monkeypatch.setattr(runner, "_select_forward", runner._select_forward)
+    for name in ("process_weights_after_loading", "apply"):
+        kernel = hooks.CPUUnquantizedExperts
+        monkeypatch.setattr(kernel, name, getattr(kernel, name))
     monkeypatch.setattr(hooks.dp_utils, "_run_ar", broken)
     communicator = SimpleNamespace(all2all_manager=Manager())
     group = SimpleNamespace(device_communicator=communicator)
     monkeypatch.setattr(hooks, "get_ep_group", lambda: group)
+    said: list[str] = []
+    log = SimpleNamespace(info_once=lambda text, *given: said.append(given[0]))
+    monkeypatch.setattr(balance, "_log", log)
+    monkeypatch.setenv("TOKENYARD_VLLM_BALANCE", "exact")
     for _ in range(2):  # the second time changes nothing
         hooks.install()
     naive, local = (getattr(utils, around + name) for name in ("naive_dp_ep", "no_dp_ep"))
@@ -250,8 +259,89 @@ def test_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(local(False), LocalPrepareAndFinalize)
     assert naive(True, True, 4) == ("vLLM's", True, True, 4)
     assert local(True) == ("vLLM's", True)
+    same, routes = (
+        "tensor parallel ranks have the same tokens, and nothing travels",
+        "a kernel that",
+    )
+    assert said == [same, f"{routes} routes by itself gets the tokens of all ranks", same]
     for shared, name in ((None, "moe_forward"), (torch.nn.Identity(), "moe_forward_shared")):
         chosen = runner._select_forward(SimpleNamespace(_shared_experts=shared))
         assert chosen is getattr(torch.ops.vllm, name)
     with pytest.raises(RuntimeError, match="ranks: rank 1 died, and connection closed"):
         hooks.dp_utils._run_ar(False, 1, 1, 0, None)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Processes]:
+    with Processes(2, timeout=scaled(240)) as processes:
+        yield processes
+
+
+BFLOAT16 = torch.bfloat16
+BALANCED = {
+    "float32": Case(),
+    "bfloat16": Case(dtype=BFLOAT16),
+    "biases": Case(dtype=BFLOAT16, has_bias=True),
+    "padded": Case(inner=40, has_bias=True),
+    "a tensor parallel rank": Case(ep_ranks=(1, 3), ep_size=4),
+}
+
+
+def assert_balanced(ranks: Processes, case: Case) -> None:
+    plain, balanced = (ranks.run(through_layer, one, case) for one in ("", "exact"))
+    before = [one["seen"][0][0] if one["seen"] else 0 for one in plain]
+    mean = sum(before) / len(before)
+    assert max(before) > 1.3 * mean
+    num_experts = sum(one["shapes"]["w13_weight"][0] for one in plain)
+    close = 2**-8 if case.dtype is BFLOAT16 else 1e-6
+    for old, new in zip(plain, balanced):
+        assert new["shapes"] == old["shapes"]  # a layer has its own weights, as before
+        for num_rows, *known in new["seen"]:
+            assert num_rows <= 1.01 * mean + 1
+            assert known == [num_experts, num_experts]
+        assert_same(*new["out"])
+        got, want = new["out"][0].float(), old["out"][0].float()
+        assert (got - want).norm() <= close * want.norm()
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", BALANCED.values(), ids=BALANCED)
+def test_kernels_compute_with_the_experts_of_the_node(ranks: Processes, case: Case) -> None:
+    assert_balanced(ranks, case)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(600)
+def test_four_ranks_compute_for_each_other() -> None:
+    with Processes(4, timeout=scaled(400)) as four:
+        assert_balanced(four, Case(ep_ranks=(0, 1, 2, 3), ep_size=4, dtype=BFLOAT16))
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(600)
+def test_weights_with_gaps_between_experts_are_not_shared(ranks: Processes) -> None:
+    case = Case(dtype=BFLOAT16, hidden=32, inner=32)
+    plain, asked = (ranks.run(through_layer, one, case) for one in ("", "exact"))
+    for old, new in zip(plain, asked):
+        assert new["seen"] == old["seen"]
+        assert_same(new["out"], old["out"])
+    why = "an expert has 2048 bytes, want a multiple of 4096"
+    assert plain[0]["lines"] == []
+    assert asked[0]["lines"] == [f"TOKENYARD_VLLM_BALANCE has no effect: {why}"]
+
+
+def test_quantised_weights_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    log = SimpleNamespace(info_once=lambda text, *given: said.append(text % given))
+    monkeypatch.setattr(balance, "_log", log)
+    monkeypatch.setenv("TOKENYARD_VLLM_BALANCE", "0.05")
+    monkeypatch.setattr(manager.All2AllManagerBase, "__init__", lambda *given: None)
+    monkeypatch.setattr(manager, "get_pcp_group", lambda: SimpleNamespace(world_size=1))
+    for quantised, want in ((None, 0.05), ("fp8", None)):
+        model = SimpleNamespace(dtype=BFLOAT16, quantization=quantised)
+        config = SimpleNamespace(model_config=model)
+        monkeypatch.setattr(manager, "get_current_vllm_config", lambda config=config: config)
+        assert vars(manager.TokenyardAll2AllManager(None))["_settings"].balance == want
+    assert said == ["TOKENYARD_VLLM_BALANCE has no effect: weights are quantised (fp8)"]

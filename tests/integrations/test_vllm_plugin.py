@@ -114,12 +114,19 @@ def test_says_once_why_it_does_nothing(
 
 
 def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TOKENYARD_VLLM", "TOKENYARD_VLLM_TRANSPORT", "TOKENYARD_TIMEOUT"):
+    ours = ("TOKENYARD_VLLM", "TOKENYARD_VLLM_TRANSPORT", "TOKENYARD_VLLM_BALANCE")
+    for name in (*ours, "TOKENYARD_TIMEOUT"):
         monkeypatch.delenv(name, raising=False)
     assert settings.read() == settings.Settings(enabled=True, transport="auto", timeout=1800)
     monkeypatch.setenv("TOKENYARD_VLLM_TRANSPORT", "collective")
     monkeypatch.setenv("TOKENYARD_TIMEOUT", "2.5")  # which the Buffer reads
     assert settings.read() == settings.Settings(enabled=True, transport="collective", timeout=None)
+    for given, want in (("exact", "exact"), ("0.05", 0.05), ("", None)):
+        monkeypatch.setenv("TOKENYARD_VLLM_BALANCE", given)
+        assert settings.read().balance == want
+    monkeypatch.setenv("TOKENYARD_VLLM_BALANCE", "yes")
+    with pytest.raises(ValueError, match="BALANCE is 'yes', want exact, or a number, the slack"):
+        settings.read()
     monkeypatch.setenv("TOKENYARD_VLLM", "yes")
     with pytest.raises(ValueError, match="TOKENYARD_VLLM is 'yes', want 0 or 1"):
         settings.read()

@@ -12,7 +12,7 @@ from tests.cases.balance import check, draw_case, job
 from tests.cases.lanes import at_night, random_cases
 from tests.cases.processes import Pools
 from tokenyard import CallMismatch, PeerInputError
-from tokenyard.testing import run_virtual
+from tokenyard.testing import assert_same, routing, run_virtual
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["direct", "ring", "collective", "hierarchical"])
 ROUNDS = 5
@@ -34,6 +34,26 @@ def test_processes(transport: str, num_ranks: int, processes: Pools) -> None:
     for number in range(2):
         case = draw_case(number, transport, num_ranks, ROUNDS)
         check(case, processes(num_ranks).run(job, case))
+
+
+@TRANSPORTS
+def test_calls_by_owner_come_between(transport: str) -> None:
+    """The same bits as without a balance, before and after calls of that shape with it."""
+
+    def job(group: Any, balance: float | None) -> list[Any]:
+        ids, weights = routing("skewed", 40, 4, 10, seed=group.rank())
+        x, got = torch.randn(40, 8, generator=torch.Generator().manual_seed(1)), []
+        with tokenyard.Buffer(group, transport=transport, balance=balance) as buffer:
+            for balanced in (False, True, True, False, False):
+                given: Any = {"num_experts": 10, "balanced": balanced}
+                rows: Any = buffer.dispatch_by_expert(x, ids, weights, **given)
+                sums = buffer.combine_by_expert(rows.x, rows.handle)
+                if not balanced:
+                    got.append([rows.x, rows.offsets, sums])
+        return got
+
+    plain, balanced = (run_virtual(job, 2, one).results for one in (None, 0.0))
+    assert_same(balanced, plain)
 
 
 def wrong_calls(group: Any) -> list[str]:

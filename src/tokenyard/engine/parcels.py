@@ -303,8 +303,8 @@ class ParcelCalls:
         return sums
 
 
-def _shape(columns: Columns, request: DispatchRequest, num_experts: int) -> DispatchShape:
+def _shape(columns: Columns, request: DispatchRequest, num_slots: int) -> DispatchShape:
     x, scales, topk_idx, _ = columns
     beside = None if scales is None else (scales.shape[1], scales.dtype)
-    more = num_experts, request.expert_alignment, request.tag, beside
+    more = num_slots, request.expert_alignment, request.tag, beside
     return DispatchShape(DISPATCH, x.dtype, x.shape[1], topk_idx.shape[1], *more)

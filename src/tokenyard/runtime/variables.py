@@ -18,6 +18,7 @@ OURS = {
     "TOKENYARD_GUARD": "0",
     "TOKENYARD_VLLM": "1",
     "TOKENYARD_VLLM_TRANSPORT": "auto",
+    "TOKENYARD_VLLM_BALANCE": "",
 }
 # Those of launchers, of gloo, Triton, Prometheus and terminals.
 OTHERS = {

@@ -12,6 +12,7 @@ else the plugin does nothing.
     communicator       a device communicator of vLLM whose all-to-all manager is ours
     manager            vLLM's all-to-all manager over a Buffer
     exchange           one Buffer, and the ids that its ranks know experts by
+    balance            packed weights of all ranks of a node, for the kernels of each
     watch              says at once which rank has died
     prepare_finalize   what surrounds an experts kernel: rows in, rows out
 

@@ -47,7 +47,12 @@ class Exchange:
         self, group: Any, ep_ranks: Sequence[int], ep_size: int, settings: Settings
     ) -> None:
         self.ep_ranks, self.ep_size = tuple(ep_ranks), ep_size
-        self.buffer = Buffer(group, transport=settings.transport, timeout=settings.timeout)
+        self.buffer = Buffer(
+            group,
+            transport=settings.transport,
+            timeout=settings.timeout,
+            balance=settings.balance,
+        )
         self._experts: dict[int, Experts] = {}  # by their number in all
 
     def experts(self, num_experts: int) -> Experts:
@@ -67,17 +72,30 @@ class Exchange:
         mine = self.ep_ranks[self.buffer.rank]
         return Placement.even(num_experts, self.ep_size).local_table(mine).tolist()
 
-    def send(self, x: Rows, topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> Arrived:
-        """Each token to the ranks of its experts; and there a row for each (token, expert)."""
+    def send(
+        self,
+        x: Rows,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        num_experts: int,
+        balanced: bool = True,
+    ) -> Arrived:
+        """Each token to the ranks of its experts; and there a row for each (token, expert). With a
+        balance experts are those of the node, unless rows must go to the owners: not `balanced`.
+        """
         experts, topk_ids = self.experts(num_experts), topk_ids.to(torch.int64)
         if experts.known_as is not None:
             topk_ids = experts.known_as[topk_ids]
         weights, few = topk_weights.float(), self.buffer._few
+        if not balanced and self.buffer.balance is not None:
+            few = None  # what is prepared is balanced
         if few is not None and isinstance(x, Tensor):
             step = few.dispatch(x, topk_ids, weights, experts.num_known, tag=-1)
             if step is not None:
                 return Arrived(step.x, None, step.offsets, step.combine)
-        got = self.buffer.dispatch_by_expert(x, topk_ids, weights, num_experts=experts.num_known)
+        got = self.buffer.dispatch_by_expert(
+            x, topk_ids, weights, num_experts=experts.num_known, balanced=balanced
+        )
         values, scales = got.x if isinstance(got.x, tuple) else (got.x, None)
         combine = partial(self.buffer.combine_by_expert, handle=got.handle)
         return Arrived(values, scales, got.offsets, combine)

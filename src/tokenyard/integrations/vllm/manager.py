@@ -7,6 +7,7 @@ kernels that route by themselves: there every rank gets every token, and sums co
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from vllm.distributed import get_pcp_group
 from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
 from vllm.logger import init_logger
 
-from tokenyard.integrations.vllm import metrics, settings
+from tokenyard.integrations.vllm import balance, metrics, settings
 from tokenyard.integrations.vllm.exchange import Exchange
 from tokenyard.integrations.vllm.watch import Watch
 from tokenyard.results import Handle
@@ -29,7 +30,11 @@ class TokenyardAll2AllManager(All2AllManagerBase):
         if get_pcp_group().world_size > 1:
             raise NotImplementedError("tokenyard has no prefill context parallelism, want size 1")
         self._settings = settings.read()
-        self._dtype = get_current_vllm_config().model_config.dtype
+        model = get_current_vllm_config().model_config
+        self._dtype = model.dtype
+        if model.quantization is not None:
+            balance.refuse(f"weights are quantised ({model.quantization})")
+            self._settings = replace(self._settings, balance=None)
         self._exchanges: dict[bool, Exchange] = {}
         self._watches: list[Watch] = []
         self._gathered: Handle | None = None  # of the tokens that all ranks have got
@@ -49,6 +54,8 @@ class TokenyardAll2AllManager(All2AllManagerBase):
                 self._settings,
             )
             _log.info("Expert parallel tokens travel through %r", made.buffer)
+            if made.buffer.balance is not None:
+                _log.info("Ranks of a node share experts, with slack %s", made.buffer.balance)
             made.warm_up(self._dtype)
             self._exchanges[everyone] = made
             publish = metrics.show(made.buffer, _log)

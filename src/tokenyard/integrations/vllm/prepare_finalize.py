@@ -15,6 +15,7 @@ import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 
+from tokenyard.integrations.vllm import balance
 from tokenyard.integrations.vllm.exchange import Arrived, Exchange
 from tokenyard.ops.permute import permute, unpermute
 from tokenyard.types import Permuted
@@ -108,6 +109,18 @@ class ExchangingPrepareAndFinalize(_OneExpertARow):
         self._exchange = exchange
         self._arrived: Arrived | None = None
         self._checked = False
+        # What the kernel is given in place of its own, by name, where it computes for the node.
+        self.node_weights: dict[str, Tensor] = {}
+
+    def post_init_setup(self, fused_experts: Any) -> None:
+        """Let the kernel know us: `hooks` asks it for `share` and `node_weights`."""
+        fused_experts.around = self
+
+    def share(self, fused_experts: Any, layer: Any) -> None:
+        """The kernel has packed a layer's weights. All ranks call this together."""
+        buffer = self._exchange.buffer
+        if buffer.balance is not None:
+            self.node_weights = balance.share(buffer, layer, fused_experts.quant_config)
 
     def num_dispatchers(self) -> int:
         return self._exchange.buffer.group_size
@@ -125,7 +138,8 @@ class ExchangingPrepareAndFinalize(_OneExpertARow):
         self, x: Tensor, scales: Tensor | None, topk_ids: Tensor, weights: Tensor, places: int
     ) -> Arrived:
         sent = x.contiguous() if scales is None else (x.contiguous(), scales)
-        self._arrived = self._exchange.send(sent, topk_ids, weights, places)
+        balanced = bool(self.node_weights)
+        self._arrived = self._exchange.send(sent, topk_ids, weights, places, balanced)
         return self._arrived
 
     def _take_back(self, y: Tensor, weigh: bool, output: Tensor) -> None:

@@ -16,6 +16,7 @@ class Settings:
     enabled: bool  # TOKENYARD_VLLM, 0 switches the plugin off
     transport: str  # TOKENYARD_VLLM_TRANSPORT, of tokenyard.Buffer
     timeout: float | None  # seconds without progress until PeerTimeout; None: TOKENYARD_TIMEOUT's
+    balance: float | str | None = None  # TOKENYARD_VLLM_BALANCE, of tokenyard.Buffer
 
 
 def read() -> Settings:
@@ -28,5 +29,21 @@ def read() -> Settings:
     return Settings(
         enabled=enabled == "1",
         transport=variables.read("TOKENYARD_VLLM_TRANSPORT"),
+        balance=_balance(variables.read("TOKENYARD_VLLM_BALANCE")),
         timeout=None if variables.is_set("TOKENYARD_TIMEOUT") else _TIMEOUT,
     )
+
+
+def _balance(given: str) -> float | str | None:
+    """
+    >>> _balance(""), _balance("exact"), _balance("0.05")
+    (None, 'exact', 0.05)
+    """
+    if given in ("", "exact"):
+        return given or None
+    try:
+        return float(given)
+    except ValueError:
+        raise ValueError(
+            f"TOKENYARD_VLLM_BALANCE is {given!r}, want exact, or a number, the slack"
+        ) from None
