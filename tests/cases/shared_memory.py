@@ -1,10 +1,10 @@
-"""How much shared memory this process has, and how soon it lets it go."""
+"""What shared memory this process has, when it lets it go, and what a forked child has of it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from tokenyard.runtime import pool
 
@@ -37,3 +37,24 @@ def shared_bytes() -> tuple[int, int]:
                 begin, end = (int(one, 16) for one in where.split("-"))
                 mapped[inode] = max(mapped.get(inode, 0), end - begin)
     return own, sum(mapped.values())
+
+
+def files_and_maps() -> list[str]:
+    files = []
+    for one in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the one that lists them
+            files.append(os.readlink(f"/proc/self/fd/{one}"))
+    with open("/proc/self/maps") as maps:
+        return [one for one in (*files, *maps) if "memfd:tokenyard" in one]
+
+
+def in_a_child(work: Callable[[], None]) -> int:
+    """How a forked child ended that did this: 0, or the number of a signal, below 0."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

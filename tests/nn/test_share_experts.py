@@ -16,7 +16,7 @@ import tokenyard
 from tests.cases.clock import scaled
 from tests.cases.lanes import at_night
 from tests.cases.processes import Pools
-from tests.shm.test_forks import files_and_maps
+from tests.cases.shared_memory import files_and_maps
 from tokenyard.nn import MoE, RouterConfig, checkpoint_state, rebalance, share_experts
 from tokenyard.testing import Processes, assert_same
 

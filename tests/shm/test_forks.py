@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 
 import tokenyard
+from tests.cases.shared_memory import files_and_maps, in_a_child
 from tokenyard.comm.loopback import LoopbackGroup, LoopbackWorld
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no shared memory")
-
-
-def in_a_child(work: Callable[[], None]) -> int:
-    """How a forked child ended that did this: 0, or the number of a signal, below 0."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def opened() -> tokenyard.Buffer:
@@ -37,15 +24,6 @@ def received(buffer: tokenyard.Buffer) -> Any:
     ids = torch.zeros(4, 1, dtype=torch.int64)
     x, weights = torch.ones(4, 8), torch.ones(4, 1)
     return buffer.dispatch(x, topk_idx=ids, topk_weights=weights, num_experts=1)
-
-
-def files_and_maps() -> list[str]:
-    files = []
-    for one in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # the one that lists them
-            files.append(os.readlink(f"/proc/self/fd/{one}"))
-    with open("/proc/self/maps") as maps:
-        return [one for one in (*files, *maps) if "memfd:tokenyard" in one]
 
 
 def test_a_child_keeps_nothing_and_reads_no_later_rows() -> None:

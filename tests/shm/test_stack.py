@@ -21,7 +21,7 @@ import tokenyard
 from tests.cases.clock import scaled
 from tests.cases.lanes import at_night
 from tests.cases.processes import Pools
-from tests.shm.test_forks import files_and_maps, in_a_child
+from tests.cases.shared_memory import files_and_maps, in_a_child
 from tokenyard.runtime import limits
 from tokenyard.shm import stack as stacks
 from tokenyard.testing import Exited, Processes, run_virtual
