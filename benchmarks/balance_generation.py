@@ -46,8 +46,9 @@ def make_model(args: argparse.Namespace) -> tuple[Any, list[float]]:
 @torch.no_grad()
 def job(group: Any, args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
-    models, busiest = {}, []
-    for name, options in {"by owner": {}, "balanced": {"balance": 0.05}}.items():
+    models: dict[str, Any] = {}
+    ways: dict[str, dict[str, Any]] = {"by owner": {}, "balanced": {"balance": 0.05}}
+    for name, options in ways.items():
         model, busiest = make_model(args)
         models[name] = expert_parallel(model, group, **options)
     prompt = torch.randint(
