@@ -26,7 +26,7 @@ EXPERTS, TOPK, HIDDEN, INTERMEDIATE, SLACK = 64, 8, 1024, 512, 0.05
 ROUTINGS = "even", "uniform", "zipf 1.0", "zipf 1.5"
 
 
-def choose(routing: str, num_tokens: int, rank: int, size: int, seed: int) -> Tensor:
+def choose(routing: str, num_tokens: int, rank: int, seed: int, hot_first: bool) -> Tensor:
     """[T, K]: as a router would choose. Which experts are hot is the same on all ranks."""
     draw = torch.Generator().manual_seed(1000 * seed + rank)
     if routing == "even":
@@ -34,6 +34,8 @@ def choose(routing: str, num_tokens: int, rank: int, size: int, seed: int) -> Te
         return ((first + torch.arange(num_tokens * TOPK)) % EXPERTS).view(num_tokens, TOPK)
     exponent = float(routing.split()[1]) if routing != "uniform" else 0.0
     order = torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(seed))
+    if hot_first:
+        order = torch.arange(EXPERTS)
     chances = (order + 1.0) ** -exponent
     return torch.multinomial(chances.expand(num_tokens, -1), TOPK, generator=draw)
 
@@ -47,14 +49,14 @@ def make_layer(buffer: tokenyard.Buffer, dtype: torch.dtype) -> MoE:
 @torch.no_grad()
 def job(group: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
-    rank, size, dtype = group.rank(), group.size(), getattr(torch, args.dtype)
+    rank, dtype = group.rank(), getattr(torch, args.dtype)
     with (
         tokenyard.Buffer(group) as plain,
         tokenyard.Buffer(group, balance=SLACK) as balanced,
     ):
         layers = {"plain": make_layer(plain, dtype), "balanced": make_layer(balanced, dtype)}
         return [
-            measure(layers, tokens, rank, size, dtype, seed, args)
+            measure(layers, tokens, rank, dtype, seed, args)
             for tokens in args.tokens
             for seed in range(args.seeds)
         ]
@@ -64,14 +66,13 @@ def measure(
     layers: dict[str, MoE],
     num_tokens: int,
     rank: int,
-    size: int,
     dtype: torch.dtype,
     seed: int,
     args: argparse.Namespace,
 ) -> dict[str, Any]:
     x = torch.randn(num_tokens, HIDDEN, dtype=dtype)
     weights = torch.rand(num_tokens, TOPK)
-    ids = {name: choose(name, num_tokens, rank, size, seed) for name in ROUTINGS}
+    ids = {name: choose(name, num_tokens, rank, seed, args.hot_first) for name in args.routings}
 
     def call(way: str, routing: str) -> None:
         layer = layers[way]
@@ -80,7 +81,7 @@ def measure(
 
     found: dict[str, Any] = {"tokens": num_tokens, "seed": seed}
     balanced = layers["balanced"].buffer
-    for routing in ROUTINGS:
+    for routing in args.routings:
         balanced.stats(reset=True)
         call("balanced", routing)
         told = balanced.stats(reset=True)["balance"]
@@ -88,7 +89,7 @@ def measure(
     if args.count:
         return found
     each: dict[tuple[str, str], list[float]] = {}
-    ways = [(way, routing) for routing in ROUTINGS for way in layers]
+    ways = [(way, routing) for routing in args.routings for way in layers]
     for turn in range(args.rounds + 2):
         for key in ways[turn % len(ways) :] + ways[: turn % len(ways)]:
             begin = time.perf_counter()
@@ -96,7 +97,7 @@ def measure(
             if turn > 1:
                 each.setdefault(key, []).append(time.perf_counter() - begin)
     even = each["plain", "even"]
-    for routing in ROUTINGS:
+    for routing in args.routings:
         for way in layers:
             pairs = zip(each[way, routing], even)
             found[routing][way] = median(one / other for one, other in pairs)
@@ -110,15 +111,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tokens", type=int, nargs="+", default=[16, 64, 256, 1024, 4096])
+    parser.add_argument("--routings", nargs="+", default=ROUTINGS, help="'even' among them")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--hot-first", action="store_true", help="hot experts are rank 0's")
     parser.add_argument("--count", action="store_true")
     args = parser.parse_args()
     print("tokens  routing   pairs of the busiest / mean   time / even plain   balanced /")
     print("                  by owner     balanced         plain   balanced    plain")
     for found in run_processes(job, args.ranks, args, timeout=3600.0)[0]:
-        for routing in ROUTINGS:
+        for routing in args.routings:
             one = found[routing]
             before, after = one["pairs"]
             line = f"{found['tokens']:6}  {routing:8}  {before:8.2f} {after:12.3f}"

@@ -40,7 +40,7 @@ def make_model(args: argparse.Namespace) -> tuple[Any, list[float]]:
         num_experts_per_tok=8,
     )
     model = Qwen3MoeForCausalLM(config).eval()
-    return model, skew(model, args.skew, scattered=True)
+    return model, skew(model, args.skew, args.scattered)
 
 
 @torch.no_grad()
@@ -74,6 +74,7 @@ def job(group: Any, args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--skew", type=float, default=1.0)
+    parser.add_argument("--scattered", action="store_true", help="hot experts are on any rank")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=1024)

@@ -105,12 +105,15 @@ def skew(model: Any, exponent: float, scattered: bool) -> list[float]:
         first = (chosen < len(weight) / 2).float().mean().item()
         busiest.append(2 * max(first, 1 - first))
 
+    hooks = []
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight[0] = 0
         layer.mlp.experts.down_proj[:, 0] = 0
-        layer.mlp.gate.register_forward_pre_hook(calibrate)
+        hooks.append(layer.mlp.gate.register_forward_pre_hook(calibrate))
     torch.manual_seed(21)
     model(torch.randint(1, 500, (1, 256)))
+    for hook in hooks:
+        hook.remove()
     return busiest
 
 
