@@ -164,7 +164,12 @@ class Lifetime:
             came_last    by rank: how many waits it ended so
             memory       bytes held now, by part: `results` are shared segments of this Buffer,
                          `process` is memory for other results, of all Buffers of this process
-            expert_load  for each local expert the (token, k) pairs that it has got
+            expert_load  for each local expert, with a balance for each of the node, the (token, k)
+                         pairs that it has got here
+            balance      of Buffers with one, since rows came: pairs of the busiest rank of the
+                         node / mean, by owner and as they were shared; pairs that this rank has
+                         borrowed, experts (each call's counted), and bytes of their weights; or
+                         None
 
         Plain values, which json can write. Local: ranks exchange nothing. Any thread may ask; what
         a call counts while somebody asks may be seen in part. With `reset` the figures, but for
@@ -177,10 +182,13 @@ class Lifetime:
             "transport": engine.transport.name,
             "nodes": list(engine.topology.node_of_rank),
             **engine.statistics.snapshot(),
+            "balance": None if engine.balance is None else engine.balance.figures(),
             "memory": {**engine.transport.memory(), "process": memory.held()},
         }
         if reset:
             engine.statistics.reset()
+            if engine.balance is not None:
+                engine.balance.reset()
         return found
 
     def close(self) -> None:

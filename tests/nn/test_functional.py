@@ -332,7 +332,7 @@ def test_opcheck_of_the_exchange() -> None:
                 rows = tf.dispatch(
                     buffer, x, topk_idx, weights, NUM_EXPERTS, num_worst_tokens=worst
                 )
-                args = (x, topk_idx, weights, number, NUM_EXPERTS, worst, None, True)
+                args = (x, topk_idx, weights, number, NUM_EXPERTS, worst, None, True, False)
                 # test_aot_dispatch wants equal outputs, and every dispatch has its own ticket.
                 torch.library.opcheck(
                     operators.dispatch.operator,

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from tests.cases.replicas import SLOTS
+from tokenyard import spec
+from tokenyard.engine.balanced import shared_out
 from tokenyard.engine.choice import Choice
-from tokenyard.planner.copies import CopyChooser, dealt, expected_traffic, shares
+from tokenyard.planner.copies import BalancedChooser, CopyChooser, dealt, expected_traffic, shares
 from tokenyard.replicas import Replicas
 from tokenyard.topology import Topology
 
@@ -62,3 +64,23 @@ def test_all_of_an_expert_is_shared() -> None:
 def test_a_topology_of_other_ranks_is_refused() -> None:
     with pytest.raises(ValueError, match="2 ranks hold experts, want 4"):
         CopyChooser(Replicas.even(4, 2), Topology.even(4, 2))
+
+
+@pytest.mark.parametrize("per_node", [2, 4])
+def test_choices_with_a_balance_are_those_of_the_specification(per_node: int) -> None:
+    chances = 1 / torch.arange(1.0, 13).expand(50, -1)
+    topk_idx = torch.multinomial(chances, 3, generator=torch.Generator().manual_seed(0))
+    topk_idx[::7, 1] = -1
+    placement, topology = Replicas.even(12, 4), Topology.even(4, per_node)
+    ranks = BalancedChooser(placement, topology, 0.05).ranks(topk_idx.numpy())
+    world = spec.World.even(12, 4, per_node)
+    source = torch.from_numpy(dealt(50, 4))
+    wanted = spec.balance([topk_idx[source == rank] for rank in range(4)], world, 0.05)
+    owners = torch.tensor([*spec.node_slots(world).physical.rank_of_expert, 4])
+    assert ranks.tolist() == owners[torch.cat(wanted)].tolist()
+    pairs = np.bincount(ranks[ranks < 4], minlength=4)
+    by_owner = np.bincount(topk_idx[topk_idx >= 0] // 3, minlength=4)
+    busiest, borrowed = shared_out(by_owner[None], np.array(topology.node_of_rank), 0.05)
+    assert busiest[0] == pairs.max() < by_owner.max()
+    home = np.append(np.arange(12) // 3, 4)[topk_idx.numpy()]  # -1 finds the last
+    assert borrowed[0] == (ranks != home).sum() > 0

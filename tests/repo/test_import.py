@@ -93,7 +93,7 @@ PUBLIC = {
         Experts GradScaler MoE Router RouterConfig Share SharedExpert accept_gradients
         auxiliary_losses average_expert_gradients checkpoint_state clip_grad_norm_
         expert_parameters functional get_grad_norm named_expert_parameters prepare_for_ddp
-        rebalance sum_replica_gradients update_biases
+        rebalance share_experts sum_replica_gradients update_biases
     """,
     "tokenyard.testing": """
         Cluster Exited Processes ROUTINGS RankFailed VirtualRun assert_same fake_experts layout_of

@@ -243,9 +243,9 @@ WRONG = {
     "shape": "ranks differ in the shape of an expert",
     "dtype": "ranks differ in the shape of an expert, or its dtype",
     "nothing": "own is None, want a torch.Tensor, on rank 1",
-    "scalar": "own has shape [], want [experts, ...], on rank 1",
-    "meta": "own is on device meta, want cpu, on rank 1",
-    "sparse": "want a plain torch.Tensor, on rank 1",
+    "scalar": "own is a Tensor of shape [], dtype torch.float32 and layout torch.strided on cpu",
+    "meta": "on meta, want a plain torch.Tensor [experts, ...] on cpu, on rank 1",
+    "sparse": "layout torch.sparse_coo on cpu, want a plain torch.Tensor",
 }
 
 

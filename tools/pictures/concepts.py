@@ -193,4 +193,40 @@ def post() -> Canvas:
     return c
 
 
-PICTURES = (stages, life_of_a_row, two_levels, ring, post)
+def balancing() -> Canvas:
+    c = Canvas(
+        760,
+        330,
+        "A step of two ranks. Without a balance rank 1 waits for rank 0, whose experts were chosen "
+        "more often. With a balance rank 1 reads the weights of one of them, and computes some of "
+        "its pairs, so that both end at once.",
+    )
+    own = {0: (("expert 0", 220), ("1", 60), ("2", 60)), 1: (("3", 60), ("4", 50), ("5", 50))}
+    shared = {0: (("expert 0", 130), ("1", 60), ("2", 60)), 1: (*own[1], ("expert 0", 90))}
+    for title, top, each in (("by owner", 14, own), ("with a balance", 176, shared)):
+        c.text((14, top + 16), title, weight=600, anchor="start")
+        for rank, parts in each.items():
+            x, y = 150.0, top + 48 + 58 * rank
+            c.text((14, y + 5), f"rank {rank}", "soft", anchor="start")
+            c.box((120, y), (44, 36), "", None)
+            c.text((120, y + 5), "send", "soft", size=12)
+            for name, width in parts:
+                colour = RANKS[0] if rank == 0 or name == "expert 0" else RANKS[1]
+                c.box((x + width / 2, y), (width - 3, 36), name, colour)
+                x += width
+            if x < 470 and each is own:
+                c.text(((x + 490) / 2, y + 5), "waits for rank 0", "soft")
+            end = 490 if each is own else 400
+            c.box((end + 36, y), (60, 36), "", None)
+            c.text((end + 36, y + 5), "sums", "soft", size=12)
+    c.arrow([(215, 244), (355, 262)], RANKS[0], dashed=True)
+    c.lines(
+        (480, 278),
+        ["rank 1 reads the weights of", "expert 0 where they lie"],
+        "soft",
+        anchor="start",
+    )
+    return c
+
+
+PICTURES = (stages, life_of_a_row, two_levels, ring, post, balancing)

@@ -7,6 +7,7 @@ for each expert of its node, whose weights it can read where they lie (`engine.s
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
@@ -19,6 +20,8 @@ from torch import Tensor
 from tokenyard import validate
 from tokenyard.engine.agreement import Agreement, Call, Terms
 from tokenyard.engine.mismatch import STAGES
+from tokenyard.engine.statistics import COMPILED, Statistics
+from tokenyard.runtime import recorder
 from tokenyard.topology import Placement
 from tokenyard.transports import Transport
 from tokenyard.wire import balance as of
@@ -52,6 +55,7 @@ class Balance:
         agreement: Agreement,
         node_of_rank: Sequence[int],
         slack: float,
+        statistics: Statistics,
     ) -> None:
         """`kernels` are a set for ranks that share memory."""
         self._kernels, self._transport, self._agreement = kernels, transport, agreement
@@ -62,9 +66,11 @@ class Balance:
         self._plan_of = lru_cache(maxsize=16)(self._new_plan)
         self._meeting: Meeting | None = None
         self._plans: Plans | None = None
-        self.last = np.zeros(of.NUM_FIGURES, np.int64)  # of the last call
-        self.totals = np.zeros(of.NUM_FIGURES, np.int64)  # of all
-        self.num_calls = 0
+        self._statistics = statistics
+        self._last = np.zeros(of.NUM_FIGURES + self._size, np.int64)  # figures of the last call
+        self._totals = np.zeros(of.NUM_FIGURES, np.int64)  # of all calls
+        self._bytes = 0  # of weights that this rank has borrowed
+        self._nothing_R = np.zeros(self._size, np.int64)
 
     def compile(self, meeting: Meeting, plans: Plans) -> None:
         """From now on make compiled calls: all ranks share memory."""
@@ -82,14 +88,43 @@ class Balance:
         """[T, K]: the slot of each pair of a contiguous tensor. All ranks together. Raises
         ValueError, before others have heard of this rank, if there is no such expert.
         """
+        begin = time.monotonic_ns()
         chosen_TK = torch.empty(topk_idx_TK.shape, dtype=torch.int64, device="cpu")
         way = self._step_by_step if self._meeting is None else self._at_once
         bad = way(topk_idx_TK, chosen_TK, owners, tag)
         if bad >= 0:
             raise validate.bad_expert(topk_idx_TK, bad, owners.num_experts)
-        self.totals += self.last
-        self.num_calls += 1
+        borrowed_R = self._last[of.NUM_FIGURES :]
+        self._statistics.count(STAGE, begin, self._nothing_R, borrowed_R, 0, COMPILED)
+        self._totals += self._last[: of.NUM_FIGURES]
+        active = recorder.active
+        if active is not None:
+            where = self._agreement.buffer_id, self._agreement.clocks_R
+            track = active.track(self._statistics, *where)
+            track.call(STAGE, begin, self._agreement.number)
         return chosen_TK
+
+    def read(self, expert_bytes: int) -> None:
+        """This rank reads weights of so many bytes an expert, of the last call's experts."""
+        self._bytes += int(self._last[of.EXPERTS]) * expert_bytes
+
+    def figures(self) -> dict[str, Any] | None:
+        """What this has done, see `Buffer.stats`; None before rows have come."""
+        total, before, after, rows, experts = self._totals.tolist()
+        if not total:
+            return None
+        mean = total / int((self._nodes_R == self._nodes_R[self._rank]).sum())
+        return {
+            "busiest_before": before / mean,
+            "busiest_after": after / mean,
+            "borrowed_rows": rows,
+            "borrowed_experts": experts,
+            "borrowed_bytes": self._bytes,
+        }
+
+    def reset(self) -> None:
+        """Count from 0 again."""
+        self._totals[:], self._bytes = 0, 0
 
     def _at_once(self, topk_idx_TK: Tensor, chosen_TK: Tensor, owners: Placement, tag: int) -> int:
         """The first pair that is no expert, or -1."""
@@ -122,7 +157,7 @@ class Balance:
             counts_RE = self._agreement.meet(STAGE, Terms(call, payload=told_RE)).payload
         counts_RE, found = np.ascontiguousarray(counts_RE), (slots.runs_3N, slots.first_E)
         where = slots.owners_E, self._nodes_R, self._millionths, self._rank
-        self._kernels.assign(counts_RE, *where, *found, self.last)
+        self._kernels.assign(counts_RE, *where, *found, self._last)
         given = ids_P, counts_RE, slots.owners_E, self._rank, *found, slots.slots_RE
         self._kernels.take_slots(*given, chosen_TK.numpy().reshape(-1))
         return -1
@@ -131,7 +166,7 @@ class Balance:
         assert self._plans is not None
         slots, beside = self._slots_of(owners), int64s.new(of.NUM_WORDS)
         arrays = slots.owners_E, self._nodes_R, slots.slots_RE, slots.runs_3N, slots.first_E
-        addresses = [one.ctypes.data for one in (*arrays, self.last)]
+        addresses = [one.ctypes.data for one in (*arrays, self._last)]
         beside[of.SLACK] = self._millionths
         beside[of.OWNERS :] = array("q", addresses)
         plan = self._plans.new_balance(STAGE, owners.num_experts, tag, beside)
@@ -159,3 +194,20 @@ class Balance:
             np.empty((3, num_experts + 2 * size), np.int64),
             np.empty(num_experts, np.int64),
         )
+
+
+def shared_out(
+    loads_SR: np.ndarray, nodes_R: np.ndarray, slack: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
+    """[S]: the pairs of the busiest rank with a balance, given those by owner; and how many are
+    borrowed. Who has more pairs than a rank may have keeps exactly so many.
+
+    >>> loads, nodes = np.array([[9, 1, 5, 5], [2, 2, 0, 4]]), np.array([0, 0, 1, 1])
+    >>> busiest, borrowed = shared_out(loads, nodes)
+    >>> busiest.tolist(), borrowed.tolist()
+    ([5, 2], [4, 2])
+    """
+    near_RR = nodes_R[:, None] == nodes_R[None]
+    slackened = (loads_SR @ near_RR) * (of.MILLION + round(slack * of.MILLION))
+    most_SR = -(-slackened // (near_RR.sum(0) * of.MILLION))
+    return np.minimum(loads_SR, most_SR).max(1), np.maximum(loads_SR - most_SR, 0).sum(1)

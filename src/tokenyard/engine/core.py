@@ -65,7 +65,7 @@ class Core:
         self.balance: Balance | None = None
         if slack is not None:
             where = transport, agreement, topology.node_of_rank
-            self.balance = Balance(kernels, *where, slack)
+            self.balance = Balance(kernels, *where, slack, self.statistics)
         self.local = Preparation(
             kernels,
             self.rank,

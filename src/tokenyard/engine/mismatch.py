@@ -26,8 +26,8 @@ STAGES = (
     "pp_set_config",
     "agrs_set_config",
     "rebalance",
-    "share stack",
     "balance",
+    "share stack",
 )
 
 CASTS = {NO_CAST: "none", PLAIN: "use_fp8", ROUNDED: "round_scale", PACKED: "use_ue8m0"}

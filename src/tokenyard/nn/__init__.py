@@ -7,6 +7,7 @@ parallel    experts beside DistributedDataParallel and FSDP
 clipping    clip_grad_norm_ with the experts of all ranks
 scaling     GradScaler, which skips a step on all ranks together
 moving      experts that follow a placement, with their optimiser's states
+stacks      experts where the ranks of a node read each other's, for a Buffer with a balance
 replica_gradients  experts with copies: their gradients are summed
 checkpoint  what to save, by names that do not depend on the number of ranks
 """
@@ -27,6 +28,7 @@ from tokenyard.nn.replica_gradients import sum_replica_gradients
 from tokenyard.nn.router import Router, RouterConfig
 from tokenyard.nn.scaling import GradScaler
 from tokenyard.nn.share import Share, named_expert_parameters
+from tokenyard.nn.stacks import share_experts
 
 __all__ = [
     "Experts",
@@ -47,6 +49,7 @@ __all__ = [
     "named_expert_parameters",
     "prepare_for_ddp",
     "rebalance",
+    "share_experts",
     "sum_replica_gradients",
     "update_biases",
 ]

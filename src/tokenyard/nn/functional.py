@@ -32,6 +32,7 @@ from tokenyard import validate
 from tokenyard.buffer import Buffer
 from tokenyard.nn import operators
 from tokenyard.nn.plain import autocast_device, require_known_rows, require_plain
+from tokenyard.nn.stacks import require_place
 from tokenyard.nn.tickets import number_of
 from tokenyard.ops import permute as rows_in_place
 from tokenyard.types import Permuted
@@ -56,6 +57,7 @@ def dispatch(
     *,
     num_worst_tokens: int = 0,
     place: int | None = None,
+    balanced: bool = False,
 ) -> Rows:
     """Send every token once to each rank that owns one of its experts. x and topk_weights get
     gradients.
@@ -66,13 +68,17 @@ def dispatch(
     `place` is the mark of the placement that the caller's weights lie in
     (`buffer.get_placement(num_experts).mark` when they were made). If the Buffer has another by
     now, all ranks raise ValueError.
+
+    With `balanced`, a Buffer that has a balance and no graph, topk_idx of the result counts the
+    experts of the node (`buffer.get_node_experts`); else this rank's own.
     """
     require_plain("dispatch", x=x, topk_idx=topk_idx, topk_weights=topk_weights)
     if not num_worst_tokens:
         require_known_rows("dispatch", x, "num_worst_tokens")
     number, graph = number_of(buffer), _makes_graph(x, topk_weights)
+    more = num_worst_tokens, place, graph, balanced and not graph
     rows, ids, weights, ticket = operators.dispatch(
-        x, topk_idx, topk_weights, number, num_experts, num_worst_tokens, place, graph
+        x, topk_idx, topk_weights, number, num_experts, *more
     )
     return Rows(rows, ids, weights, ticket, x.shape[0])
 
@@ -104,15 +110,17 @@ def dispatch_by_expert(
     *,
     expert_alignment: int = 1,
     place: int | None = None,
+    balanced: bool = False,
 ) -> RowsByExpert:
     """Send every token to each of its experts: dispatch and permute as one call. x and topk_weights
-    get gradients. `place` is that of dispatch.
+    get gradients. `place` and `balanced` are those of dispatch.
     """
     require_plain("dispatch_by_expert", x=x, topk_idx=topk_idx, topk_weights=topk_weights)
     require_known_rows("dispatch_by_expert", x, "dispatch with num_worst_tokens")
     number, graph = number_of(buffer), _makes_graph(x, topk_weights)
+    more = expert_alignment, place, graph, balanced and not graph
     rows, offsets, row_of, weights, ticket = operators.dispatch_by_expert(
-        x, topk_idx, topk_weights, number, num_experts, expert_alignment, place, graph
+        x, topk_idx, topk_weights, number, num_experts, *more
     )
     return RowsByExpert(rows, offsets, row_of, weights, ticket, x.shape[0])
 
@@ -143,15 +151,18 @@ def through_experts(
     experts: Callable[[Tensor, Tensor], Tensor],
     *,
     place: int | None = None,
+    balanced: bool = True,
 ) -> Tensor:
     """[T, D]: dispatch_by_expert, y = experts(x [M, D], offsets [L]) and combine_by_expert, by an
-    exchange that is prepared once where there can be one (`few_through_experts`).
+    exchange that is prepared once where there can be one (`few_through_experts`). Where no
+    gradient is wanted rows are balanced if the Buffer is; else `balanced` is that of dispatch.
     """
     given = buffer, x, topk_idx, topk_weights, num_experts
     sums = few_through_experts(*given, experts, place=place)
     if sums is not None:
         return sums
-    rows = dispatch_by_expert(*given, place=place)
+    balanced = balanced or not torch.is_grad_enabled()
+    rows = dispatch_by_expert(*given, place=place, balanced=balanced)
     y = experts(rows.x, rows.offsets)
     return combine_by_expert(buffer, y, rows)
 
@@ -176,7 +187,7 @@ def few_through_experts(
     if torch.is_grad_enabled() or operators.is_looked_at(given) or (few := buffer._few) is None:
         return None
     if place is not None:
-        buffer.require_placement(num_experts, place)
+        require_place(buffer, num_experts, place)
     with operators.same_on_all_ranks("x or topk_weights of dispatch_by_expert", False):
         step = few.dispatch(*given, num_experts, tag=0)
     if step is None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenyard.buffer import Buffer
-from tokenyard.nn import functional
+from tokenyard.nn import functional, stacks
 from tokenyard.nn.router import Router, RouterConfig, auxiliary_loss, count
 from tokenyard.nn.share import Share, watch_gradients
 
@@ -67,7 +67,9 @@ class Experts(nn.Module):
 
     def _times(self, name: str, x: Tensor, offsets: Tensor) -> Tensor:
         share = self.tokenyard
-        weights: Tensor = getattr(self, name) if share is None else share.weights(self, name)
+        weights: Tensor = getattr(self, name)
+        if share is not None:
+            weights = share.weights(self, name, offsets.shape[0])
         return functional.grouped_mm(x, weights.to(x.dtype), offsets)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -124,6 +126,8 @@ class MoE(nn.Module):
         buffer            where rows travel; its placement says which experts live here
         intermediate      the inner width of an expert
         shared            the inner width of an expert for all tokens; 0 for none
+        share_experts     whether ranks of a node can read each other's experts (`share_experts`):
+                          None: if the Buffer has a balance, which needs it
         num_worst_tokens  0, or the exact number of rows that dispatch returns, at least the tokens
                           of all ranks together: no size then depends on values
 
@@ -139,6 +143,7 @@ class MoE(nn.Module):
         *,
         shared: int = 0,
         num_worst_tokens: int = 0,
+        share_experts: bool | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -152,6 +157,8 @@ class MoE(nn.Module):
         self.experts = Experts(hidden, intermediate, self._share.ids, device=device, dtype=dtype)
         self.experts.tokenyard = self._share
         watch_gradients(self)
+        if stacks.wants_stacks(buffer, share_experts) and not self.experts.down.is_meta:
+            stacks.share_experts(self)
         self.shared = SharedExpert(hidden, shared, device=device, dtype=dtype) if shared else None
         # Of the last call, if that was in training, and the router has one.
         self.auxiliary_loss: Tensor | None = None
@@ -173,7 +180,8 @@ class MoE(nn.Module):
             given, place = (self.buffer, *routed, self.num_experts), self._share.place
             out = functional.few_through_experts(*given, self.experts, place=place)
             if out is None:
-                rows = functional.dispatch_by_expert(*given, place=place)
+                balanced = self._share.may_borrow(self.experts)
+                rows = functional.dispatch_by_expert(*given, place=place, balanced=balanced)
                 y = self.experts(rows.x, rows.offsets)
                 out = functional.combine_by_expert(self.buffer, y, rows)
         if self.shared is not None:
@@ -183,6 +191,8 @@ class MoE(nn.Module):
 
     def _with_fixed_sizes(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         """The forward pass with num_worst_tokens: no size depends on values."""
+        shared = self._share.stacks
+        balanced = 0 if shared is None or torch.is_grad_enabled() else shared.num_balanced
         rows = functional.dispatch(
             self.buffer,
             x,
@@ -191,9 +201,10 @@ class MoE(nn.Module):
             self.num_experts,
             num_worst_tokens=self.num_worst_tokens,
             place=self._share.place,
+            balanced=balanced > 0,
         )
+        num_local = balanced or len(self.experts.ids)
         # The most rows that permute can make of those that arrive: a token's experts are distinct.
-        num_local = len(self.experts.ids)
         most = self.num_worst_tokens * min(self.router.config.num_topk, num_local)
         grouped = functional.permute(rows.x, rows.topk_idx, num_local, num_rows=most)
         y = self.experts(grouped.x, grouped.offsets)

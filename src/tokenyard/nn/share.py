@@ -34,6 +34,8 @@ except ImportError:
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+    from tokenyard.nn.stacks import Stacks
+
 
 def is_dtensor(given: object) -> TypeGuard[DTensor]:
     """Whether this is a DTensor, without the half second that importing that part of torch takes:
@@ -56,10 +58,11 @@ class Share:
     num_losses: int  # whose gradients add up in an expert: those of all ranks, or one
     averages: bool = False  # whether gradients are divided by that number
     looked: object = None  # what was around when no wrapper was wrong
-    place: int = field(init=False)  # the mark of `replicas`, for torch.compile to look at
+    mark: int = field(init=False)  # that of `replicas`, for torch.compile to look at
+    stacks: Stacks | None = field(default=None, init=False)  # once `share_experts` has made them
 
     def __post_init__(self) -> None:
-        self.place = self.replicas.mark
+        self.mark = self.replicas.mark
         if not _hooks:
             _hooks.append(register_module_module_registration_hook(_check_wrapper))
 
@@ -73,8 +76,19 @@ class Share:
         """How many experts all ranks have together."""
         return self.replicas.num_experts
 
-    def weights(self, module: nn.Module, name: str) -> Tensor:
-        """A stacked parameter of the module, to compute with.
+    @property
+    def place(self) -> int:
+        """What a dispatch is given, to see that experts are still where this Share knows them."""
+        return self.mark if self.stacks is None else self.stacks.place
+
+    def may_borrow(self, module: nn.Module) -> bool:
+        """Whether rows may go to ranks that only read the module's weights: nobody trains them."""
+        trained = torch.is_grad_enabled() and any(x.requires_grad for x in own_parameters(module))
+        return not trained
+
+    def weights(self, module: nn.Module, name: str, num_experts: int | None = None) -> Tensor:
+        """A stacked parameter of the module, to compute with rows for so many experts: this rank's,
+        or, if those of its node came, all of these, which get no gradients.
 
         The gradient is divided here rather than by a hook: a hook belongs to one Parameter object,
         and `load_state_dict(assign=True)` and `to_empty` replace that.
@@ -86,16 +100,34 @@ class Share:
             self._check_wrappers(module, weights)
             if isinstance(weights, nn.Parameter):  # perhaps of a copy, or made by to_empty
                 watch(weights, self)
+        if num_experts not in (None, weights.shape[0]):
+            return self._of_node(weights, name)
         if self.averages and self.num_losses > 1:
             return _Divided.apply(weights, self.num_losses)
         return weights
 
+    def _of_node(self, weights: Tensor, name: str) -> Tensor:
+        stack = None if self.stacks is None else self.stacks.of_node(name, weights)
+        wrong = "lie where other ranks cannot read them: want tokenyard.nn.share_experts(model)"
+        if stack is not None:
+            if not (weights.requires_grad and torch.is_grad_enabled()):
+                return stack
+            wrong = "want gradients, and rows went to other ranks than theirs: want torch.no_grad()"
+        what = f"the experts' parameters {name} {wrong}, on rank {self.buffer.rank}"
+        self.buffer.refuse(ValueError(what))
+        raise AssertionError("to refuse raises")
+
     def check_move(self) -> None:
         """Raise ValueError if these experts cannot move."""
+        require(
+            self.stacks is None,
+            "the experts lie in memory that ranks share, and stay there: want a Buffer without "
+            "balance, and share_experts=False",
+        )
 
     def follow(self, module: nn.Module, replicas: Replicas) -> None:
         """The module's experts have moved, and live there now."""
-        self.replicas, self.place = replicas, replicas.mark
+        self.replicas, self.mark = replicas, replicas.mark
         if hasattr(module, "ids"):
             setattr(module, "ids", self.ids)  # noqa: B010 - a Module promises no such list
 
@@ -194,13 +226,13 @@ def own_parameters(part: nn.Module) -> list[nn.Parameter]:
     return [parameter for _, parameter in _stacked(part)]
 
 
-def refuse_adapters(module: nn.Module) -> None:
+def refuse_adapters(
+    module: nn.Module,
+    why: str = "has no name for each: want the adapter merged, or saved by save_pretrained",
+) -> None:
     """Raise if an adapter wraps experts: one of its matrices holds several experts' numbers."""
     for name, *_ in _adapters(module):
-        raise ValueError(
-            f"{name} is an adapter of this rank's experts, which has no name for each: want "
-            "the adapter merged, or saved by save_pretrained"
-        )
+        raise ValueError(f"{name} is an adapter of this rank's experts, which {why}")
 
 
 def refuse_adapters_of_copies(module: nn.Module) -> None:

@@ -7,10 +7,14 @@ those of `types`: P slots of all ranks, M nodes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from tokenyard.kernels.base import load
 from tokenyard.replicas import Replicas
 from tokenyard.topology import Topology
+from tokenyard.wire import balance as of
 
 
 def dealt(num_tokens: int, num_ranks: int) -> np.ndarray:
@@ -54,6 +58,39 @@ class CopyChooser:
         turn_T = source_T + np.arange(len(source_T)) - before_R[source_T]
         where = self._node_R[source_T][:, None], topk_idx_TK
         return self._ranks[self._first_ME[where] + turn_T[:, None] % self._count_ME[where]]
+
+
+class BalancedChooser:
+    """Which rank of its expert's node computes each choice, with a balance (`spec.balanced`)."""
+
+    def __init__(self, placement: Replicas, topology: Topology, slack: float) -> None:
+        self._kernels: Any = load("numba")
+        if placement.has_copies:
+            raise ValueError("placement has copies, want one slot an expert with a balance")
+        self._owners_E = np.empty(placement.num_experts, np.int64)
+        self._owners_E[list(placement.expert_of_slot)] = placement.rank_of_slot
+        self._nodes_R = np.array(topology.node_of_rank, np.int64)
+        self._slack = round(slack * of.MILLION)
+
+    def ranks(self, topk_idx_TK: np.ndarray) -> np.ndarray:
+        """[T, K]: the rank of each choice of tokens that are dealt out, num_ranks for none."""
+        size, num_experts = len(self._nodes_R), len(self._owners_E)
+        each = np.searchsorted(dealt(len(topk_idx_TK), size), np.arange(1, size))
+        ids = [np.ascontiguousarray(part).reshape(-1) for part in np.split(topk_idx_TK, each)]
+        counts_RE = np.zeros((size, num_experts), np.int64)
+        for rank, own in enumerate(ids):
+            self._kernels.count_pairs(own, counts_RE[rank])
+        runs_3N, first_E = np.empty((3, num_experts + 2 * size), np.int64), self._owners_E.copy()
+        figures, ranks = np.empty(of.NUM_FIGURES + size, np.int64), []
+        found, where = (runs_3N, first_E), (self._nodes_R, self._slack, 0)
+        self._kernels.assign(counts_RE, self._owners_E, *where, *found, figures)
+        names_RE = np.repeat(np.arange(size)[:, None], num_experts, 1)
+        for rank, own in enumerate(ids):
+            ranks.append(np.empty_like(own))
+            given = own, counts_RE, self._owners_E, rank, *found, names_RE, ranks[-1]
+            self._kernels.take_slots(*given)
+        flat = np.concatenate(ranks)
+        return np.where(flat < 0, size, flat).reshape(topk_idx_TK.shape)
 
 
 def shares(experts_P: np.ndarray, node_P: np.ndarray, num_nodes: int) -> np.ndarray:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from tokenyard.engine.balanced import shared_out
 from tokenyard.planner.choices import Routing
 from tokenyard.planner.traffic import (
     Rows,
@@ -185,6 +186,8 @@ def plan(
     route = route_of(cluster, num_ranks, work.mode)
     by_pair = work.mode == "low_latency" and cluster.by_pair
     rows = expected_rows(routing, owners, topology, work.num_tokens, route, by_pair)
+    if routing.load is not None:
+        notes.append(_shared_out(routing, owners, topology, work.num_tokens))
     counts = np.bincount(owners, minlength=num_ranks)
     return Plan(
         cluster=cluster,
@@ -195,6 +198,18 @@ def plan(
         memory=memory_of(model, work, rows, int(counts.max())),
         imbalance=imbalance(rows.results),
         notes=notes,
+    )
+
+
+def _shared_out(routing: Routing, owners: np.ndarray, topology: Topology, num_tokens: int) -> str:
+    """What a balance would do to the busiest rank's work, in words."""
+    loads_R = np.bincount(owners, routing.load, topology.num_ranks)
+    pairs = topology.num_ranks * num_tokens * routing.num_topk
+    pairs_1R = np.rint(loads_R / loads_R.sum() * pairs).astype(np.int64)[None]
+    busiest, _ = shared_out(pairs_1R, np.array(topology.node_of_rank))
+    return (
+        f"experts of the busiest rank compute {imbalance(pairs_1R):.2f} times the pairs of the "
+        f'average, {busiest[0] / pairs_1R.mean():.2f} with Buffer(balance="exact")'
     )
 
 

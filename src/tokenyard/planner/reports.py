@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -82,9 +82,10 @@ def of_sweep(plans: Sequence[Plan]) -> Report:
     )
 
 
-def of_replays(before: Replay, after: Replay, what: str) -> Report:
+def of_replays(replays: Mapping[str, Replay], what: str) -> Report:
+    """Replays of the same steps, by what is done there."""
     rows = []
-    for name, replay in (("even", before), ("rebalanced", after)):
+    for name, replay in replays.items():
         seconds = np.array(replay.seconds) * 1e6
         rows.append(
             [
@@ -92,14 +93,16 @@ def of_replays(before: Replay, after: Replay, what: str) -> Report:
                 round(float(seconds.mean())),
                 round(float(np.percentile(seconds, 99))),
                 round(float(np.mean(replay.imbalance)), 3),
+                round(float(np.mean(replay.work)), 3),
                 max(replay.bound_by, key=lambda link: replay.bound_by[link]),
                 len(replay.changes),
                 replay.moved,
             ]
         )
-    columns = ["placement", "us a step", "99th", "imbalance", "bound by", "changes", "moves"]
-    table = Table(title=f"{len(before.seconds)} steps", columns=columns, rows=rows)
-    return Report(title=f"{what} on {before.num_ranks} ranks", tables=[table])
+    columns = ["placement", "us a step", "99th", "rows", "pairs", "bound by", "changes", "moves"]
+    notes = ["rows and pairs: those of the busiest rank / mean; experts compute pairs"]
+    table = Table(title=f"{len(replay.seconds)} steps", columns=columns, rows=rows)
+    return Report(title=f"{what} on {replay.num_ranks} ranks", tables=[table], notes=notes)
 
 
 def of_changes(changes: Sequence[Rebalancing], what: str) -> Report:

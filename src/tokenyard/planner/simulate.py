@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tokenyard.planner.balance import Rebalancing
 from tokenyard.planner.balancer import Balancer, Policy
-from tokenyard.planner.copies import CopyChooser, dealt
+from tokenyard.planner.copies import BalancedChooser, CopyChooser, dealt
 from tokenyard.planner.cost import Cluster, Model, Stage, Work, imbalance, route_of, stages_of
 from tokenyard.planner.traffic import Rows, counted_rows, crossings
 from tokenyard.replicas import Replicas
@@ -30,6 +30,7 @@ class Replay:
     num_ranks: int
     seconds: list[float] = field(default_factory=list)  # by step
     imbalance: list[float] = field(default_factory=list)
+    work: list[float] = field(default_factory=list)  # the same of (token, k) pairs
     stages: dict[str, list[float]] = field(default_factory=dict)  # seconds, by step
     bound_by: dict[str, int] = field(default_factory=dict)  # steps whose longest stage it binds
     rows: dict[str, float] = field(default_factory=dict)  # by link, of all ranks and steps
@@ -47,6 +48,7 @@ class Replay:
             "steps": len(self.seconds),
             "seconds": self.seconds,
             "imbalance": self.imbalance,
+            "work": self.work,
             "stages": self.stages,
             "bound_by": self.bound_by,
             "rows": self.rows,
@@ -89,11 +91,13 @@ def replay(
     placement: Replicas,
     work: Work | None = None,
     policy: Policy | None = None,
+    slack: float | None = None,
     on_step: Callable[[int], object] = lambda step: None,
 ) -> Replay:
     """Each step is [T, K]: the experts that the tokens of all ranks chose, -1 for none.
 
-    With a policy the placement follows the load: a change takes place between two steps.
+    With a policy the placement follows the load: a change takes place between two steps. With a
+    slack ranks of a node share each step's choices evenly, as those of a Buffer with a balance.
     """
     work = work or Work()
     num_ranks = placement.num_ranks
@@ -101,10 +105,15 @@ def replay(
     route = route_of(cluster, num_ranks, work.mode)
     by_pair = work.mode == "low_latency" and cluster.by_pair
     balancer = Balancer(placement, policy, topology) if policy is not None else None
-    chooser, found = CopyChooser(placement, topology), Replay(num_ranks=num_ranks)
+    chooser: CopyChooser | BalancedChooser = CopyChooser(placement, topology)
+    if slack is not None:
+        chooser = BalancedChooser(placement, topology, slack)
+    found = Replay(num_ranks=num_ranks)
     for step, given in enumerate(steps):
         chosen = np.asarray(given).astype(np.int64, copy=False)
-        rows = count_rows(chooser.ranks(chosen), topology, route, by_pair)
+        ranks = chooser.ranks(chosen)
+        rows = count_rows(ranks, topology, route, by_pair)
+        found.work.append(imbalance(np.bincount(ranks[ranks < num_ranks], minlength=num_ranks)))
         _note(found, rows, stages_of(cluster, model, work, rows, num_ranks))
         if balancer is not None:
             load = np.bincount(chosen[chosen >= 0], minlength=placement.num_experts)

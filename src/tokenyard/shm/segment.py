@@ -20,9 +20,8 @@ import mmap
 import os
 import time
 import weakref
-from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +36,6 @@ try:
 except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
-T = TypeVar("T")
 
 _WORTH_A_LOOK = 4 << 20  # bytes; for smaller segments nobody asks how much memory is left
 _PIECE = 64 << 20  # bytes that are reserved before asking again
@@ -95,21 +93,13 @@ class Segment:
             os.close(self.fd)
 
 
-def attach(process: int, fd: int, num_bytes: int, identity: int, wait: Wait) -> np.ndarray:
-    """Map a peer's segment. Raises Gone if it no longer exists, SharedMemoryError if this process
-    cannot map it, and what `wait` raises if its owner does not answer.
+def attach(
+    process: int, fd: int, num_bytes: int, identity: int, wait: Wait, place: int | None = None
+) -> np.ndarray:
+    """Map a peer's segment; to a `place` of the caller's it can only be read, and the caller has
+    its array. Raises Gone if it no longer exists, SharedMemoryError if this process cannot map it,
+    and what `wait` raises if its owner does not answer.
     """
-
-    def mapped(mine: int) -> np.ndarray:
-        return np.frombuffer(map_file(mine, num_bytes, is_own=False), np.uint8)
-
-    return with_descriptor(process, fd, num_bytes, identity, wait, mapped)
-
-
-def with_descriptor(
-    process: int, fd: int, num_bytes: int, identity: int, wait: Wait, use: Callable[[int], T]
-) -> T:
-    """What `use` makes of a descriptor of a peer's segment. Raises what `attach` does."""
     try:
         mine = processes.open_segment(process, fd, identity, wait)
     except (Gone, TimeoutError):
@@ -119,7 +109,10 @@ def with_descriptor(
     try:
         if os.fstat(mine).st_size != file_bytes(num_bytes):
             raise Gone("it is not as large as was told")
-        return use(mine)
+        if place is not None:
+            map_at(place, mine, num_bytes, is_own=False)
+            return np.empty(0, np.uint8)
+        return np.frombuffer(map_file(mine, num_bytes, is_own=False), np.uint8)
     except Gone:
         raise
     except (OSError, ValueError, OverflowError) as error:

@@ -16,5 +16,6 @@ RUNS, FIRST, FIGURES = 7, 8, 9  # what `assign` finds
 NUM_WORDS = 10
 
 # Figures of this rank's node, and of this rank: pairs of all its ranks; the most that a rank would
-# have without balance, and has; the pairs that this rank borrows, and of how many experts.
+# have without balance, and has; the pairs that this rank borrows, and of how many experts. Then
+# there are, for each rank, the pairs that are borrowed from it.
 TOTAL, BEFORE, AFTER, BORROWED, EXPERTS, NUM_FIGURES = range(6)

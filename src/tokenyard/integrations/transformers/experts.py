@@ -40,6 +40,7 @@ class Plan(Share):
         return table
 
     def check_move(self) -> None:
+        super().check_move()
         require(
             self.everyone is None,
             'the model has tokens="same", whose experts stay where they are, want tokens="own"',
@@ -72,7 +73,8 @@ def run_by_expert(
 
         x, weights = x.contiguous(), topk_weights.float()
         given = plan.buffer, x, topk_idx, weights, plan.num_experts
-        return functional.through_experts(*given, experts, place=plan.place)
+        balanced = plan.may_borrow(module)
+        return functional.through_experts(*given, experts, place=plan.place, balanced=balanced)
 
     def run(module: Experts, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         grouped = functional.permute(x, topk_idx, module.num_experts)
@@ -126,20 +128,21 @@ def through_experts(module: Experts, x: Tensor, offsets: Tensor) -> Tensor:
 
 
 def linear(module: Experts, key: str, x: Tensor, offsets: Tensor) -> Tensor:
-    weights = _weights(module, key)
+    num_experts = offsets.shape[0]
+    weights = _weights(module, key, num_experts)
     matrices = weights if module.is_transposed else weights.transpose(1, 2)
     y = functional.grouped_mm(x.to(weights.dtype), matrices, offsets)
     if module.has_bias:
         counts = offsets.diff(prepend=offsets.new_zeros(1))
-        bias = _weights(module, f"{key}_bias")
+        bias = _weights(module, f"{key}_bias", num_experts)
         y = y + bias.repeat_interleave(counts, 0, output_size=len(x))
     return y
 
 
-def _weights(module: Experts, key: str) -> Tensor:
+def _weights(module: Experts, key: str, num_experts: int) -> Tensor:
     """Without a Plan the module is transformers' own, which cares for gradients itself."""
     plan = getattr(module, "tokenyard", None)
-    return getattr(module, key) if plan is None else plan.weights(module, key)
+    return getattr(module, key) if plan is None else plan.weights(module, key, num_experts)
 
 
 def _norm(module: Experts, y: Tensor) -> Tensor:

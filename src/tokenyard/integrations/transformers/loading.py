@@ -30,6 +30,7 @@ def from_pretrained(
     *,
     tokens: Tokens = "own",
     buffer_options: dict[str, Any] | None = None,
+    share_experts: bool | None = None,
     **kwargs: Any,
 ) -> Any:
     """`model_class.from_pretrained(path, **kwargs)` and then `expert_parallel`, in less memory.
@@ -65,7 +66,7 @@ def from_pretrained(
         model.__class__ = concrete
         del model.config.distributed_config
         options |= _placement(model, group.size())
-    spread_experts(model, group, tokens, options, _own_part)
+    spread_experts(model, group, tokens, options, _own_part, share_experts)
     return (model, *info) if info else model
 
 

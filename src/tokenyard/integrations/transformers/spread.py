@@ -18,6 +18,7 @@ from tokenyard.integrations.transformers import adapters, lora
 from tokenyard.integrations.transformers.everyone import Everyone
 from tokenyard.integrations.transformers.experts import FLOATS, NAME, Experts, Plan
 from tokenyard.integrations.transformers.saving import refuse_to_save_a_part
+from tokenyard.nn import stacks
 from tokenyard.nn.parallel import hide_from_ddp
 from tokenyard.nn.share import watch_gradients
 from tokenyard.replicas import Replicas, as_replicas
@@ -28,12 +29,18 @@ OwnPart = Callable[[Tensor, list[int]], Tensor]
 
 
 def expert_parallel(
-    model: Model, group: Any, *, tokens: Tokens = "own", **buffer_options: Any
+    model: Model,
+    group: Any,
+    *,
+    tokens: Tokens = "own",
+    share_experts: bool | None = None,
+    **buffer_options: Any,
 ) -> Model:
     """The model itself, with its experts spread over the group's ranks.
 
         tokens          "own": each rank has a batch of its own. "same": all have the same batch,
                         and get the same results, gradients too, as one process with all experts
+        share_experts   that of `nn.MoE`: with a balance ranks read each other's experts
         buffer_options  of `tokenyard.Buffer`: transport, timeout, placement and so on
 
     Every rank calls it, with the same model. Expert parameters become slices, in the order of
@@ -42,7 +49,7 @@ def expert_parallel(
     With tokens="own" a rank's experts get the sum of the gradients of all ranks' losses. Ranks must
     then make as many forward passes as each other: `generate(synced_gpus=True)` sees to that.
     """
-    return spread_experts(model, group, tokens, buffer_options, _own_rows)
+    return spread_experts(model, group, tokens, buffer_options, _own_rows, share_experts)
 
 
 def spread_experts(
@@ -51,12 +58,14 @@ def spread_experts(
     tokens: Tokens,
     buffer_options: dict[str, Any],
     own_part: OwnPart,
+    share_experts: bool | None = None,
 ) -> Model:
     """own_part cuts this rank's experts out of a parameter."""
     found = find_experts(model)
     buffer = open_buffer(group, tokens, buffer_options)
     spread = _Spread(buffer, tokens, buffer_options.get("placement"))
     plans = {module: spread.plan(name, module) for name, module in found.items()}
+    shares_memory = stacks.wants_stacks(buffer, share_experts)
     lora.check_adapters(model, plans)
     adapters.stack(model)
     cut = _Cutter(plans, own_part)
@@ -68,6 +77,8 @@ def spread_experts(
     lora.cut_adapters(model, plans)
     hide_from_ddp(model)
     watch_gradients(model)
+    if shares_memory:
+        stacks.share_experts(model)
     for one in lora.with_base_model(model):
         refuse_to_save_a_part(one)
         one.tokenyard_buffer = buffer
@@ -151,6 +162,10 @@ def find_experts(model: nn.Module) -> dict[str, Experts]:
 def open_buffer(group: Any, tokens: Tokens, options: dict[str, Any]) -> Buffer:
     validate.require(
         tokens in get_args(Tokens), f"tokens is {tokens!r}, want one of {get_args(Tokens)}"
+    )
+    validate.require(
+        tokens == "own" or options.get("balance") is None,
+        'balance is given, and with tokens="same" no rows move: want tokens="own"',
     )
     if tokens == "same":  # experts are found locally, and the exchange knows ranks alone
         options = {key: value for key, value in options.items() if key != "placement"}

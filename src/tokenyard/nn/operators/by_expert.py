@@ -11,6 +11,7 @@ from tokenyard.nn import tickets
 from tokenyard.nn.operators.define import operator
 from tokenyard.nn.operators.exchange import combine_both, dispatch_again, same_on_all_ranks
 from tokenyard.nn.operators.permute import unpermute, unpermute_backward
+from tokenyard.nn.stacks import require_place
 
 
 @operator("dispatch_by_expert")
@@ -23,13 +24,14 @@ def dispatch_by_expert(
     expert_alignment: int,
     place: int | None,
     graph: bool,
+    balanced: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The rows by expert, their offsets, row_of, the weights that arrived, and the ticket. graph: a
     backward pass may come.
     """
     known = tickets.buffer_of(buffer)
     if place is not None:
-        known.require_placement(num_experts, place)
+        require_place(known, num_experts, place)
     with same_on_all_ranks("x or topk_weights of dispatch_by_expert", graph):
         got = known.dispatch_by_expert(
             x,
@@ -38,6 +40,7 @@ def dispatch_by_expert(
             num_experts=num_experts,
             expert_alignment=expert_alignment,
             tag=int(graph),
+            balanced=balanced,
         )
     by_expert = got.handle.by_expert
     assert by_expert is not None
@@ -49,10 +52,12 @@ def dispatch_by_expert(
 
 @dispatch_by_expert.register_fake
 def _(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *numbers: Any) -> tuple[Tensor, ...]:
-    buffer, num_experts, *_ = numbers
+    buffer, num_experts, *_, balanced = numbers
+    known = tickets.buffer_of(buffer)
     sizes = torch.library.get_ctx()
     num_rows, num_tokens = sizes.new_dynamic_size(), sizes.new_dynamic_size()
-    num_local = len(tickets.buffer_of(buffer).get_local_experts(num_experts))
+    experts = known.get_node_experts if balanced else known.get_local_experts
+    num_local = len(experts(num_experts))
     return (
         x.new_empty(num_rows, x.shape[1]),
         topk_idx.new_empty(num_local, dtype=torch.int32),
@@ -101,7 +106,7 @@ def _dispatch_backward(ctx: Any, grad_x: Tensor, *others: Tensor) -> Any:
     where = ticket, ctx.buffer, ctx.num_tokens
     rows = unpermute(grad_x, row_of, None)
     x, weights = combine_both(rows, grad_weights, *where, need_x, need_weights)
-    return x if need_x else None, None, weights if need_weights else None, *[None] * 5
+    return x if need_x else None, None, weights if need_weights else None, *[None] * 6
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

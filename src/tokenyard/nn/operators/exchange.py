@@ -13,6 +13,7 @@ from tokenyard.buffer import Buffer
 from tokenyard.errors import CallMismatch
 from tokenyard.nn import tickets
 from tokenyard.nn.operators.define import operator
+from tokenyard.nn.stacks import require_place
 
 
 @operator("dispatch")
@@ -25,11 +26,12 @@ def dispatch(
     num_worst_tokens: int,
     place: int | None,
     graph: bool,
+    balanced: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """recv_x, recv_topk_idx, recv_topk_weights and the ticket. graph: a backward pass may come."""
     known = tickets.buffer_of(buffer)
     if place is not None:
-        known.require_placement(num_experts, place)
+        require_place(known, num_experts, place)
     with same_on_all_ranks("x or topk_weights of dispatch", graph):
         got = known.dispatch(
             x,
@@ -38,6 +40,7 @@ def dispatch(
             num_experts=num_experts,
             num_worst_tokens=num_worst_tokens,
             tag=int(graph),
+            balanced=balanced,
         )
     assert isinstance(got.recv_x, Tensor)
     assert got.recv_topk_idx is not None
@@ -189,7 +192,7 @@ def _dispatch_backward(ctx: Any, grad_x: Tensor, _: Any, grad_weights: Tensor, _
     # If an expert lives elsewhere, the weight arrived as a constant 0, so it gets no gradient.
     grad_weights = grad_weights.masked_fill(topk_idx < 0, 0.0)
     x, weights = combine_both(grad_x, grad_weights, *where, need_x, need_weights)
-    return x if need_x else None, None, weights if need_weights else None, *[None] * 5
+    return x if need_x else None, None, weights if need_weights else None, *[None] * 6
 
 
 def _save_way(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

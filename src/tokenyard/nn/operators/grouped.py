@@ -63,8 +63,13 @@ def _is_taken(x: Tensor, *widths: int) -> bool:
 
 def _matrices(weights: Tensor) -> Tensor:
     """Rows or columns side by side."""
-    plain = weights.is_contiguous() or weights.transpose(1, 2).is_contiguous()
+    plain = _by_rows(weights) or _by_rows(weights.transpose(1, 2))
     return weights if plain else weights.contiguous()
+
+
+def _by_rows(weights: Tensor) -> bool:
+    """Whether each matrix is contiguous, whatever lies between them."""
+    return weights.stride()[1:] == (weights.shape[2], 1)
 
 
 def _groups(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
@@ -96,7 +101,7 @@ def _grouped_mm_backward(ctx: Any, grad: Tensor) -> Any:
 
 def _grad_of_weights(x: Tensor, weights: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
     """A gradient with the strides of the weights: autograd copies one that has others."""
-    if weights.is_contiguous():
+    if _by_rows(weights):
         return grouped_outer(x, grad, offsets)
     return grouped_outer(grad, x, offsets).transpose(1, 2)
 

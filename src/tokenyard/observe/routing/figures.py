@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tokenyard.engine.balanced import shared_out
 from tokenyard.observe.routing.file import LayerRouting
 from tokenyard.topology import even_split
 
@@ -103,6 +104,16 @@ class Figures:
     def rank_imbalance(self) -> np.ndarray:
         return imbalance(self.rank_load_SR)
 
+    @cached_property
+    def balanced(self) -> tuple[np.ndarray, float]:
+        """[S]: the rank imbalance of a Buffer with balance="exact"; and the part of all pairs that
+        ranks would borrow.
+        """
+        busiest, borrowed = shared_out(self.rank_load_SR, self.places.node_of_rank)
+        mean = self.rank_load_SR.mean(1)
+        ratio = np.divide(busiest, mean, out=np.ones(len(mean)), where=mean > 0)
+        return ratio, float(borrowed.sum() / max(1, self.rank_load_SR.sum()))
+
     @property
     def evenness(self) -> float:
         """The entropy of the load by that of an even one: 1 is even, 0 is one expert for all."""
@@ -158,6 +169,8 @@ class Figures:
             "rank_imbalance": float(imbalance(self.rank_load[None])[0]),
             "expert_imbalance_by_step": np.round(self.expert_imbalance, 4).tolist(),
             "rank_imbalance_by_step": np.round(self.rank_imbalance, 4).tolist(),
+            "balanced_rank_imbalance_by_step": np.round(self.balanced[0], 4).tolist(),
+            "balanced_borrowed": self.balanced[1],
             "entropy_bits": float(entropy(self.load)),
             "evenness": float(self.evenness),
         }

@@ -115,6 +115,15 @@ def _by_step(figures: Figures) -> list[Finding]:
             f"{ratios[worst]:.2f} x in step {figures.step[worst]}.",
         )
     ]
+    evened, borrowed = figures.balanced
+    if mean - evened.mean() > _EVEN - 1:
+        told.append(
+            Finding(
+                "note",
+                f'With Buffer(balance="exact") it would have {evened.mean():.2f} x on average: '
+                f"ranks of a node would borrow {100 * borrowed:.0f} % of pairs from each other.",
+            )
+        )
     quarter = len(ratios) // 4
     if quarter >= 2:
         first, last = ratios[:quarter].mean(), ratios[-quarter:].mean()

@@ -118,6 +118,7 @@ def simulate(
     spare: Spare = 0,
     every: Annotated[int, typer.Option(min=1, help="Steps between two rebalancings.")] = 50,
     want: Want = 1.05,
+    balance: Annotated[float | None, typer.Option(min=0.0, help="A Buffer's slack.")] = None,
     low_latency: LowLatency = False,
     png: Png = None,
     html: Html = None,
@@ -126,7 +127,8 @@ def simulate(
     """Replay a recorded routing at any number of ranks, before and after rebalancing.
 
     Each recorded step's tokens are dealt out to the ranks; no rank is started. First experts stay
-    in order, then they are rebalanced every so many steps where the load is uneven.
+    in order, then they are rebalanced every so many steps where the load is uneven. With --balance
+    ranks of a node also share each step's pairs, as those of Buffer(balance=...) do.
 
     Examples:
 
@@ -144,27 +146,24 @@ def simulate(
         steps = [part.numpy() for part in one.topk_idx.split(one.num_tokens.sum(1).tolist())]
         if not steps:
             raise Mistake(f"{recording} has no step of {one.name}")
-        shape = cost.Model(
-            name=one.name,
-            hidden=one.hidden,
-            num_experts=one.num_experts,
-            num_topk=one.num_topk,
-            intermediate=0,
-            num_layers=1,
-        )
+        sizes = {"hidden": one.hidden, "num_experts": one.num_experts, "num_topk": one.num_topk}
+        shape = cost.Model(name=one.name, intermediate=0, num_layers=1, **sizes)
         work = cost.Work(mode="low_latency" if low_latency else "normal")
         slots = cost.slots_for(one.num_experts + spare, ranks)
         placement = Replicas.even(one.num_experts, ranks, slots)
         policy = Policy(every=every, if_over=max(1.1, want), want=want)
-        with output.progress("replaying", 2) as step:
-            before = simulation.replay(steps, machines, shape, placement, work)
-            step("even")
-            after = simulation.replay(steps, machines, shape, placement, work, policy)
-            step("rebalanced")
-    report = reports.of_replays(before, after, f"{one.name} of {recording.name}")
-    value = {"even": before.as_dict(), "rebalanced": after.as_dict()}
+        ways: dict[str, Any] = {"even": (placement, work), "rebalanced": (placement, work, policy)}
+        if balance is not None:
+            ways["balanced"] = Replicas.even(one.num_experts, ranks), work, None, balance
+        replays = {}
+        with output.progress("replaying", len(ways)) as step:
+            for name, way in ways.items():
+                replays[name] = simulation.replay(steps, machines, shape, *way)
+                step(name)
+    report = reports.of_replays(replays, f"{one.name} of {recording.name}")
+    value = {name: found.as_dict() for name, found in replays.items()}
     to = _Shown(png, html, as_json)
-    _show(report, value, lambda: pictures.draw_replay(before, after), to)
+    _show(report, value, lambda: pictures.draw_replay(*list(replays.values())[:2]), to)
 
 
 def balance(

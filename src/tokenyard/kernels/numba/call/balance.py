@@ -91,7 +91,7 @@ def assign(counts_RE, owners_E, nodes_R, slack, rank, runs_3N, first_E, figures)
     kept, last = np.zeros(num_experts, np.int64), np.empty(num_experts, np.int64)
     loads, most = np.zeros(size, np.int64), np.empty(size, np.int64)
     _find_loads(counts_RE, owners_E, nodes_R, slack, kept, loads, most)
-    for i in range(of.NUM_FIGURES):
+    for i in range(len(figures)):
         figures[i] = 0
     for r in range(size):
         if nodes_R[r] == nodes_R[rank]:
@@ -122,6 +122,7 @@ def assign(counts_RE, owners_E, nodes_R, slack, rank, runs_3N, first_E, figures)
             if taker == rank:
                 figures[of.BORROWED] += count
                 figures[of.EXPERTS] += 1
+                figures[of.NUM_FIGURES + giver] += count
     for r in range(size):
         if nodes_R[r] == nodes_R[rank]:
             figures[of.AFTER] = max(figures[of.AFTER], loads[r])
@@ -180,7 +181,7 @@ def _balance_kernel(table, beside):
     slots = carray(pointer(more[of.SLOTS], INT64), (size, num_experts))
     runs = carray(pointer(more[of.RUNS], INT64), (3, num_experts + 2 * size))
     first = carray(pointer(more[of.FIRST], INT64), (num_experts,))
-    figures = carray(pointer(more[of.FIGURES], INT64), (of.NUM_FIGURES,))
+    figures = carray(pointer(more[of.FIGURES], INT64), (of.NUM_FIGURES + size,))
     rank, out = words[at.RANK], carray(pointer(more[of.OUT], INT64), (more[of.NUM_PAIRS],))
     assign(counts, owners, nodes, more[of.SLACK], rank, runs, first, figures)
     take_slots(ids, counts, owners, rank, runs, first, slots, out)
