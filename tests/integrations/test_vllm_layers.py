@@ -122,6 +122,19 @@ def test_same_tokens_on_all_ranks() -> None:
     assert_near(total, kernel(x, weights, ids, slice(EXPERTS)))
 
 
+def test_the_output_may_be_what_the_kernel_wrote() -> None:
+    """As vLLM has it if there are as many rows as tokens."""
+    x, weights, ids = inputs(0, 9)
+    weights, ids = weights[:, :1].contiguous(), ids[:, :1].contiguous()
+    around = LocalPrepareAndFinalize()
+    rows, _, _, row_ids, ones = around.prepare(
+        x, weights, ids, EXPERTS, None, False, UNQUANTISED, True
+    )
+    out = kernel(rows, ones, row_ids, slice(EXPERTS))
+    around.finalize(out, out, ones, row_ids, False, TopKWeightAndReduceNoOP())
+    assert_near(out, kernel(x, weights, ids, slice(EXPERTS)))
+
+
 def test_weights_on_the_input() -> None:
     """Top-k 1 alone, as vLLM has it; and a kernel that leaves its sums to others."""
     x, weights, ids = inputs(0, 9)

@@ -15,6 +15,7 @@ import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 
+from tokenyard import validate
 from tokenyard.integrations.vllm import balance
 from tokenyard.integrations.vllm.exchange import Arrived, Exchange
 from tokenyard.ops.permute import permute, unpermute
@@ -182,7 +183,11 @@ class LocalPrepareAndFinalize(_OneExpertARow):
         way, self._way = self._way, None
         assert way is not None
         row_of, weights = way
-        unpermute(y, row_of, weights=weights if weigh else None, out=output)
+        given: Any = {"weights": weights if weigh else None}
+        if validate.overlap(output, y):  # vLLM's kernel writes there if there are as many rows
+            output.copy_(unpermute(y, row_of, **given))
+        else:
+            unpermute(y, row_of, **given, out=output)
 
 
 def _weighted(a1: Tensor, topk_weights: Tensor) -> Tensor:
