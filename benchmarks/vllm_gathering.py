@@ -29,7 +29,14 @@ class GatheringExchange(Exchange):
 
     _locals: Tensor | None = None  # [E + 1], the local id of each expert; -1, also for padding
 
-    def send(self, x: Any, topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> Arrived:
+    def send(
+        self,
+        x: Any,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        num_experts: int,
+        balanced: bool = False,
+    ) -> Arrived:
         if self._locals is None:
             self._locals = torch.tensor([*self.expert_map(num_experts), -1])
         num_tokens = x.shape[0]

@@ -2,10 +2,12 @@
 
     python benchmarks/vllm_serving.py      # in an environment of .ci/vllm-env; some ten minutes
     python benchmarks/vllm_serving.py --servers tokenyard shm tensor    # 5 GB of memory a server
+    python benchmarks/vllm_serving.py --servers balanced tokenyard --skew 1 --loads prefill decode
 
-Five servers, of two ranks with a core each, but for the last:
+Six servers, of two ranks with a core each, but for the last:
 
     tokenyard   the plugin; data parallel ranks share the experts
+    balanced    the same with TOKENYARD_VLLM_BALANCE (--balance): only if it is named
     shm         the same, but tokens travel through vLLM's own shared-memory collectives
     gloo        the same, but tokens travel through torch.distributed (`vllm_gathering.py`)
     tensor      --tensor-parallel-size 2, without plugin and without expert parallelism
@@ -16,7 +18,8 @@ The model is a Qwen3-MoE with random weights in bfloat16: 8 layers of 64 experts
 asked for; "decode" is 32 sequences at once; "changing" is prompts of 8 to 256 tokens and answers of
 4 to 64, a dozen at once, so that almost every step has another size; "alone" is one sequence of
 32 tokens after the other. Without AMX the experts' arithmetic hides what lies between: take
---hidden 512 --intermediate 64 --layers 16 there.
+--hidden 512 --intermediate 64 --layers 16 there. With --skew routers choose experts by Zipf's law,
+and the first experts, of rank 0, are the hot ones, unless --scattered over ranks in each layer.
 
 All servers are up at once, and sleep (SIGSTOP) but for the one that is measured. They take turns,
 in another order each round. A figure is the median over rounds; so is a ratio, of figures of the
@@ -39,7 +42,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -50,6 +53,7 @@ EXPERT_PARALLEL = ("--data-parallel-size", "2", "--enable-expert-parallel")
 TENSOR_PARALLEL = ("--tensor-parallel-size", "2")
 SERVERS = {
     "tokenyard": EXPERT_PARALLEL,
+    "balanced": EXPERT_PARALLEL,
     "shm": EXPERT_PARALLEL,
     "gloo": EXPERT_PARALLEL,
     "tensor": TENSOR_PARALLEL,
@@ -106,7 +110,9 @@ def awake(server: Server) -> Iterator[None]:
 
 
 @contextmanager
-def started(name: str, model: Path, folder: Path, logs: Path) -> Iterator[Server]:
+def started(
+    name: str, model: Path, folder: Path, logs: Path, balance: str = "exact"
+) -> Iterator[Server]:
     """A server that sleeps."""
     cores = sorted(os.sched_getaffinity(0))
     half = len(cores) // 2
@@ -118,6 +124,7 @@ def started(name: str, model: Path, folder: Path, logs: Path) -> Iterator[Server
     if name in ("shm", "gloo"):
         path = str(add_plugin(name, folder / f"{name}-path"))
         environment["PYTHONPATH"] = os.pathsep.join([path, environment["PYTHONPATH"]])
+    environment["TOKENYARD_VLLM_BALANCE"] = balance if name == "balanced" else ""
     if name in ("tensor", "one"):
         environment["TOKENYARD_VLLM"] = "0"
     options = (*COMMON, *SERVERS[name])
@@ -203,7 +210,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
+    usual = [name for name in SERVERS if name != "balanced"]
+    parser.add_argument("--servers", nargs="+", choices=SERVERS, default=usual)
+    parser.add_argument("--loads", nargs="+", default=["prefill", "decode", "changing", "alone"])
+    parser.add_argument("--skew", type=float, default=0.0, help="exponent of Zipf's law")
+    parser.add_argument("--scattered", action="store_true", help="hot experts are on any rank")
+    parser.add_argument("--balance", default="exact", help="of the server balanced: or a slack")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=2048)
@@ -214,13 +226,19 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, help="a directory that keeps the servers' logs")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # not before servers have ended
-    from tests.cases.vllm.models import save
+    from tests.cases.vllm.models import save, skew
+
+    def alter(model: Any) -> None:
+        if args.skew:
+            busiest = " ".join(f"{one:.2f}" for one in skew(model, args.skew, args.scattered))
+            print(f"busiest of two ranks over their mean, by layer: {busiest}")
 
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         here = Path(folder)
         model = save(
             "qwen3",
             here / "model",
+            alter,
             num_hidden_layers=args.layers,
             hidden_size=args.hidden,
             num_attention_heads=max(4, args.hidden // 128),
@@ -232,10 +250,12 @@ def main() -> None:
         )
         logs = args.logs or here
         servers = {
-            name: stack.enter_context(started(name, model, here, logs)) for name in args.servers
+            name: stack.enter_context(started(name, model, here, logs, args.balance))
+            for name in args.servers
         }
         compare(servers)
-        figures = measure(servers, loads(args), args.rounds)
+        work = {name: load for name, load in loads(args).items() if name in args.loads}
+        figures = measure(servers, work, args.rounds)
     show(figures)
 
 

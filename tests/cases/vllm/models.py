@@ -5,7 +5,9 @@ python vllm_models.py qwen3 DIRECTORY
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,9 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 KINDS = tuple(_KINDS)
 
 
-def save(kind: str, directory: Path, **changes: Any) -> Path:
+def save(
+    kind: str, directory: Path, alter: Callable[[Any], object] | None = None, **changes: Any
+) -> Path:
     """config.json and model.safetensors, the same for everyone who asks for the same."""
     name, own = _KINDS[kind]
     config = getattr(transformers, f"{name}Config")(**(_SMALL | own | changes))
@@ -71,8 +75,43 @@ def save(kind: str, directory: Path, **changes: Any) -> Path:
                 one.normal_(std=1.5 / one.shape[-1] ** 0.5)
             elif key.endswith("bias"):
                 one.normal_(std=0.1)
+    if alter is not None:
+        alter(model)
     model.save_pretrained(directory)
     return directory
+
+
+@torch.no_grad()
+def skew(model: Any, exponent: float, scattered: bool) -> list[float]:
+    """Let the routers of a Qwen3-MoE choose experts by Zipf's law with this exponent: the first are
+    hot, or, scattered, others in each layer. Returns for each layer the busiest of two ranks' pairs
+    over the mean.
+
+    Channel 0 of hidden states is made a constant, which routers weigh by the logarithm of each
+    expert's odds. What they see of the other channels varies as Gumbel's noise would, with which
+    the k largest are drawn by these odds.
+    """
+    model.model.embed_tokens.weight[:, 0] = 1
+    busiest = []
+
+    def calibrate(router: Any, given: tuple[torch.Tensor]) -> None:
+        x, weight = given[0].reshape(-1, router.hidden_dim).float(), router.weight.float()
+        weight[:, 1:] *= math.pi / 6**0.5 / (x[:, 1:] @ weight[:, 1:].T).std(0)[:, None]
+        place = (torch.randperm(len(weight)) if scattered else torch.arange(len(weight))) + 1
+        usual = (x[:, 1:] @ weight[:, 1:].T).mean(0)
+        weight[:, 0] = -(usual + exponent * place.log()) / x[:, 0].mean()
+        router.weight.copy_(weight)
+        chosen = (x @ weight.T).topk(router.top_k).indices
+        first = (chosen < len(weight) / 2).float().mean().item()
+        busiest.append(2 * max(first, 1 - first))
+
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight[0] = 0
+        layer.mlp.experts.down_proj[:, 0] = 0
+        layer.mlp.gate.register_forward_pre_hook(calibrate)
+    torch.manual_seed(21)
+    model(torch.randint(1, 500, (1, 256)))
+    return busiest
 
 
 if __name__ == "__main__":
