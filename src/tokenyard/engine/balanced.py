@@ -91,7 +91,11 @@ class Balance:
         begin = time.monotonic_ns()
         chosen_TK = torch.empty(topk_idx_TK.shape, dtype=torch.int64, device="cpu")
         way = self._step_by_step if self._meeting is None else self._at_once
-        bad = way(topk_idx_TK, chosen_TK, owners, tag)
+        try:
+            bad = way(topk_idx_TK, chosen_TK, owners, tag)
+        except Exception as error:
+            error.all_know = True  # type: ignore[attr-defined]  # see `Core.reject`
+            raise
         if bad >= 0:
             raise validate.bad_expert(topk_idx_TK, bad, owners.num_experts)
         borrowed_R = self._last[of.NUM_FIGURES :]

@@ -18,7 +18,6 @@ from tokenyard.engine.balanced import Balance
 from tokenyard.engine.failure import Failure
 from tokenyard.engine.inputs import AgainRequest, Checked, Preparation
 from tokenyard.engine.statistics import Statistics, links_of
-from tokenyard.errors import CallMismatch, PeerError, PeerInputError
 from tokenyard.kernels import Kernels
 from tokenyard.results import Handle, Ledger
 from tokenyard.runtime import recorder
@@ -131,7 +130,7 @@ class Core:
 
     def reject(self, stage: str, error: Exception) -> NoReturn:
         """This rank cannot make the call: raise the error here, PeerInputError on the others."""
-        if isinstance(error, (PeerError, PeerInputError, CallMismatch)):  # the others know
+        if getattr(error, "all_know", False):  # of a balance, in which all have met
             raise error
         self.before_words()
         self.agreement.reject(stage, error)
