@@ -20,7 +20,7 @@ from torch import Tensor
 from tokenyard import validate
 from tokenyard.engine.agreement import Agreement, Call, Terms
 from tokenyard.engine.mismatch import STAGES
-from tokenyard.engine.statistics import COMPILED, Statistics
+from tokenyard.engine.statistics import COMPILED, GENERAL, Statistics
 from tokenyard.runtime import recorder
 from tokenyard.topology import Placement
 from tokenyard.transports import Transport
@@ -90,16 +90,18 @@ class Balance:
         """
         begin = time.monotonic_ns()
         chosen_TK = torch.empty(topk_idx_TK.shape, dtype=torch.int64, device="cpu")
-        way = self._step_by_step if self._meeting is None else self._at_once
+        call, way = self._at_once, COMPILED
+        if self._meeting is None:
+            call, way = self._step_by_step, GENERAL
         try:
-            bad = way(topk_idx_TK, chosen_TK, owners, tag)
+            bad = call(topk_idx_TK, chosen_TK, owners, tag)
         except Exception as error:
             error.all_know = True  # type: ignore[attr-defined]  # see `Core.reject`
             raise
         if bad >= 0:
             raise validate.bad_expert(topk_idx_TK, bad, owners.num_experts)
         borrowed_R = self._last[of.NUM_FIGURES :]
-        self._statistics.count(STAGE, begin, self._nothing_R, borrowed_R, 0, COMPILED)
+        self._statistics.count(STAGE, begin, self._nothing_R, borrowed_R, 0, way)
         self._totals += self._last[: of.NUM_FIGURES]
         active = recorder.active
         if active is not None:

@@ -112,6 +112,7 @@ class ExchangingPrepareAndFinalize(_OneExpertARow):
         self._checked = False
         # What the kernel is given in place of its own, by name, where it computes for the node.
         self.node_weights: dict[str, Tensor] = {}
+        self._expert_bytes = 0  # of those of one expert
 
     def post_init_setup(self, fused_experts: Any) -> None:
         """Let the kernel know us: `hooks` asks it for `share` and `node_weights`."""
@@ -122,6 +123,8 @@ class ExchangingPrepareAndFinalize(_OneExpertARow):
         buffer = self._exchange.buffer
         if buffer.balance is not None:
             self.node_weights = balance.share(buffer, layer, fused_experts.quant_config)
+            shared = self.node_weights.values()
+            self._expert_bytes = sum(one.element_size() * one[0].numel() for one in shared)
 
     def num_dispatchers(self) -> int:
         return self._exchange.buffer.group_size
@@ -144,9 +147,7 @@ class ExchangingPrepareAndFinalize(_OneExpertARow):
         if balanced:
             told = self._exchange.buffer._open_engine().balance
             assert told is not None
-            told.read(
-                sum(one.element_size() * one[0].numel() for one in self.node_weights.values())
-            )
+            told.read(self._expert_bytes)
         return self._arrived
 
     def _take_back(self, y: Tensor, weigh: bool, output: Tensor) -> None:
