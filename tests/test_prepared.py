@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tokenyard
 from tests.cases.clock import scaled
-from tests.cases.conformance import BASE, CASES, FEW, case_of
+from tests.cases.conformance import BASE, CASES, case_of
 from tests.cases.lanes import at_night
 from tests.cases.prepared import can, check, job
 from tests.cases.processes import Pools
@@ -48,7 +48,7 @@ def check_virtual(name: str, num_ranks: int, transport: str, by_expert: bool) ->
 
 
 @LAYOUTS
-@pytest.mark.parametrize("name", [name for name in FEW if name in NAMES])
+@pytest.mark.parametrize("name", at_night(NAMES, gate=("plain", "holes")))
 def test_17_virtual_ranks(name: str, by_expert: bool) -> None:
     case = replace(case_of(name, 17), transport="direct", kernels="numba")
     check(case, by_expert, run_virtual(job, 17, case, by_expert).results)

@@ -5,7 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from tests.cases.lanes import at_night
 from tests.cases.source import imported, parsed
 
 ROOT = Path(__file__).parents[2]
@@ -84,6 +88,20 @@ def test_tests_can_fail() -> None:
             assert any(isinstance(one, ast.Assert) for one in inside) or any(
                 word in name for name in called for word in checks
             ), f"{path.relative_to(ROOT)}:{node.lineno}: {node.name} asserts nothing"
+
+
+def test_parameters_of_the_night_are_plain_values() -> None:
+    """One with marks inside another would be handed to the test as it is."""
+    night = at_night(["a", "b"], gate=("b",))
+    assert night == [pytest.param("a", marks=pytest.mark.slow), "b"]
+    wrong: dict[str, tuple[Any, Any]] = {
+        "got parameters with marks": (night, ()),
+        "got parameters with marks: .*'a'": (["a", "b"], night),
+        "gate has .'c'., which no parameter is": (["a", "b"], ("b", "c")),
+    }
+    for message, (params, gate) in wrong.items():
+        with pytest.raises((TypeError, ValueError), match=message):
+            at_night(params, gate)
 
 
 def test_nothing_is_selected_by_a_substring() -> None:

@@ -13,10 +13,9 @@ import torch
 import tokenyard
 from tests.cases import enclosed_errors as errors
 from tests.cases.clock import scaled
-from tests.cases.conformance import CASES, SAMPLED, check, name_of, on_nodes
+from tests.cases.conformance import CASES, FEW, SAMPLED, check, name_of, on_nodes
 from tests.cases.exchange import job
 from tests.cases.inside import transport_of
-from tests.cases.lanes import at_night
 from tests.cases.processes import Pools
 from tokenyard.testing import Processes, run_virtual
 from tokenyard.wire import node_blocks
@@ -48,7 +47,7 @@ def test_virtual_ranks(name: str, sizes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("sizes", MORE_SHAPES, ids=name_of)
-@pytest.mark.parametrize("name", at_night(SAMPLED, gate=SAMPLED[:2]))
+@pytest.mark.parametrize("name", FEW)
 def test_more_shapes(name: str, sizes: tuple[int, ...]) -> None:
     case = on_nodes(name, sizes)
     check(case, run_virtual(job, case.num_ranks, case).results)
