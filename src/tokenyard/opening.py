@@ -49,6 +49,11 @@ from tokenyard.types import Origin, digest
 
 _log = logging.getLogger("tokenyard")
 _MOST_BYTES = 2**50
+_BESIDE_A_BALANCE = (
+    "a Buffer has a balance, want neither low_latency_mode nor Replicas with it: slots of the "
+    "low-latency mode, and copies, stay where they are"
+)
+_NO_COPIES = "placement is Replicas, want the rank of each expert: ElasticBuffer knows no copies"
 
 
 def take_group(group: Any, comm: Any = None) -> Any:
@@ -156,18 +161,18 @@ class Options:
             validate.switch(name, getattr(self, name))
         if self.balance is not None:
             validate.balance(self.balance)
-            validate.require(
-                not (self.low_latency_mode or isinstance(self.placement, Replicas)),
-                "a Buffer has a balance, want neither low_latency_mode nor Replicas with it: slots "
-                "of the low-latency mode, and copies, stay where they are",
-            )
+            validate.require(not self.low_latency_mode, _BESIDE_A_BALANCE)
         if self.placement is None:
             return kernel_set, None
-        validate.require(
-            self.takes_replicas or not isinstance(self.placement, Replicas),
-            "placement is Replicas, want the rank of each expert: ElasticBuffer knows no copies",
-        )
-        return kernel_set, validate.placement(self.placement, num_ranks, device)
+        placement = validate.placement(self.placement, num_ranks, device, self.no_copies)
+        return kernel_set, placement
+
+    @property
+    def no_copies(self) -> str:
+        """Why experts can have no copies here, now and after a rebalance; "" if they can."""
+        if self.balance is not None:
+            return _BESIDE_A_BALANCE
+        return "" if self.takes_replicas else _NO_COPIES
 
     def digest(self, placement: Placement | None) -> int:
         """A digest of the options that must be the same on all ranks."""
@@ -295,7 +300,7 @@ def _build(
     place = repr((processes, machines, topology.node_of_rank, where, opened.name))
     origin = Origin(shared_id, rank, digest(place), tuple(topology.node_of_rank))
     slack = _slack(options.balance, met.alone, topology, rank)
-    beside = agreement, topology, met.placement, origin, own_id, streams, slack
+    beside = agreement, topology, met.placement, origin, own_id, streams, slack, options.no_copies
     engine = Engine(opened, communicator, met.kernel_set, *beside)
     if not options.low_latency_mode:
         return engine, None

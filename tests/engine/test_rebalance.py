@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import tokenyard
 from tests.cases.replicas import Case, inputs
-from tokenyard import CallMismatch, PeerInputError, Replicas, spec
+from tokenyard import CallMismatch, PeerInputError, Replicas, nn, spec
 from tokenyard.testing import assert_same, run_virtual
 
 AFTER = ((0, 1, 5), (2, 0), (3, 4, 0), (1, 0))
@@ -169,6 +170,23 @@ def test_elastic_buffers_take_no_copies() -> None:
         copies: Any = Replicas([[0], [0, 1]])
         with pytest.raises(ValueError, match="ElasticBuffer knows no copies"):
             tokenyard.ElasticBuffer(group, num_max_tokens_per_rank=8, hidden=16, placement=copies)
+
+    run_virtual(job, 2)
+
+
+def test_a_balance_takes_no_copies_later_either() -> None:
+    """The words of the Buffer that was to be made with them, on all ranks; nothing changes."""
+
+    def job(group: Any) -> None:
+        rank, words = group.rank(), "a Buffer has a balance, want neither low_latency_mode nor"
+        with tokenyard.Buffer(group, balance="exact", timeout=5) as buffer:
+            layer = nn.MoE(buffer, 8, 8, nn.RouterConfig(num_experts=4, num_topk=2))
+            for move in (buffer.rebalance, partial(nn.rebalance, layer)):
+                with pytest.raises(ValueError, match=words):
+                    move(Replicas([[1, 0], [3, 2]]))
+            assert buffer.get_local_experts(4) == [[0, 1], [2, 3]][rank]
+            buffer.rebalance(torch.tensor([1, 0, 1, 0]))
+            assert buffer.get_local_experts(4) == [[1, 3], [0, 2]][rank]
 
     run_virtual(job, 2)
 

@@ -45,14 +45,15 @@ class Core:
         buffer_id: int,
         streams: Streams | None,
         slack: float | None = None,
+        no_copies: str = "",
     ) -> None:
         """`streams` is None where the tensors are on CPU; `communicator` is that of the group.
 
         `origin` is that of handles; `buffer_id` is a number that this Buffer has on this rank only;
-        `slack` is that of a balance, if there is one.
+        `slack` is that of a balance, if there is one; `no_copies` says why experts have no copies.
         """
         self.transport, self.communicator, self.topology = transport, communicator, topology
-        self.origin, self.buffer_id = origin, buffer_id
+        self.origin, self.buffer_id, self._no_copies = origin, buffer_id, no_copies
         self.rank, self.num_ranks = transport.rank, transport.size
         self.kernels, self.agreement, self.streams = kernels, agreement, streams
         self.failure = Failure(self.rank, transport.tell)
@@ -82,6 +83,10 @@ class Core:
         self.local.place(placement)
         self.statistics.forget_loads()
         self.origin = self.origin._replace(place=digest(f"{self.origin.place} {mark}"))
+
+    def checked_placement(self, placement: Any) -> Placement:
+        """What `rebalance` was given."""
+        return validate.placement(placement, self.num_ranks, self.device, self._no_copies)
 
     def known(self, handle: Any) -> Handle:
         """The handle that a user gave. One of another Buffer may be of a dispatch that goes on on

@@ -134,7 +134,7 @@ def _agree(engine: Engine, placement: Any) -> Moves:
     """
     engine.worker.drain()
     try:
-        placed = validate.placement(placement, engine.num_ranks, engine.device)
+        placed = engine.checked_placement(placement)
         before = engine.local.given_placement
         if before is None:  # even: any number of experts, so as many as there will be
             before = Placement.even(num_logical(placed), engine.num_ranks)

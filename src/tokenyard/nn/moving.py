@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tokenyard import validate
 from tokenyard.buffer import Buffer
 from tokenyard.engine.failure import raised_on_all_ranks
 from tokenyard.errors import TokenyardError
@@ -57,7 +56,7 @@ def rebalance(module: nn.Module, placement: Tensor | Replicas, *optimizers: Opti
     require(len(held) > 0, "the module holds no experts of a Buffer, want one that has an nn.MoE")
     buffer = held[0][1].buffer
     try:
-        after = as_replicas(validate.placement(placement, buffer.group_size))
+        after = as_replicas(buffer._open_engine().checked_placement(placement))
         stacks = _check(module, held, after, optimizers)
     except Exception as error:
         buffer.refuse(error)

@@ -274,9 +274,12 @@ def biases(value: Any, like: Tensor, num_tokens: int, after: EventHandle | None)
     ]
 
 
-def placement(value: Any, num_ranks: int, device: torch.device = CPU) -> Placement:
-    """What placement= names: the rank of each expert, or Replicas."""
+def placement(
+    value: Any, num_ranks: int, device: torch.device = CPU, no_copies: str = ""
+) -> Placement:
+    """The rank of each expert, or Replicas, unless `no_copies` says why they cannot be."""
     if isinstance(value, Replicas):
+        require(not no_copies, no_copies)
         require(
             value.num_ranks == num_ranks,
             f"placement has slots of {value.num_ranks} ranks, want {num_ranks}, those of the group",
