@@ -56,6 +56,30 @@ def test_calls_by_owner_come_between(transport: str) -> None:
     assert_same(balanced, plain)
 
 
+def test_slots_are_told_from_as_many_experts() -> None:
+    """3 experts of uneven nodes have 5 slots, and 5 experts live elsewhere than those."""
+
+    def job(group: Any, first: bool) -> list[Any]:
+        x, ids = torch.randn(6, 8), (torch.arange(6) % 5)[:, None]
+        weights, got = torch.ones(6, 1), []
+        with tokenyard.Buffer(
+            group, transport="direct", ranks_per_node=[1, 2], balance=0.0
+        ) as buffer:
+            if first:
+                few = torch.zeros_like(ids)
+                buffer.dispatch_by_expert(x, few, weights, num_experts=3)
+                buffer.dispatch(x, topk_idx=few, topk_weights=weights, num_experts=3)
+            for _ in range(3):
+                given: Any = {"num_experts": 5, "balanced": False}
+                rows = buffer.dispatch_by_expert(x, ids, weights, **given)
+                got.append([list(rows.x.shape), rows.offsets])
+                plain = buffer.dispatch(x, topk_idx=ids, topk_weights=weights, **given)
+                got.append([plain.recv_topk_idx, plain.num_recv_tokens_per_expert_list])
+            return [*got, buffer.stats()["expert_load"]]
+
+    assert_same(*(run_virtual(job, 3, first).results for first in (True, False)))
+
+
 def wrong_calls(group: Any) -> list[str]:
     """Calls with a fault on rank 1, after each of which the Buffer goes on."""
     told, rank = [], group.rank()

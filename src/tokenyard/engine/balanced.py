@@ -175,7 +175,7 @@ class Balance:
         addresses = [one.ctypes.data for one in (*arrays, self._last)]
         beside[of.SLACK] = self._millionths
         beside[of.OWNERS :] = array("q", addresses)
-        plan = self._plans.new_balance(STAGE, owners.num_experts, tag, beside)
+        plan = self._plans.new_balance(STAGE, owners, tag, beside)
         plan.keep(slots)
         return plan, beside
 

@@ -191,13 +191,13 @@ class SharedCalls:
             given.x.dtype,
             given.x.shape[1],
             -1 if given.topk_idx is None else given.topk_idx.shape[1],
-            given.placement.num_experts,
+            given.placement,
             given.expert_alignment,
             given.tag,
             None if given.scales is None else (given.scales.shape[1], given.scales.dtype),
         )
         find = self.plans.new_dispatch if completion.async_finish else self.plans.find_dispatch
-        plan = find(shape, given.placement, given.config)
+        plan = find(shape, given.config)
         numbers = self._local.token_numbers(given.x.shape[0])
         if completion.async_finish:  # the thread reads them, whatever later calls make of theirs
             plan.keep(numbers)
@@ -225,10 +225,18 @@ class SharedCalls:
             ledger, (given, scales) = known_ledger(known, self._rank), columns
             beside_x = None if scales is None else (scales.shape[1], scales.dtype)
             shape = DispatchShape(
-                _AGAIN, given.dtype, given.shape[1], -1, 0, 1, -1, beside_x, is_cached=True
+                _AGAIN,
+                given.dtype,
+                given.shape[1],
+                -1,
+                self._local.any_placement,
+                1,
+                -1,
+                beside_x,
+                is_cached=True,
             )
             find = self.plans.new_dispatch if completion.async_finish else self.plans.find_dispatch
-            plan = find(shape, self._local.any_placement, request.config)
+            plan = find(shape, request.config)
         except Exception as error:
             core.reject(_AGAIN, error)
         _tell_sources(plan, columns)

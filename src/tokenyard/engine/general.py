@@ -86,7 +86,7 @@ class GeneralCalls:
         )
         event = core.finish(work, completion, None, [*columns, *arrive, src_idx], stage)
         if given.topk_idx is not None:
-            load = core.statistics.load(given.placement.num_experts, len(per_expert))
+            load = core.statistics.load(given.placement)
             load += per_expert
         present = [column for column in columns if column is not None]
         width = sum(row_widths(present))

@@ -151,7 +151,7 @@ class NodeCalls(GeneralCalls):
         handle = Handle(self._core.origin, number, *plan.shape, ledger)
         statistics = self._core.statistics
         first, num_local = at.BEFORE + say.PAYLOAD + 1, len(plan.per_expert)
-        load = statistics.load(table[at.NUM_EXPERTS], num_local)
+        load = statistics.load(plan.kept[0])
         load += heard[self._steps.slots_R, first : first + num_local].sum(0)
         sent_R, width = marks_TR.sum(0), plan.record_bytes
         statistics.count(stage, begin, sent_R, tally_FR[at.CAME_ROWS], width, COMPILED)

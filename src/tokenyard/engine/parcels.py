@@ -29,6 +29,7 @@ from tokenyard.runtime.memory import as_bytes
 from tokenyard.runtime.threads import in_threads, num_threads
 from tokenyard.shm.pool import rows
 from tokenyard.shm.shared_rows import NOTHING
+from tokenyard.topology import Placement
 from tokenyard.types import KnownPairs
 from tokenyard.wire import call as at
 from tokenyard.wire import int64s
@@ -212,8 +213,8 @@ class ParcelCalls:
             assert given.topk_idx is not None
             assert given.topk_weights is not None
             columns = Columns(given.x, given.scales, given.topk_idx, given.topk_weights)
-            shape = _shape(columns, request, given.placement.num_experts)
-            plan = self._plans.find_dispatch(shape, given.placement, given.config)
+            shape = _shape(columns, request, given.placement)
+            plan = self._plans.find_dispatch(shape, given.config)
             self._plans.learn(request, DISPATCH, given, plan)
             for place, column in enumerate(columns):
                 plan.table[at.SOURCES + place] = 0 if column is None else column.data_ptr()
@@ -303,8 +304,8 @@ class ParcelCalls:
         return sums
 
 
-def _shape(columns: Columns, request: DispatchRequest, num_slots: int) -> DispatchShape:
+def _shape(columns: Columns, request: DispatchRequest, placement: Placement) -> DispatchShape:
     x, scales, topk_idx, _ = columns
     beside = None if scales is None else (scales.shape[1], scales.dtype)
-    more = num_slots, request.expert_alignment, request.tag, beside
+    more = placement, request.expert_alignment, request.tag, beside
     return DispatchShape(DISPATCH, x.dtype, x.shape[1], topk_idx.shape[1], *more)

@@ -70,7 +70,7 @@ class DispatchShape(NamedTuple):
     dtype: torch.dtype
     hidden: int
     num_topk: int  # -1 without experts
-    num_experts: int
+    placement: Placement  # where rows go
     expert_alignment: int
     tag: int
     scales: tuple[int, torch.dtype] | None  # of a row
@@ -292,12 +292,12 @@ class Plans:
             self._seen.clear()
         self._seen[key] = plan, is_like
 
-    def find_dispatch(self, shape: DispatchShape, placement: Placement, config: Config) -> Plan:
+    def find_dispatch(self, shape: DispatchShape, config: Config) -> Plan:
         """The plan of a shape that was checked."""
         found = self._known.get(shape)
         if found is not None and found.config == config:
             return found
-        return self._keep(self.new_dispatch(shape, placement, config))
+        return self._keep(self.new_dispatch(shape, config))
 
     def find_combine(self, shape: CombineShape, config: Config) -> Plan:
         """The plan of a combine whose shape was checked."""
@@ -312,9 +312,10 @@ class Plans:
         self._known[plan.shape] = plan
         return plan
 
-    def new_dispatch(self, shape: DispatchShape, placement: Placement, config: Config) -> Plan:
+    def new_dispatch(self, shape: DispatchShape, config: Config) -> Plan:
         """One that nobody else uses."""
         is_by_expert, num_topk = shape.stage == BY_EXPERT, shape.num_topk
+        placement = shape.placement
         more = {"buffer": self._buffer_id, "tag": shape.tag}
         scale_bytes = 0
         if shape.scales is not None:
@@ -348,7 +349,7 @@ class Plans:
         plan.table[at.IDS], plan.ids_at = ids, at.SOURCES + ids
         plan.ends = memory.empty(len(plan.per_expert), dtype=torch.int32)
         plan.take_scratch(self._size, placement.num_experts, max(num_topk, 0))
-        load = self._statistics.load(placement.num_experts, len(plan.per_expert))
+        load = self._statistics.load(placement)
         plan.count(self._statistics.address(shape.stage), load)
         if plan.combine_dtype in validate.SUMMABLE:
             self._kernels.expect_calls(plan.combine_dtype)
@@ -356,9 +357,10 @@ class Plans:
         plan.call = made(plan.address)
         return plan
 
-    def new_balance(self, stage: str, num_experts: int, tag: int, beside: array[int]) -> Plan:
+    def new_balance(self, stage: str, owners: Placement, tag: int, beside: array[int]) -> Plan:
         """That of a call in which ranks tell each other of their pairs."""
-        shape = DispatchShape(stage, torch.int64, 0, -1, num_experts, 1, tag, None)
+        shape = DispatchShape(stage, torch.int64, 0, -1, owners, 1, tag, None)
+        num_experts = owners.num_experts
         words = {"stage": STAGES.index(stage), "num_experts": num_experts, "tag": tag}
         told = Call(buffer=self._buffer_id, **words)
         plan = Plan(shape, Config(), told, self._words, [0], num_experts)

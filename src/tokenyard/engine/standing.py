@@ -46,9 +46,9 @@ class _Turn:
         size, most, num_topk = core.num_ranks, shape.max_tokens, shape.num_topk
         dispatch, combine = shape.stages
         placement = core.local.slots(shape.num_experts)
-        more = num_topk, placement.num_experts, shape.expert_alignment, shape.tag, None
+        more = num_topk, placement, shape.expert_alignment, shape.tag, None
         self.plan = calls.plans.new_dispatch(
-            DispatchShape(dispatch, shape.dtype, shape.hidden, *more), placement, shape.config
+            DispatchShape(dispatch, shape.dtype, shape.hidden, *more), shape.config
         )
         pairs = num_topk if shape.by_expert else 0
         self.back = calls.plans.new_combine(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tokenyard.runtime.waits import Waits
-from tokenyard.topology import Topology
+from tokenyard.topology import Placement, Topology
 from tokenyard.transports import Transport
 from tokenyard.transports.base import SharedMemoryTransport
 from tokenyard.types import Flow
@@ -34,7 +34,7 @@ class Statistics:
         self.rank, self._size, self._links, self.waits = rank, len(links), links, waits
         self._words = np.zeros((_MOST_STAGES, counter_words(len(links))), np.int64)
         self._stages: dict[str, np.ndarray] = {}  # rows of these
-        self._loads: dict[tuple[int, int], np.ndarray] = {}  # by (E, L): [L]
+        self._loads: dict[Placement, np.ndarray] = {}  # [L]
         # By stage and way. Compiled calls are not here: they are all others.
         self._step_by_step = Counter[tuple[str, str]]()
 
@@ -56,11 +56,12 @@ class Statistics:
         """The placement has changed: experts have other places."""
         self._loads.clear()
 
-    def load(self, num_experts: int, num_local: int) -> np.ndarray:
-        """[num_local]: pairs, or rows, that each of this rank's experts has got."""
-        found = self._loads.get((num_experts, num_local))
+    def load(self, placement: Placement) -> np.ndarray:
+        """[L]: pairs, or rows, that each of this rank's experts has got."""
+        found = self._loads.get(placement)
         if found is None:
-            found = self._loads[num_experts, num_local] = np.zeros(num_local, np.int64)
+            num_local = len(placement.experts_of_rank[self.rank])
+            found = self._loads[placement] = np.zeros(num_local, np.int64)
         return found
 
     def count(
@@ -147,7 +148,7 @@ class Statistics:
         self.waits.reset()
 
 
-def _most(loads: Mapping[tuple[int, int], np.ndarray]) -> np.ndarray:
+def _most(loads: Mapping[Placement, np.ndarray]) -> np.ndarray:
     """The load of most rows: a Buffer as a rule serves layers of one number of experts."""
     return max(loads.values(), key=lambda load: int(load.sum()), default=np.zeros(0, np.int64))
 

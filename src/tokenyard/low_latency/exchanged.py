@@ -116,7 +116,7 @@ class ExchangedSlots:
         self._kernels.fill_slots(blocks, num_tokens, shape, out)
         if totals is not None:
             totals += out.counts
-        load = self._statistics.load(shape.placement.num_experts, shape.num_local)
+        load = self._statistics.load(shape.placement)
         load += out.counts.numpy()
 
     def send_combine(self, number: int, y: Tensor, back: PendingCombine, out: Tensor) -> int:

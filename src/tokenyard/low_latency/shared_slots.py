@@ -343,7 +343,7 @@ class SharedSlots:
         table[at.POST], table[at.READ] = post.own, post.read
         table[at.PEERS], table[at.HEAD] = post.peers, post.head_at
         table[at.COUNTERS] = self._statistics.address(post.stage)
-        load = self._statistics.load(shape.placement.num_experts, shape.num_local)
+        load = self._statistics.load(shape.placement)
         table[at.LOAD] = load.ctypes.data
         if dtype is None:
             send, receive = self._kernels.dispatch_calls(shape, int64s.address(table))
