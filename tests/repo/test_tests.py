@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,21 @@ def test_parameters_of_the_night_are_plain_values() -> None:
     for message, (params, gate) in wrong.items():
         with pytest.raises((TypeError, ValueError), match=message):
             at_night(params, gate)
+
+
+def test_files_that_tests_name_from_where_they_stand_are_there() -> None:
+    """A test that has moved would look for its files beside the old place."""
+    made = ("'.ci'", "'shared'")  # environments, and what lies beside the repository
+    for path in FILES:
+        for node in ast.walk(parsed(path)):
+            if not isinstance(node, ast.BinOp):
+                continue
+            named = ast.unparse(node)
+            if re.fullmatch(r"Path\(__file__\)\.parents?\S*( / '[^']+')+", named) and not any(
+                word in named for word in made
+            ):
+                found = eval(named, {"Path": Path, "__file__": str(path)})
+                assert found.exists(), f"{path.relative_to(ROOT)}:{node.lineno}: {named}"
 
 
 def test_nothing_is_selected_by_a_substring() -> None:
