@@ -179,7 +179,7 @@ def test_a_balance_takes_no_copies_later_either() -> None:
 
     def job(group: Any) -> None:
         rank, words = group.rank(), "a Buffer has a balance, want neither low_latency_mode nor"
-        with tokenyard.Buffer(group, balance="exact", timeout=5) as buffer:
+        with tokenyard.Buffer(group, balance="exact") as buffer:
             layer = nn.MoE(buffer, 8, 8, nn.RouterConfig(num_experts=4, num_topk=2))
             for move in (buffer.rebalance, partial(nn.rebalance, layer)):
                 with pytest.raises(ValueError, match=words):
