@@ -40,13 +40,13 @@ def two(processes: Pools) -> Processes:
 
 
 def layer(buffer: tokenyard.Buffer, num_topk: int = 3, **options: Any) -> MoE:
-    """The same on every rank; tokens like its first experts best."""
+    """The same on every rank, to be evaluated; tokens like its first experts best."""
     torch.manual_seed(3)
     router = RouterConfig(num_experts=NUM_EXPERTS, num_topk=num_topk)
     made = MoE(buffer, HIDDEN, 24, router, shared=8, **options)
     with torch.no_grad():
         made.router.weight.add_(torch.linspace(1, 0, NUM_EXPERTS)[:, None])
-    return made
+    return made.eval()
 
 
 def inputs(rank: int, num_tokens: int) -> Tensor:
@@ -128,7 +128,7 @@ def train(group: Any, parts: str) -> None:
     """Steps of an optimiser: the same bits, and the next evaluation has their weights."""
     rank = group.rank()
     with opened(group) as buffer, opened(group, balance=0.0) as balanced:
-        models = layer(buffer), layer(balanced)
+        models = layer(buffer).train(), layer(balanced).train()
         x, grads = inputs(rank, 12), []
         for model in models:
             if parts == "experts alone":
@@ -145,7 +145,7 @@ def train(group: Any, parts: str) -> None:
             assert one is not None
             assert other is not None
             assert_same(other, one)
-        plain, model = models
+        plain, model = models[0].eval(), models[1].eval()
         with torch.no_grad():
             near(model(x), plain(x))
         model.load_state_dict(layer(buffer).state_dict())  # in place
@@ -159,6 +159,28 @@ def train(group: Any, parts: str) -> None:
 @pytest.mark.parametrize("parts", ["all", "experts alone"])
 def test_training_is_as_without_a_balance(two: Processes, parts: str) -> None:
     two.run(train, parts)
+
+
+def infer(group: Any) -> None:
+    """Where all ranks make a model in inference mode, and where one does."""
+    with opened(group) as buffer, opened(group, balance="exact") as balanced:
+        plain, x = layer(buffer), inputs(group.rank(), 30)
+        for ranks in ((0, 1), (0,)):
+            with torch.inference_mode(group.rank() in ranks):
+                model = layer(balanced)
+            assert model.experts.down.is_inference() == (group.rank() in ranks)
+            for without in (torch.no_grad, torch.inference_mode):
+                with without():
+                    near(model(x), plain(x))
+            share_experts(model)
+            with torch.inference_mode():
+                share_experts(model)
+                model.load_state_dict(plain.state_dict())
+                near(model(x), plain(x))
+
+
+def test_a_model_may_be_made_in_inference_mode(two: Processes) -> None:
+    two.run(infer)
 
 
 def assign(model: MoE) -> None:
@@ -237,7 +259,7 @@ def empty_first(group: Any) -> None:
     with opened(group, balance=0.0) as buffer, torch.no_grad():
         whole, x = layer(buffer), inputs(group.rank(), 4)
         with torch.device("meta"):
-            model = MoE(buffer, HIDDEN, 24, whole.router.config, shared=8)
+            model = MoE(buffer, HIDDEN, 24, whole.router.config, shared=8).eval()
         model.to_empty(device="cpu").load_state_dict(whole.state_dict())
         share_experts(model)
         assert_same(model(x), whole(x))
@@ -265,5 +287,6 @@ def without_balance(group: Any) -> tuple[int, int]:
 
 
 def test_memory_goes_with_the_model(two: Processes) -> None:
-    for taken, given_back in two.run(without_balance):
-        assert taken == given_back == 2 * 2  # parameters times ranks
+    for rank, (taken, given_back) in enumerate(two.run(without_balance)):
+        # Parameters times ranks, and for rank 1 rank 0's page in which its part begins.
+        assert taken == given_back == 2 * (2 + rank)

@@ -100,12 +100,13 @@ class Placed:
     def share_stack(self, own: Tensor) -> Stack:
         """Put this rank's stack [L, ...] of experts, on CPU, where all ranks of its node read it,
         each at addresses of its own: `own` is its copy, which this rank may write to, and `node`
-        [E, ...] is the stacks of all ranks of the node, by rank, to be read alone.
+        [E, ...] is the stacks of all ranks of the node, by rank, to be read alone. Both are
+        contiguous.
 
         L may differ between ranks; the rest of the shape and the dtype must be the same, or all
-        ranks raise, as they do if one has no memory. Whoever writes to the part of another rank
-        dies of it. What is there stays for as long as a tensor of it lives, also on other ranks:
-        if the owner has died, its last values. Write between steps, when nobody reads.
+        ranks raise, as they do if one has no memory. Whoever writes to a page of other ranks' parts
+        alone dies of it. What is there stays for as long as a tensor of it lives, also on other
+        ranks: if the owner has died, its last values. Write between steps, when nobody reads.
         """
         self._use.stage = "share stack"
         with self._use as engine:

@@ -33,8 +33,10 @@ def share_stack(engine: Engine, own: Any) -> Stack:
     nodes, told = engine.topology, _tell(engine, lambda: (len(own),))
     here = nodes.ranks_of_node[nodes.node_of_rank[engine.rank]]
     with closing(Making(own, {rank: told[rank][0] for rank in here}, engine.rank)) as making:
-        words = _tell(engine, making.write)
-        _tell(engine, lambda: making.map(words))  # no rank may close before all have mapped it
+        words = _tell(engine, making.take)
+        _tell(
+            engine, lambda: making.map(words)
+        )  # no rank may close before all have mapped it, and written
     return making.stack
 
 

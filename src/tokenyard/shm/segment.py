@@ -110,7 +110,7 @@ def attach(
         if os.fstat(mine).st_size != file_bytes(num_bytes):
             raise Gone("it is not as large as was told")
         if place is not None:
-            map_at(place, mine, num_bytes, is_own=False)
+            map_at(place, mine, num_bytes)
             return np.empty(0, np.uint8)
         return np.frombuffer(map_file(mine, num_bytes, is_own=False), np.uint8)
     except Gone:
@@ -183,11 +183,17 @@ def keep_mapped(address: int, num_bytes: int) -> Any:
     return mapped
 
 
-def map_at(place: int, fd: int, num_bytes: int, is_own: bool) -> None:
-    """Map a file to addresses that `find_place` has found; a peer's, only to be read."""
-    allowed = mmap.PROT_READ | mmap.PROT_WRITE * is_own
+def map_at(place: int, fd: int, num_bytes: int) -> None:
+    """Map a file to addresses that `find_place` has found, only to be read."""
     flags = mmap.MAP_SHARED | MAP_FIXED | mmap.MAP_POPULATE
-    if system().mmap(place, num_bytes, allowed, flags, fd, 0) != place:
+    if system().mmap(place, num_bytes, mmap.PROT_READ, flags, fd, 0) != place:
+        raise system_error()
+
+
+def allow_writing(address: int, num_bytes: int) -> None:
+    """Let this process write to all pages that these bytes touch, whatever `map_at` has there."""
+    begin = address // mmap.PAGESIZE * mmap.PAGESIZE
+    if system().mprotect(begin, address + num_bytes - begin, mmap.PROT_READ | mmap.PROT_WRITE):
         raise system_error()
 
 
@@ -273,6 +279,7 @@ def system() -> Any:
     ]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return libc
 
 

@@ -1,9 +1,10 @@
 """Stacks of experts that the ranks of a node share: each process has those of all, side by side, as
-one tensor.
+one tensor without gaps, and so is each rank's part of it.
 
-A rank's stack lies in a segment of its own, which its owner alone can write to. Every process of
-the node maps the segments of all ranks into one range of addresses. A segment lives as long as some
-process maps it, so the others still read what a rank has left that died.
+A page lies in a segment of the rank that has its first byte. Every process of the node maps the
+segments of all ranks into one range of addresses, and may write to the pages of its own part: the
+first and the last may hold experts of its neighbours too. A segment lives as long as some process
+maps it, so the others still read what a rank has left that died.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -35,7 +37,7 @@ class Stack(NamedTuple):
 
 
 class Making:
-    """A stack on its way into shared memory: `write`, tell the others, `map`, and `close` when all
+    """A stack on its way into shared memory: `take`, tell the others, `map`, and `close` when all
     have done so. Raises SharedMemoryError.
     """
 
@@ -43,50 +45,62 @@ class Making:
 
     def __init__(self, own: Tensor, lengths: dict[int, int], rank: int) -> None:
         """`lengths` says how many experts each rank of the node has."""
-        self._own, self._lengths, self._rank = own, lengths, rank
+        self._own, self._rank = own, rank
         num_bytes = math.prod(own.shape[1:]) * own.element_size()
-        self._stride = whole_pages(num_bytes, *lengths.values())
+        ends = [num_bytes * end for end in accumulate(lengths.values(), initial=0)]
+        self._parts = dict(zip(lengths, pairwise(ends)))  # by rank, the bytes of its experts
+        self._num_bytes, self._num_experts = ends[-1], sum(lengths.values())
         self._segment: Segment | None = None
 
-    def write(self) -> Sequence[int]:
-        """Copy the stack into a segment: the words by which others map it."""
+    def take(self) -> Sequence[int]:
+        """Take memory for the pages of this rank: the words by which others map it."""
         if why := segment.why_not():
             raise SharedMemoryError(why)
-        if not (num_bytes := len(self._own) * self._stride):
+        begin, end = self._pages(self._rank)
+        if begin == end:
             return ()
-        self._segment = Segment(num_bytes)
-        self._view(self._segment.array(), len(self._own)).copy_(self._own)
+        self._segment = Segment(end - begin)
         return own_address(), *self._segment.told
 
     def map(self, told: Sequence[Sequence[int]]) -> Sequence[int]:
-        """Map the segments of the node's ranks, of which all have told. Nothing is to be told."""
-        total, huge = sum(self._lengths.values()), segment.huge_page()
-        memory, own, at = np.empty(0, np.uint8), slice(0), 0
-        if num_bytes := total * self._stride:
+        """Map the segments of the node's ranks, of which all have told, and copy the stack to its
+        part. Nothing is to be told.
+        """
+        (begin, end), memory = self._parts[self._rank], np.empty(0, np.uint8)
+        if num_bytes := self._num_bytes:
+            huge = segment.huge_page()
             try:
                 step = huge if 0 < huge <= num_bytes else mmap.PAGESIZE
-                begin = segment.find_place(num_bytes, step)
+                place = segment.find_place(num_bytes, step)
+                memory = np.frombuffer(segment.keep_mapped(place, num_bytes), np.uint8)
+                for rank in self._parts:
+                    self._map_part(place, rank, told[rank])
+                if begin < end:
+                    segment.allow_writing(place + begin, end - begin)
             except OSError as error:
                 raise segment.cannot(num_bytes, error) from error
-            memory = np.frombuffer(segment.keep_mapped(begin, num_bytes), np.uint8)
-            for rank, length in self._lengths.items():
-                size = length * self._stride
-                if rank == self._rank:
-                    own = slice(at, at + size)
-                if size:
-                    self._map_part(begin + at, size, rank, told[rank])
-                at += size
-        # Memory of its own for the rank's part: torch.save writes all that a tensor's storage has.
-        self.stack = Stack(self._view(memory[own], len(self._own)), self._view(memory, total))
+        with torch.inference_mode(self._own.is_inference()):  # what is made so cannot be trained
+            # Of its own storage, the whole of which torch.save writes.
+            own = self._view(memory[begin:end], len(self._own)).copy_(self._own)
+            self.stack = Stack(own, self._view(memory, self._num_experts))
         return ()
 
-    def _map_part(self, place: int, size: int, rank: int, told: Sequence[int]) -> None:
+    def _pages(self, rank: int) -> tuple[int, int]:
+        begin, end = self._parts[rank]
+        return round_up(begin, mmap.PAGESIZE), round_up(end, mmap.PAGESIZE)
+
+    def _map_part(self, place: int, rank: int, told: Sequence[int]) -> None:
         process, fd, _, identity = told
+        begin, end = self._pages(rank)
+        if begin == end:
+            return
         try:
-            if self._segment is not None and rank == self._rank:
-                segment.map_at(place, self._segment.fd, size, is_own=True)
+            if rank == self._rank:
+                assert self._segment is not None
+                segment.map_at(place + begin, self._segment.fd, end - begin)
             else:
-                segment.attach(process, fd, size, identity, within(_ANSWERS), place)
+                wait = within(_ANSWERS)
+                segment.attach(process, fd, end - begin, identity, wait, place + begin)
         except (OSError, SharedMemoryError) as error:
             what = f"it cannot map the stack of rank {rank}: {error}"
             raise SharedMemoryError(what) from error
@@ -99,18 +113,6 @@ class Making:
 
     def _view(self, memory: np.ndarray, length: int) -> Tensor:
         kind, shape = self._own.dtype, (length, *self._own.shape[1:])
-        plain, *inner = torch.empty(shape, dtype=kind, device="meta").stride()
-        stride = self._stride // kind.itemsize if length > 1 else plain
-        with torch.inference_mode(self._own.is_inference()):  # what is made so cannot be trained
-            if not memory.size:
-                return torch.empty(shape, dtype=kind, device="cpu")
-            return torch.from_numpy(memory).view(kind).as_strided(shape, (stride, *inner))
-
-
-def whole_pages(num_bytes: int, *lengths: int) -> int:
-    """Bytes from one expert to the next: as few as let each rank's experts fill whole pages.
-
-    >>> whole_pages(8192, 3, 5), whole_pages(512, 8, 16), whole_pages(12, 1, 2)
-    (8192, 512, 4096)
-    """
-    return round_up(num_bytes, mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, *lengths))
+        if not memory.size:
+            return torch.empty(shape, dtype=kind, device="cpu")
+        return torch.from_numpy(memory).view(kind).view(shape)

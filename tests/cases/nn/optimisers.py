@@ -56,8 +56,8 @@ def find(name: str) -> Any:
         return getattr(importlib.import_module(module), kind)
 
 
-def make(name: str, parameters: Any) -> Optimizer:
-    options = {"lr": 0.01, **OPTIONS.get(name, {})}
+def make(name: str, parameters: Any, **more: Any) -> Optimizer:
+    options = {"lr": 0.01, **OPTIONS.get(name, {}), **more}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return find(name)(parameters, **options)
