@@ -6,11 +6,13 @@ import copy
 import gc
 import os
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import tokenyard
 from tests.cases.clock import scaled
@@ -159,6 +161,38 @@ def train(group: Any, parts: str) -> None:
 @pytest.mark.parametrize("parts", ["all", "experts alone"])
 def test_training_is_as_without_a_balance(two: Processes, parts: str) -> None:
     two.run(train, parts)
+
+
+def compute_again(group: Any, worst: int) -> None:
+    """Checkpoints, whose forward pass may make no graph: the same bits, also of frozen experts."""
+    with opened(group) as buffer, opened(group, balance="exact") as balanced:
+        models = [
+            layer(one, num_worst_tokens=worst, dtype=torch.bfloat16).train()
+            for one in (buffer, balanced)
+        ]
+        for num_tokens, is_reentrant, is_trained in product(
+            (12, 150), (True, False), (True, False)
+        ):
+            got = []
+            for model in models:
+                model.experts.requires_grad_(is_trained)
+                model.zero_grad()
+                x = inputs(group.rank(), num_tokens).bfloat16().requires_grad_()
+                y = checkpoint(model, x, use_reentrant=is_reentrant)
+                y.float().square().sum().backward()
+                wanted = [one.grad for one in model.parameters() if one.requires_grad]
+                got.append([y.detach(), x.grad, *wanted])
+            assert_same(got[1], got[0])
+        with torch.no_grad():
+            models[1](inputs(group.rank(), 150).bfloat16())
+            assert balanced.stats()["balance"] is None
+            models[1].eval()(inputs(group.rank(), 150).bfloat16())
+            assert balanced.stats()["balance"]["borrowed_rows"] >= 0
+
+
+@pytest.mark.parametrize("worst", [0, 400], ids=["", "fixed sizes"])
+def test_what_is_computed_again_goes_by_owner_at_once(two: Processes, worst: int) -> None:
+    two.run(compute_again, worst)
 
 
 def infer(group: Any) -> None:

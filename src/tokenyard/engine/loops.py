@@ -91,8 +91,8 @@ class Few:
     turn comes stay as they are. To other ranks it is all the same.
     """
 
-    def __init__(self, use: Use, config: Config) -> None:
-        self._use, self._config = use, config
+    def __init__(self, use: Use, config: Config, has_balance: bool) -> None:
+        self._use, self._config, self._has_balance = use, config, has_balance
         self._idle: dict[Shape, list[StandingPair]] = {}
 
     def forget(self) -> None:
@@ -100,13 +100,19 @@ class Few:
         self._idle = {}
 
     def dispatch(
-        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, num_experts: int, tag: int
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        num_experts: int,
+        tag: int,
+        balanced: bool,
     ) -> Step | None:
         """What dispatch_by_expert does; None if that is as quick, or if no such shape can be
         prepared.
         """
-        if x.dim() != 2 or topk_idx.dim() != 2:
-            return None
+        if x.dim() != 2 or topk_idx.dim() != 2 or (self._has_balance and not balanced):
+            return None  # what is prepared is balanced
         (num_tokens, hidden), num_topk = x.shape, topk_idx.shape[1]
         shape = Shape(
             _FEW, hidden, num_topk, num_experts, x.dtype, True, 1, self._config, tag, True
@@ -179,4 +185,5 @@ def _new_pair(engine: Engine, shape: Shape) -> StandingPair:
 
 def few_of(engine: Engine, use: Use, config: Config) -> Few | None:
     """The exchange of few tokens; None where calls are not compiled."""
-    return Few(use, config) if isinstance(engine.calls, SharedCalls) else None
+    has_balance = engine.local.balance is not None
+    return Few(use, config, has_balance) if isinstance(engine.calls, SharedCalls) else None

@@ -154,14 +154,13 @@ def through_experts(
     balanced: bool = True,
 ) -> Tensor:
     """[T, D]: dispatch_by_expert, y = experts(x [M, D], offsets [L]) and combine_by_expert, by an
-    exchange that is prepared once where there can be one (`few_through_experts`). Where no
-    gradient is wanted rows are balanced if the Buffer is; else `balanced` is that of dispatch.
+    exchange that is prepared once where there can be one (`few_through_experts`). `place` and
+    `balanced` are those of dispatch.
     """
     given = buffer, x, topk_idx, topk_weights, num_experts
-    sums = few_through_experts(*given, experts, place=place)
+    sums = few_through_experts(*given, experts, place=place, balanced=balanced)
     if sums is not None:
         return sums
-    balanced = balanced or not torch.is_grad_enabled()
     rows = dispatch_by_expert(*given, place=place, balanced=balanced)
     y = experts(rows.x, rows.offsets)
     return combine_by_expert(buffer, y, rows)
@@ -176,6 +175,7 @@ def few_through_experts(
     experts: Callable[[Tensor, Tensor], Tensor],
     *,
     place: int | None = None,
+    balanced: bool = True,
 ) -> Tensor | None:
     """[T, D]: dispatch_by_expert, y = experts(x [M, D], offsets [L]) and combine_by_expert, if
     tokens are few, no gradient is wanted and the Buffer can prepare such an exchange; else None.
@@ -189,7 +189,7 @@ def few_through_experts(
     if place is not None:
         require_place(buffer, num_experts, place)
     with operators.same_on_all_ranks("x or topk_weights of dispatch_by_expert", False):
-        step = few.dispatch(*given, num_experts, tag=0)
+        step = few.dispatch(*given, num_experts, tag=0, balanced=balanced)
     if step is None:
         return None
     y = experts(step.x, step.offsets)

@@ -178,10 +178,11 @@ class MoE(nn.Module):
         else:
             # Those of functional.through_experts, whose own frame would cost torch.compile a graph.
             given, place = (self.buffer, *routed, self.num_experts), self._share.place
-            out = functional.few_through_experts(*given, self.experts, place=place)
+            balanced = self._share.may_borrow(self.experts)
+            more: dict[str, Any] = {"place": place, "balanced": balanced}
+            out = functional.few_through_experts(*given, self.experts, **more)
             if out is None:
-                balanced = self._share.may_borrow(self.experts)
-                rows = functional.dispatch_by_expert(*given, place=place, balanced=balanced)
+                rows = functional.dispatch_by_expert(*given, **more)
                 y = self.experts(rows.x, rows.offsets)
                 out = functional.combine_by_expert(self.buffer, y, rows)
         if self.shared is not None:
@@ -192,7 +193,8 @@ class MoE(nn.Module):
     def _with_fixed_sizes(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         """The forward pass with num_worst_tokens: no size depends on values."""
         shared = self._share.stacks
-        balanced = 0 if shared is None or torch.is_grad_enabled() else shared.num_balanced
+        may = self._share.may_borrow(self.experts) and not torch.is_grad_enabled()
+        balanced = shared.num_balanced if may and shared is not None else 0
         rows = functional.dispatch(
             self.buffer,
             x,

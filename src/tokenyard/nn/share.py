@@ -82,9 +82,11 @@ class Share:
         return self.mark if self.stacks is None else self.stacks.place
 
     def may_borrow(self, module: nn.Module) -> bool:
-        """Whether rows may go to ranks that only read the module's weights: nobody trains them."""
+        """Whether rows may go to ranks that only read the module's weights: nobody trains them. In
+        training mode reentrant checkpointing makes a call without a graph, and again with one.
+        """
         trained = torch.is_grad_enabled() and any(x.requires_grad for x in own_parameters(module))
-        return not trained
+        return not (module.training or trained)
 
     def weights(self, module: nn.Module, name: str, num_experts: int | None = None) -> Tensor:
         """A stacked parameter of the module, to compute with rows for so many experts: this rank's,

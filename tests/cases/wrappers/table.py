@@ -403,6 +403,11 @@ OTHERS = [
         "nn/test_moe.py::test_activation_checkpointing",
     ),
     (
+        "activation checkpointing with a balance, reentrant too",
+        "works, by owner",
+        "nn/test_share_experts.py::test_what_is_computed_again_goes_by_owner_at_once",
+    ),
+    (
         "activation checkpointing, reentrant, with an auxiliary loss",
         "refused by `auxiliary_losses`",
         "nn/test_training.py::test_an_auxiliary_loss_without_its_gradient_is_refused",

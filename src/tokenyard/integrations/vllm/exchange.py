@@ -87,10 +87,8 @@ class Exchange:
         if experts.known_as is not None:
             topk_ids = experts.known_as[topk_ids]
         weights, few = topk_weights.float(), self.buffer._few
-        if not balanced and self.buffer.balance is not None:
-            few = None  # what is prepared is balanced
         if few is not None and isinstance(x, Tensor):
-            step = few.dispatch(x, topk_ids, weights, experts.num_known, tag=-1)
+            step = few.dispatch(x, topk_ids, weights, experts.num_known, -1, balanced)
             if step is not None:
                 return Arrived(step.x, None, step.offsets, step.combine)
         got = self.buffer.dispatch_by_expert(
