@@ -33,6 +33,7 @@ def tokens_of(rank: int, num_tokens: int, num_experts: int, num_topk: int) -> tu
     x = torch.randint(1, 5, (num_tokens, HIDDEN), generator=random).float()
     ids = torch.rand(num_tokens, num_experts, generator=random).topk(num_topk).indices
     weights = torch.randint(1, 4, ids.shape, generator=random).float()
+    ids[::3, 0] = -1  # a choice that counts for nothing
     return x, ids.to(torch.int32), weights
 
 
@@ -45,7 +46,7 @@ def fake_experts(rows: Any, experts: list[int]) -> Tensor:
 
 def expected(x: Tensor, ids: Tensor, weights: Tensor, known: Tensor) -> Tensor:
     """Sums over the experts that are known."""
-    factor = ((ids + 1) * weights * known[ids.long()]).sum(1)
+    factor = ((ids + 1) * weights * known[ids.long()]).sum(1)  # -1 + 1 is 0
     return x * factor[:, None]
 
 

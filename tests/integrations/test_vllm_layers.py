@@ -109,17 +109,18 @@ def test_travelling_tokens(tokens: tuple[int, int]) -> None:
 
 def test_same_tokens_on_all_ranks() -> None:
     x, weights, ids = inputs(0, 9)
+    ids[::3, 0], weights[::3, 0] = -1, 0.0
     total = torch.zeros_like(x)
     for first in (0, 3):
         around, out = LocalPrepareAndFinalize(), torch.empty_like(x)
         rows, _, _, row_ids, row_weights = around.prepare(
             x, weights, ids, EXPERTS, expert_map(first, first + 3), False, UNQUANTISED, True
         )
-        assert len(rows) == int(((ids >= first) & (ids < first + 3)).sum())
+        assert len(rows) == int(((ids >= first) & (ids < first + 3)).sum())  # none for -1
         y = kernel(rows, row_weights, row_ids, slice(first, first + 3))
         around.finalize(out, y, row_weights, row_ids, False, TopKWeightAndReduceNoOP())
         total += out
-    assert_near(total, kernel(x, weights, ids, slice(EXPERTS)))
+    assert_near(total, kernel(x, weights, ids.clamp(min=0), slice(EXPERTS)))
 
 
 def test_the_output_may_be_what_the_kernel_wrote() -> None:
@@ -296,6 +297,7 @@ BALANCED = {
     "bfloat16": Case(dtype=BFLOAT16),
     "biases": Case(dtype=BFLOAT16, has_bias=True),
     "padded": Case(inner=40, has_bias=True),
+    "no whole pages": Case(dtype=BFLOAT16, hidden=32, inner=32, has_bias=True),
     "a tensor parallel rank": Case(ep_ranks=(1, 3), ep_size=4),
 }
 
@@ -312,9 +314,11 @@ def assert_balanced(ranks: Processes, case: Case) -> None:
         for num_rows, *known in new["seen"]:
             assert num_rows <= 1.01 * mean + 1
             assert known == [num_experts, num_experts]
-        assert_same(*new["out"])
-        got, want = new["out"][0].float(), old["out"][0].float()
-        assert (got - want).norm() <= close * want.norm()
+        first, again, *others = new["out"]
+        assert_same(again, first)
+        for got, want in zip(new["out"], old["out"]):
+            assert (got - want).float().norm() <= close * want.float().norm()
+        assert not len(first) or not any(torch.equal(one, first) for one in others)
 
 
 @pytest.mark.processes
@@ -330,19 +334,6 @@ def test_kernels_compute_with_the_experts_of_the_node(ranks: Processes, case: Ca
 def test_four_ranks_compute_for_each_other() -> None:
     with Processes(4, timeout=scaled(400)) as four:
         assert_balanced(four, Case(ep_ranks=(0, 1, 2, 3), ep_size=4, dtype=BFLOAT16))
-
-
-@pytest.mark.processes
-@pytest.mark.timeout(600)
-def test_weights_with_gaps_between_experts_are_not_shared(ranks: Processes) -> None:
-    case = Case(dtype=BFLOAT16, hidden=32, inner=32)
-    plain, asked = (ranks.run(through_layer, one, case) for one in ("", "exact"))
-    for old, new in zip(plain, asked):
-        assert new["seen"] == old["seen"]
-        assert_same(new["out"], old["out"])
-    why = "an expert has 2048 bytes, want a multiple of 4096"
-    assert plain[0]["lines"] == []
-    assert asked[0]["lines"] == [f"TOKENYARD_VLLM_BALANCE has no effect: {why}"]
 
 
 def test_quantised_weights_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,11 +76,24 @@ class Layer(torch.nn.Module):
         )
         self.method = UnquantizedFusedMoEMethod(self.moe_config)
         self.method.create_weights(self, len(mine), case.hidden, case.inner, case.dtype)
-        random = torch.Generator().manual_seed(99)
-        for one in self.parameters():
-            whole = torch.randn(EXPERTS, *one.shape[1:], generator=random)
-            one.data.copy_(whole[mine] / one.shape[-1] ** 0.5)
+        self.mine, self.raw = mine, {name: one.shape for name, one in self.named_parameters()}
+        self.draw(99)
         self.method.process_weights_after_loading(self)
+
+    def draw(self, seed: int) -> None:
+        """Fill biases where they are, and weights as they are before they are packed."""
+        random = torch.Generator().manual_seed(seed)
+        for name, shape in self.raw.items():
+            whole = torch.randn(EXPERTS, *shape[1:], generator=random)
+            drawn = (whole[self.mine] / shape[-1] ** 0.5).to(self.moe_config.in_dtype)
+            one = getattr(self, name)
+            if name.endswith("bias") and one.shape == shape:
+                one.data.copy_(drawn)
+            else:
+                one.data = drawn
+
+    def pack(self) -> None:
+        self.method.moe_kernel.fused_experts.process_weights_after_loading(self)
 
     def _expert_routing_tables(self) -> None:
         return None
@@ -91,8 +104,9 @@ class Layer(torch.nn.Module):
 
 @torch.inference_mode()
 def through_layer(group: Any, balance: str, case: Case) -> dict[str, Any]:
-    """What comes out of the layer for skewed tokens, twice; how many rows its kernel had, and of
-    how many experts; what was logged, and the shapes of weights.
+    """What comes out of the layer for skewed tokens, twice, with weights that were loaded later,
+    and with weights that were changed in place; how many rows its kernel had, and of how many
+    experts; what was logged, and the shapes of weights.
     """
     current_platform.import_kernels()
     hooks.install()
@@ -115,6 +129,15 @@ def through_layer(group: Any, balance: str, case: Case) -> dict[str, Any]:
 
             with patch.object(cpu_moe, "cpu_fused_moe", kernel):
                 out = [layer(x, weights, ids) for _ in range(2)]
+                with torch.inference_mode(False):
+                    layer.draw(98)
+                    layer.pack()
+                out.append(layer(x, weights, ids))
+                buffer.all_gather(torch.zeros(1))  # nobody reads
+                for one in layer.parameters():
+                    one.data.mul_(2)
+                buffer.all_gather(torch.zeros(1))  # nobody writes
+                out.append(layer(x, weights, ids))
             shapes = {name: list(one.shape) for name, one in layer.named_parameters()}
     return {"out": out, "seen": seen, "lines": lines, "shapes": shapes}
 

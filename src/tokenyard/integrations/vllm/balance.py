@@ -6,8 +6,6 @@ memory that the ranks of a node share: the layer keeps its part, and the kernel 
 
 from __future__ import annotations
 
-import math
-import mmap
 from typing import Any
 
 from torch import Tensor
@@ -30,21 +28,20 @@ def share(buffer: Buffer, layer: Any, quant_config: Any) -> dict[str, Tensor]:
     """The packed weights of all ranks of the node, by the names of the kernel's arguments. Nothing
     if they cannot be shared, on all ranks alike.
     """
-    packed = {"w1": layer.w13_weight, "w2": layer.w2_weight}
-    for one in packed.values():
-        num_bytes = math.prod(one.shape[1:]) * one.element_size()
-        if num_bytes % mmap.PAGESIZE:  # there would be gaps, which the kernel does not know
-            refuse(f"an expert has {num_bytes} bytes, want a multiple of {mmap.PAGESIZE}")
-            return {}
-    biases = [one for one in (quant_config._w1, quant_config._w2) if one.bias is not None]
+    held, biased = [layer.w13_weight, layer.w2_weight], []
+    for name, described in (("w13_bias", quant_config._w1), ("w2_bias", quant_config._w2)):
+        if described.bias is not None:
+            described.bias = getattr(layer, name)  # after an earlier packing it was the node's
+            held.append(described.bias)
+            biased.append(described)
     try:
-        stacks = {name: buffer.share_stack(one.data) for name, one in packed.items()}
-        of_node = [buffer.share_stack(one.bias.data).node.contiguous() for one in biases]
+        stacks = [buffer.share_stack(one.data) for one in held]
     except SharedMemoryError as error:
         refuse(str(error))
         return {}
-    for name, one in packed.items():
-        one.data = stacks[name].own
-    for one, bias in zip(biases, of_node):  # small enough for a copy on each rank
-        one.bias = bias
-    return {name: stack.node for name, stack in stacks.items()}
+    for one, stack in zip(held, stacks):
+        one.data = stack.own
+    w1, w2, *biases = (stack.node for stack in stacks)
+    for described, bias in zip(biased, biases):
+        described.bias = bias
+    return {"w1": w1, "w2": w2}

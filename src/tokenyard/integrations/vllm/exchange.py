@@ -85,7 +85,7 @@ class Exchange:
         """
         experts, topk_ids = self.experts(num_experts), topk_ids.to(torch.int64)
         if experts.known_as is not None:
-            topk_ids = experts.known_as[topk_ids]
+            topk_ids = experts.known_as[topk_ids].masked_fill(topk_ids < 0, -1)
         weights, few = topk_weights.float(), self.buffer._few
         if few is not None and isinstance(x, Tensor):
             step = few.dispatch(x, topk_ids, weights, experts.num_known, -1, balanced)

@@ -181,7 +181,9 @@ class LocalPrepareAndFinalize(_OneExpertARow):
         places: tuple[int, Tensor | None],
     ) -> Permuted:
         num_local, expert_map = places
-        local_ids = topk_ids if expert_map is None else expert_map[topk_ids.long()]
+        local_ids = topk_ids
+        if expert_map is not None:
+            local_ids = expert_map[topk_ids.long()].masked_fill(topk_ids < 0, -1)
         rows = permute(x, local_ids, num_local, scales=scales)
         self._way = rows.row_of, weights
         return rows
