@@ -81,6 +81,48 @@ def test_a_loaded_model_generates_and_trains(two: Processes, tmp_path: Path) -> 
     two.run(generate, str(tmp_path))
 
 
+def fine_tune(group: Any) -> None:
+    """As a Trainer does: torch's fused AdamW, and checkpoints whose forward pass has no graph. An
+    expert's biases are far smaller than a page.
+    """
+    trained = []
+    for options in ({"timeout": scaled(60)}, OPTIONS):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of their configs
+            model = expert_parallel(tiny_model("gpt_oss"), group, **options).train()
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        model.enable_input_require_grads()
+        own = {name: one for _, part, _ in shares(model) for name, one in part.named_parameters()}
+        assert len([name for name in own if name.endswith("bias")]) == 2
+        assert all(one.is_contiguous() for one in own.values())
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01, fused=True)
+        given = inputs_of(model, group.rank())
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(**given)[0].float().square().mean().backward()
+            optimizer.step()
+        trained.append(dict(model.named_parameters()))
+    want, got = trained
+    for name, one in want.items():
+        assert_same(got[name], one, name)
+
+
+def test_a_model_with_biases_is_fine_tuned_as_without_a_balance(two: Processes) -> None:
+    two.run(fine_tune)
+
+
+def infer(group: Any) -> None:
+    with torch.inference_mode():
+        plain = expert_parallel(jobs.whole_model("mixtral"), group, timeout=scaled(60)).eval()
+        model = expert_parallel(jobs.whole_model("mixtral"), group, **OPTIONS).eval()
+        given = inputs_of(plain, group.rank())
+        torch.testing.assert_close(model(**given)[0], plain(**given)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_may_be_made_in_inference_mode(two: Processes) -> None:
+    two.run(infer)
+
+
 def refuse(group: Any) -> list[str]:
     said = []
 
