@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -75,3 +77,19 @@ def test_a_folder_that_fails_leaves_the_old_one_alone(tmp_path: Path) -> None:
         write_half()
     assert [one.name for one in path.iterdir()] == ["model.bin"]
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_of_somebody_else_is_not_followed(tmp_path: Path) -> None:
+    """In a folder that others write to: no name that they can foresee is written to."""
+    path, theirs, names = tmp_path / "run.json", tmp_path / "theirs", set[str]()
+    theirs.write_text("theirs")
+    foreseen = f".run.json.{os.getpid()}-{threading.get_ident()}.half"
+    (tmp_path / foreseen).symlink_to(theirs)
+    for _ in range(2):
+        with whole_file(path) as half:
+            half.write_text("new")
+            names.add(half.parent.name)
+            assert half.parent.parent == tmp_path
+            assert half.parent.stat().st_mode & 0o077 == 0  # nobody else may put a link there
+    assert len(names) == 2
+    assert (theirs.read_text(), path.read_text()) == ("theirs", "new")

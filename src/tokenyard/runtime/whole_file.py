@@ -4,9 +4,7 @@ old one.
 
 from __future__ import annotations
 
-import os
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,15 +16,14 @@ def whole_file(path: Path) -> Iterator[Path]:
     """Write to the path that this gives. At the end that file takes its place; if the block raises,
     it is removed.
 
-    It lies in the same folder, since only within a file system a file takes another's place at
-    once. Its name begins with a dot, so that no pattern of names that begin with `path` finds it.
+    It lies beside `path`, since only within a file system a file takes another's place at once: in
+    a new folder, where nobody else can have put a link. Its name begins with a dot, so that no
+    pattern of names that begin with `path` finds it.
     """
-    half = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.half")
-    try:
+    with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as beside:
+        half = Path(beside, path.name)
         yield half
         half.replace(path)
-    finally:
-        half.unlink(missing_ok=True)
 
 
 @contextmanager
