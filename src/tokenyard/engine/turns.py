@@ -15,12 +15,11 @@ import numpy as np
 
 from tokenyard.engine.agreement import Agreement
 from tokenyard.engine.plans import Plan
-from tokenyard.shm.pool import SegmentPool
+from tokenyard.shm.pool import KEPT, SegmentPool
 from tokenyard.shm.segment import Segment
 from tokenyard.wire import call as at
 from tokenyard.wire import message as say
 
-KEPT = 1 << 20  # bytes of a block that stays lent
 _COPIED = 1 << 15  # bytes of rows that are copied though others could read them where they lie
 _BEGIN = say.SEGMENTS + say.SEGMENT_BEGIN
 

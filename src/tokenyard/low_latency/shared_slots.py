@@ -24,6 +24,7 @@ from tokenyard.low_latency.result_memory import Arrived
 from tokenyard.shm.attached import Mapped
 from tokenyard.shm.mailbox import YIELDS
 from tokenyard.shm.node import SharedNode
+from tokenyard.shm.pool import KEPT
 from tokenyard.shm.segment import Segment
 from tokenyard.types import ROW_DTYPES
 from tokenyard.wire import call_table as at
@@ -57,7 +58,6 @@ from tokenyard.wire.verdicts import (
 )
 
 _MANY = 16  # segments of a rank
-_ALWAYS_KEPT = 1 << 20  # bytes of a block
 _PATIENT = 32  # calls
 
 Call = Callable[[], int]  # a compiled call, which returns a verdict (see `wire.verdicts`)
@@ -311,7 +311,7 @@ class SharedSlots:
         place = post.place
         block = self.blocks[place]
         if block is not None and num_bytes <= block.size:
-            if block.size <= _ALWAYS_KEPT or block.size <= 4 * most:
+            if block.size <= KEPT or block.size <= 4 * most:
                 self._too_large[place] = 0
                 return block
             self._too_large[place] += 1

@@ -18,6 +18,7 @@ from tokenyard.comm.base import Communicator
 from tokenyard.errors import SharedMemoryError
 from tokenyard.shm.control import DROPS, NUM_DROPS, Control, ControlLayout
 from tokenyard.shm.liveness import Liveness
+from tokenyard.shm.pool import KEPT
 from tokenyard.shm.processes import Gone, within
 from tokenyard.shm.segment import Segment, attach
 from tokenyard.wire import call as at
@@ -114,8 +115,11 @@ class AttachedSegments:
             int(self._seen_drops[rank]),
         )
         drops = int(control.head[DROPS])
-        if drops - seen > NUM_DROPS:
-            mapped.clear()
+        if drops - seen > NUM_DROPS:  # Nobody knows which. A block that calls use is needed yet.
+            used = self._known[rank, :, 0].tolist()
+            mapped = self._mapped[rank] = {
+                one: its for one, its in mapped.items() if one in used and its.array.size <= KEPT
+            }
         for number in range(max(seen, drops - NUM_DROPS), drops):
             mapped.pop(int(control.drops[number % NUM_DROPS]), None)
         self._known[rank] = 0

@@ -15,6 +15,7 @@ from torch import Tensor
 from tokenyard.runtime.pool import Pool
 from tokenyard.shm.segment import Segment
 
+KEPT = 1 << 20  # bytes of a block that stays lent from call to call
 # What numpy calls a dtype, or another one of its size.
 _IN_NUMPY: dict[torch.dtype, np.dtype] = {
     torch.float32: np.dtype(np.float32),

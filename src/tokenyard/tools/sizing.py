@@ -25,11 +25,11 @@ import torch
 
 from tokenyard import validate
 from tokenyard.engine.inputs import SMALL
-from tokenyard.engine.turns import KEPT
 from tokenyard.low_latency.posts import control_bytes as post_bytes
 from tokenyard.runtime.pool import size_class
 from tokenyard.shm.control import ControlLayout
 from tokenyard.shm.node import BOX
+from tokenyard.shm.pool import KEPT
 from tokenyard.topology import Placement, Topology
 from tokenyard.transports.hierarchical import by_nodes
 from tokenyard.transports.hierarchical.enclosed import most_staging
