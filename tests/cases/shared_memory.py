@@ -3,20 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-
-from tokenyard.runtime import pool
-
-
-@contextmanager
-def quick_to_let_go() -> Iterator[None]:
-    """What was of no use to so many calls goes back to the system at once, not after seconds."""
-    seconds, pool._WINDOW_SECONDS = pool._WINDOW_SECONDS, 0.0
-    try:
-        yield
-    finally:
-        pool._WINDOW_SECONDS = seconds
+from collections.abc import Callable
+from contextlib import suppress
 
 
 def shared_bytes() -> tuple[int, int]:

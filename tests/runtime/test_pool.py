@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-import time
 import weakref
 from typing import Any
 
@@ -99,13 +98,6 @@ def test_small_regions_are_not_lent_for_much_more_or_less(pool: Pool[Any]) -> No
     assert pool.take_small(200_000)[0] is large
 
 
-@pytest.fixture
-def no_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows are over as soon as calls are enough."""
-    monkeypatch.setattr(pools, "_WINDOW_SECONDS", 0.0)
-
-
-@pytest.mark.usefixtures("no_seconds")
 def test_small_takes_let_a_large_region_go_as_others_do(pool: Pool[Any]) -> None:
     pool.take(64 * MIB)
     for _ in range(3 * pools._WINDOW):
@@ -118,7 +110,6 @@ def test_regions_begin_on_a_cache_line(pool: Pool[Any]) -> None:
     assert [region.address % 64 for region in held] == [0, 0, 0]
 
 
-@pytest.mark.usefixtures("no_seconds")
 def test_what_lies_idle_follows_what_was_in_use_of_late(pool: Pool[Any]) -> None:
     """Results of 4 MiB, eight at once, and then one after the other for two windows."""
     held = [pool.take(4 * MIB)[1] for _ in range(8)]
@@ -132,19 +123,53 @@ def test_what_lies_idle_follows_what_was_in_use_of_late(pool: Pool[Any]) -> None
     assert pool.idle <= MIB * 7 // 4
 
 
-def test_many_quick_calls_let_nothing_go(pool: Pool[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large step of a server follows hundreds of small calls within a second."""
-    began, seconds = time.monotonic(), [0.0]
-    monkeypatch.setattr(pools.time, "monotonic", lambda: began + seconds[0])
-    large = pool.take(64 * MIB)[0]
-    for seconds[0] in (1.0, 4.0):
-        for _ in range(10 * pools._WINDOW):
+@pytest.mark.parametrize("kind", ["take", "take_small", "take_idle"])
+def test_a_large_region_goes_after_two_windows_of_calls(pool: Pool[Any], kind: str) -> None:
+    """However quickly they come, and whenever in a window it was taken."""
+    for number in (1, 100, pools._WINDOW - 1, pools._WINDOW, pools._WINDOW + 1):
+        for _ in range(number):
             pool.take(MIB)
-        assert pool.find(large.address, 1) is large
-    for seconds[0] in (6.0, 12.0, 18.0):
-        for _ in range(pools._WINDOW):
-            pool.take(MIB)
-    assert pool.find(large.address, 1) is None
+        large = pool.take(64 * MIB)[0]
+        for _ in range(2 * pools._WINDOW):
+            pool.take_idle(1000, 1000) if kind == "take_idle" else getattr(pool, kind)(1000)
+        assert pool.find(large.address, 1) is None
+        pool._gone_at = -60.0  # a minute later
+
+
+def test_what_is_needed_again_and_again_stays_for_seconds(
+    pool: Pool[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompts of a server, each after hundreds of small calls within a second."""
+    seconds, made = [1000.0], list[int]()
+    monkeypatch.setattr(pools.time, "monotonic", lambda: seconds[0])
+    make = pool._make
+
+    def counted(size: int) -> Any:
+        made.append(size)
+        return make(size)
+
+    pool._make = counted
+
+    def steps(number: int, large: int = 64 * MIB) -> list[int]:
+        """Large memory that was made anew in so many seconds, in each of which it is needed."""
+        made.clear()
+        for _ in range(number):
+            seconds[0] += 1
+            pool.take(large)
+            for _ in range(4 * pools._WINDOW):
+                pool.take(100_000)
+        return [size for size in made if size > MIB]
+
+    assert len(steps(20)) == 2  # the second time it is known to come again
+    assert len(steps(20, 40 * MIB)) <= 1
+    for _ in range(12):  # seconds in which nothing large is needed
+        seconds[0] += 1
+        for _ in range(4 * pools._WINDOW):
+            pool.take(100_000)
+    assert sum(region.size for region in pool) < 2 * MIB
+    seconds[0] += 60
+    assert len(steps(1)) == 1
+    assert sum(region.size for region in pool) < 2 * MIB  # the only one of its kind again
 
 
 def test_trim_drops_the_longest_idle_first(pool: Pool[Any]) -> None:
@@ -315,7 +340,6 @@ def test_idle_memory_is_lent_however_large(pool: Pool[Any]) -> None:
     assert pool.in_use == 0
 
 
-@pytest.mark.usefixtures("no_seconds")
 @pytest.mark.parametrize("is_needed", [False, True])
 def test_memory_that_is_only_lent_for_less_goes(is_needed: bool, pool: Pool[Any]) -> None:
     _region, array = pool.take(8 * MIB)

@@ -17,7 +17,7 @@ import tokenyard
 from tests.cases.clock import scaled
 from tests.cases.lanes import at_night
 from tests.cases.processes import Pools
-from tests.cases.shared_memory import quick_to_let_go, shared_bytes
+from tests.cases.shared_memory import shared_bytes
 from tokenyard.testing import Processes
 
 pytestmark = pytest.mark.processes
@@ -39,7 +39,6 @@ def dispatch(buffer: tokenyard.Buffer, num_tokens: int, **more: Any) -> Any:
     )
 
 
-@quick_to_let_go()
 def grow(group: Any, transport: str) -> dict[str, tuple[int, int]]:
     out, nodes = {}, 2 if transport == "hierarchical" else None
 
@@ -234,7 +233,6 @@ def test_asynchronous_calls_in_inference_mode(transport: str, worst: int, proces
     assert processes(2).run(infer, transport, worst) == [(True, True)] * 2
 
 
-@quick_to_let_go()
 def many_sizes(group: Any, rounds: int, large: int) -> dict[str, int]:
     """Random sizes of up to 4 MB, with one dispatch of `large` tokens of 8 KiB among them."""
     chance, most = random.Random(7), 0

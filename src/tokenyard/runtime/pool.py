@@ -26,8 +26,8 @@ from tokenyard.errors import SharedMemoryError
 from tokenyard.runtime.limits import NoMemory
 from tokenyard.types import round_up
 
-_WINDOW = 128  # calls of Pool.take, at least
-_WINDOW_SECONDS = 5.0  # at least: a server's prompts come between many small steps
+_WINDOW = 128  # calls of Pool.take
+_PATIENCE = 5.0  # seconds of a window, where much is needed again and again
 _SMALLEST = 1 << 16  # bytes of a region
 _MOST_ON_SHELF = 1 << 20  # bytes of a region that stays lent
 _MOST_SHELVED = 4  # such regions
@@ -63,9 +63,11 @@ class Pool(Generic[R]):
     """Regions of one kind: lent, given back when the array that was lent has died, lent again.
 
     All regions together take at most three quarters more than was in use at once during the last
-    one or two windows, of 128 calls of `take` and five seconds each, or `spare` bytes if that is
-    more. So a request like other recent ones finds memory here, and a large one that was the only
-    one of its kind does not stay. At most `most_idle` bytes are idle at any time.
+    one or two windows of 128 calls of `take`, or `spare` bytes if that is more. So a request like
+    other recent ones finds memory here, and a large one that was the only one of its kind does not
+    stay. Where as much is needed again soon after it went, as by a server's prompts between many
+    small steps, windows last five seconds or more, until one or two of those need far less. At most
+    `most_idle` bytes are idle at any time.
     """
 
     def __init__(
@@ -89,7 +91,8 @@ class Pool(Generic[R]):
         self._in_use = 0  # bytes that were asked for and are not given back
         self._peaks = [0, 0]  # the most of those at once, in the last window of calls and in this
         self._takes = 0  # in this window
-        self._window_began = time.monotonic()
+        self._window_ends = self._patience = 0.0  # when, at the earliest; seconds of a window
+        self._gone, self._gone_at = 0, 0.0  # the last peak that was left far behind, and when
         # An array may die on any thread, and on this one while it holds the lock: the collector of
         # cycles runs wherever memory is allocated. So what it leaves is put here without a lock,
         # and no step below counts on `_free` to stay as it was.
@@ -109,8 +112,8 @@ class Pool(Generic[R]):
                 self._settle()
             region = self._reuse(wanted, wanted + wanted // 2)
             self._takes += 1
-            if self._takes >= _WINDOW and self._is_window_over():
-                self._peaks = [self._peaks[1], self._in_use]
+            if self._takes >= _WINDOW:
+                self._next_window()
             self._in_use += wanted
             if self._in_use > self._peaks[1]:
                 self._peaks[1] = self._in_use
@@ -255,20 +258,17 @@ class Pool(Generic[R]):
             self._idle -= found.size
         return found
 
-    def _is_window_over(self) -> bool:
-        """Begins the next one if it is."""
-        now, self._takes = time.monotonic(), 0
-        if now < self._window_began + _WINDOW_SECONDS:
-            return False
-        self._window_began = now
-        return True
-
     def _next_window(self) -> None:
+        now, self._takes = time.monotonic(), 0
+        if now < self._window_ends:
+            return
         with self._lock:
-            if not self._is_window_over():
-                return
             self._settle()
+            before = max(self._peaks)
             self._peaks = [self._peaks[1], self._in_use]
+            if before > max(self._spare, max(self._peaks) * 7 // 4):
+                self._gone, self._gone_at, self._patience = before, now, 0.0
+            self._window_ends = now + self._patience
             self._trim_to_peak(0)
 
     def _trim_to_peak(self, more: int) -> None:
@@ -280,6 +280,9 @@ class Pool(Generic[R]):
 
     def _fresh(self, size: int) -> R:
         """Made without the lock: the system may take long to find so much memory."""
+        is_soon = time.monotonic() < self._gone_at + 2 * _PATIENCE
+        if is_soon and self._gone <= 2 * self._in_use <= 4 * self._gone:
+            self._patience = _PATIENCE
         try:
             try:
                 region = self._make(size)
