@@ -78,7 +78,9 @@ class BufferClosed(TokenyardError):
 
 
 class BufferInUse(TokenyardError):
-    """Another thread is in a call of this Buffer. Nothing happened to that call."""
+    """Another thread is in a call of this Buffer, to which nothing happened; or the Buffer is that
+    of another virtual rank.
+    """
 
 
 class PeerInputError(_Named, ValueError):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.autograd import profiler
 
+from tokenyard.comm.loopback import LoopbackGroup
 from tokenyard.engine.engine import Engine
 from tokenyard.engine.failure import raised_on_all_ranks
 from tokenyard.errors import BufferClosed, BufferInUse, PeerError
@@ -36,6 +37,8 @@ class Use:
     def __init__(self, buffer: Lifetime) -> None:
         self._buffer, self._lock = weakref.ref(buffer), threading.Lock()
         self._thread = 0  # the last one that took the lock
+        group = buffer._group()
+        self.seat = group.seat if isinstance(group, LoopbackGroup) else None  # a virtual rank's
         self.rank = -1
         # What the next call is called in traces and profiles. A call sets it; its end resets it.
         self.stage = _ANY
@@ -49,6 +52,8 @@ class Use:
         assert buffer is not None
         if os.getpid() != buffer._pid:  # before the lock: a fork may have inherited it taken
             buffer._check_process()
+        if self.seat is not None:
+            self.seat.check_thread()
         if not self._lock.acquire(False):
             self.take()
         self._thread = threading.get_ident()
@@ -65,6 +70,8 @@ class Use:
 
     def take(self) -> threading.Lock:
         """The lock, taken by this thread. Raises BufferInUse rather than wait for it."""
+        if self.seat is not None:
+            self.seat.check_thread()
         if not self._lock.acquire(blocking=False):
             who = "another thread"
             if self._thread == threading.get_ident():
@@ -143,6 +150,8 @@ class Lifetime:
     @property
     def group(self) -> ProcessGroup | Any:
         """The group it was made for; None once that was destroyed."""
+        if self._use.seat is not None:  # `buffer.group != group` asks whose Buffer this is
+            self._use.seat.check_thread()
         return self._group()
 
     def get_comm_stream(self) -> Any:

@@ -20,7 +20,14 @@ from torch import Tensor
 
 from tokenyard.comm.base import Communicator, Exchange, Move
 from tokenyard.comm.one_at_a_time import Baton, Gate
-from tokenyard.errors import PeerDied, PeerError, PeerLeft, PeerTimeout, name_ranks
+from tokenyard.errors import (
+    BufferInUse,
+    PeerDied,
+    PeerError,
+    PeerLeft,
+    PeerTimeout,
+    name_ranks,
+)
 from tokenyard.runtime.busy import is_busy
 
 
@@ -35,6 +42,32 @@ class _Messages(NamedTuple):
     words_RRW: np.ndarray  # from rank i to rank j, without words that are 0 in all of them
 
 
+class Seat(NamedTuple):
+    """Which virtual rank a Buffer, or a thread, belongs to."""
+
+    run: object  # that all ranks of a run have in common
+    rank: int
+    size: int
+
+    def check_thread(self) -> None:
+        """Raise in the thread of another virtual rank. A rank may start threads of its own."""
+        other = this_thread.seat
+        if other is not None and other != self:
+            of = f"{self.size}" if other.run is self.run else "another run"
+            raise BufferInUse(
+                f"the Buffer is that of virtual rank {self.rank} of {of}, and virtual rank "
+                f"{other.rank}'s thread uses it: virtual ranks are threads, which share a module's "
+                "globals; want each rank to keep its Buffer in a threading.local, or run_processes"
+            )
+
+
+class _Thread(threading.local):
+    seat: Seat | None = None
+
+
+this_thread = _Thread()  # its seat, if it is a virtual rank's main thread
+
+
 class LoopbackWorld:
     """What all virtual ranks of one run share; or what some of them share, as a part."""
 
@@ -43,6 +76,7 @@ class LoopbackWorld:
     ) -> None:
         """A world of all ranks, or of these `members` of a `whole`."""
         self.size = size
+        self.run = object()
         self.members = range(size) if members is None else members
         self._whole = self if whole is None else whole
         self._parts: dict[str, LoopbackWorld] = {}
@@ -264,6 +298,7 @@ class LoopbackGroup:
     def __init__(self, world: LoopbackWorld, rank: int) -> None:
         self.world = world
         self._rank = rank
+        self.seat = Seat(world.run, rank, world.size)
 
     def rank(self) -> int:
         return self._rank

@@ -116,10 +116,9 @@ class Processes:
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
-                late = sorted(waiting.values())
-                where = self._stacks(late)
+                stacks = self._stacks(sorted(waiting.values()))
                 self.close()
-                raise TimeoutError(f"{name_ranks(late)} did not end within {limit:g} s\n{where}")
+                raise not_ended(stacks, limit)
             for pipe in (pipe for pipe in ready if isinstance(pipe, Connection)):
                 rank = waiting.pop(pipe)
                 try:
@@ -159,17 +158,24 @@ class Processes:
     ) -> None:
         self.close()
 
-    def _stacks(self, ranks: list[int]) -> str:
+    def _stacks(self, ranks: list[int]) -> dict[int, str]:
         """The stacks of these ranks' threads, as they are now."""
-        texts = []
+        texts = dict.fromkeys(ranks, "")
         for rank in ranks:
             path = Path(self._folder.name, f"stack-{rank}")
             pid = self.processes[rank].pid
             if pid is not None and self.processes[rank].is_alive() and path.exists():
                 os.kill(pid, signal.SIGUSR1)
                 time.sleep(0.2)
-                texts.append(f"rank {rank}:\n{path.read_text()}")
-        return "\n".join(texts)
+                texts[rank] = path.read_text()
+        return texts
+
+
+def not_ended(stacks: dict[int, str], seconds: float, kind: str = "") -> TimeoutError:
+    """Names the ranks that are late, and shows where each one stands."""
+    where = "\n".join(f"rank {rank}:\n{stack}" for rank, stack in stacks.items())
+    ranks = kind + name_ranks(list(stacks))
+    return TimeoutError(f"{ranks} did not end within {seconds:g} s\n{where}")
 
 
 def run_processes(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from tokenyard.comm.loopback import LoopbackGroup, LoopbackWorld
-from tokenyard.errors import PeerError, name_ranks
+from tokenyard.comm.loopback import LoopbackGroup, LoopbackWorld, this_thread
+from tokenyard.errors import PeerError
+from tokenyard.testing.processes import not_ended
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,9 @@ def run_virtual(
     """Call job(group, *args) on num_ranks virtual ranks. `Buffer(group)` takes the group as it is.
 
     If ranks fail, the error of the lowest failed rank is raised; errors that only report another
-    rank (PeerError) come last. If ranks do not end in time, TimeoutError names them. Such a rank is
-    stopped when it next waits for others; if it never does, its thread is left behind.
+    rank (PeerError) come last. If ranks do not end in time, TimeoutError names them and shows where
+    each one stands. Such a rank is stopped when it next waits for others; if it never does, its
+    thread is left behind.
     """
     world = LoopbackWorld(num_ranks)
     results: list[Any] = [None] * num_ranks
@@ -38,6 +42,7 @@ def run_virtual(
 
     def body(group: LoopbackGroup) -> None:
         rank = group.rank()
+        this_thread.seat = group.seat
         try:
             world.baton.begin()
             results[rank] = job(group, *args)
@@ -56,7 +61,7 @@ def run_virtual(
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     failed = dict(errors)  # before the late ones are told
-    late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    late = {rank: _stack(one) for rank, one in enumerate(threads) if one.is_alive()}
     if late:
         world.end()
         # A thread that still runs when the interpreter ends may abort the process in torch.
@@ -69,8 +74,13 @@ def run_virtual(
             error.add_note(f"(virtual rank {first} of {num_ranks})")
         raise error
     if late:
-        raise TimeoutError(f"virtual {name_ranks(late)} did not end within {timeout:g} s")
+        raise not_ended(late, timeout, "virtual ")
     return VirtualRun(results, world.bytes_sent)
+
+
+def _stack(of: threading.Thread) -> str:
+    frame = sys._current_frames().get(of.ident or 0)
+    return "".join(traceback.format_stack(frame)) if frame else ""
 
 
 def _let_end(threads: Sequence[threading.Thread], seconds: float) -> None:
