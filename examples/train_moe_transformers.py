@@ -4,7 +4,7 @@ torchrun --nproc-per-node 4 examples/train_moe_transformers.py
 
 transformers shards, loads and trains the model. `ep_implementation` names who moves the tokens:
 "all_to_all" of transformers, and then "tokenyard", with the same losses. Needs
-`pip install 'tokenyard[transformers]' accelerate`.
+`pip install '.[transformers]' accelerate` in a clone.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers.distributed import DistributedConfig
 from transformers.utils.logging import disable_progress_bar
 
 import tokenyard.integrations.transformers  # noqa: F401 - registers "tokenyard"
+from tokenyard.nn import clip_grad_norm_
 
 disable_progress_bar()
 warnings.filterwarnings("ignore", module="transformers")
@@ -57,6 +58,7 @@ def train(path: str, ep_implementation: str, num_steps: int) -> tuple[list[float
         input_ids = (first + climb * torch.arange(LENGTH)) % CONFIG.vocab_size
         loss = model(input_ids, labels=input_ids).loss
         loss.backward()
+        clip_grad_norm_(model, 1.0)  # torch's own raises here: experts have a mesh of their own
         optimizer.step()
         optimizer.zero_grad()
         mean = loss.detach() / num_ranks

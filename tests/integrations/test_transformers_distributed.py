@@ -64,6 +64,28 @@ def test_training(processes: Pools, saved: str, layout: str) -> None:
     ranks_of(processes, sizes).run(jobs.train, saved, sizes)
 
 
+CLIPPED = pytest.mark.parametrize("layout", at_night(jobs.LAYOUTS, gate=("batches of their own",)))
+
+
+@CLIPPED
+def test_clipping(processes: Pools, saved: str, layout: str) -> None:
+    """By ours: the norm has the same bits on all ranks. torch's takes one mesh alone."""
+    sizes = jobs.LAYOUTS[layout]
+    results = ranks_of(processes, sizes).run(jobs.clip, saved, sizes)
+    assert len({norm for norm, _ in results}) == 1
+    why = "must have the same mesh" if "fsdp_size" in sizes else "mixed torch.Tensor and DTensor"
+    for _, said in results:
+        assert why in said
+
+
+@CLIPPED
+def test_trainer_clips(processes: Pools, saved: str, tmp_path: Path, layout: str) -> None:
+    sizes = jobs.LAYOUTS[layout]
+    for said in ranks_of(processes, sizes).run(jobs.clip_by_trainer, saved, sizes, str(tmp_path)):
+        # accelerate takes no layout with tp_size on CPUs.
+        assert ("but got DistributedType.MULTI_CPU" in said) == ("tp_size" in sizes)
+
+
 TWO = pytest.mark.parametrize(
     "layout", at_night(["batches of their own", "one batch"], gate=("batches of their own",))
 )

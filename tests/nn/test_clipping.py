@@ -63,6 +63,15 @@ def test_norms(two_processes: Processes, kind: str) -> None:
             assert value == pytest.approx(want[name], rel=1e-5), name
 
 
+def test_norms_by_placement(two_processes: Processes) -> None:
+    """However a gradient lies over a mesh of devices."""
+    results = two_processes.run(jobs.norms_by_placement)
+    assert results[0] == results[1]
+    for placements, (norm, clipped, want) in results[0].items():
+        assert norm == pytest.approx(want, rel=1e-6), placements
+        assert clipped == pytest.approx(1.0, rel=1e-5), placements
+
+
 @pytest.mark.parametrize("again", [False, True], ids=["alone", "then ours"])
 def test_torchs_own_clipping_is_refused(two_processes: Processes, again: bool) -> None:
     """By the first step, on all ranks. It found another norm on each."""

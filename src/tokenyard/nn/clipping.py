@@ -48,8 +48,9 @@ def clip_grad_norm_(
     """Clip as torch.nn.utils.clip_grad_norm_ does, with the experts of all ranks in the norm.
     Returns the norm, the same bits on every rank.
 
-    It takes the module itself, plain or wrapped by DistributedDataParallel or FSDP2, not its
-    parameters. Every rank calls it, after the gradients of dense parameters were averaged.
+    It takes the module itself, plain, wrapped by DistributedDataParallel or FSDP2, or spread by
+    transformers' DistributedConfig, not its parameters. Every rank calls it, after the gradients of
+    dense parameters were averaged.
     """
     total = get_grad_norm(module, norm_type, error_if_nonfinite, foreach)
     given = [one.grad for one in module.parameters() if one.grad is not None]
@@ -94,6 +95,7 @@ def get_grad_norm(
     dense: dict[Any, list[Tensor]] = defaultdict(list)  # by where the rest of each is
     for parameter in module.parameters():
         if parameter not in experts and (grad := parameter.grad) is not None:
+            grad = _summed(grad)
             where = (grad.device_mesh, grad.placements) if is_dtensor(grad) else None
             dense[where].append(_local(grad))
 
@@ -143,14 +145,25 @@ def _local(grad: Tensor) -> Tensor:
     return grad.to_local() if is_dtensor(grad) else grad
 
 
+def _summed(grad: Tensor) -> Tensor:
+    """With each sum made that DTensor has put off: the norm of a part of a sum says nothing."""
+    if not is_dtensor(grad) or not any(one.is_partial() for one in grad.placements):
+        return grad
+    from torch.distributed.tensor import Replicate
+
+    made = [Replicate() if one.is_partial() else one for one in grad.placements]
+    return grad.redistribute(placements=made)
+
+
 def _over_mesh(
     norm: Tensor, order: float, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> Tensor:
-    """The norm of sharded gradients, from that of each shard; the same bits on all ranks."""
+    """The norm of sharded gradients, from that of each shard; the same bits on all ranks. However
+    an axis was cut, also in turns by two axes of the mesh, each number lies in one shard.
+    """
     for dim, placement in enumerate(placements):
         if placement.is_replicate():
             continue
-        require(placement.is_shard(), f"a gradient is {placement}, want it sharded or replicated")
         norms = [torch.empty_like(norm) for _ in range(mesh.size(dim))]
         dist.all_gather(norms, norm, mesh.get_group(dim))
         norm = torch.linalg.vector_norm(torch.stack(norms), order)

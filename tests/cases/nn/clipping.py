@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import tokenyard
 from tests.cases.nn.moe import HIDDEN, Model, loss_of, make_model
@@ -132,3 +133,36 @@ def norms_of_all_kinds(group: Any, kind: str) -> dict[str, Any]:
         loss_of(wrapped, batch(0, rank, num_ranks))  # the Buffer still works
         del wrapped
         return found
+
+
+def norms_of(mesh: DeviceMesh, grad: Any) -> tuple[float, float, float]:
+    """Of one gradient: ours, the norm when it is clipped, and that of the whole tensor."""
+    want = grad.full_tensor().norm().item()
+    layer = nn.Linear(4, 5, bias=False)
+    layer.weight = nn.Parameter(distribute_tensor(torch.zeros(5, 4), mesh))
+    layer.weight.grad = grad
+    norm = clip_grad_norm_(layer, 1.0).item()
+    return norm, grad.full_tensor().norm().item(), want
+
+
+def norms_by_placement(group: Any) -> dict[str, tuple[float, float, float]]:
+    """Of a gradient that lies so over a mesh of 2 x 1.
+
+    Each rank has its own part of 5 rows, of a sum that is not made yet, or all of it.
+    """
+    mesh = init_device_mesh("cpu", (group.size(), 1))
+    whole = torch.arange(20.0).view(5, 4) - 9
+    found: dict[str, tuple[float, float, float]] = {}
+    for placements in (
+        [Replicate(), Replicate()],
+        [Shard(0), Replicate()],
+        [Shard(1), Shard(0)],
+    ):
+        grad = distribute_tensor(whole.clone(), mesh, placements)
+        found[str(placements)] = norms_of(mesh, grad)
+    for reduce_op, total in ("sum", 3), ("avg", 1.5):  # of (rank + 1)
+        for other in Replicate(), Shard(0), Partial(reduce_op):
+            share = whole * (group.rank() + 1) / total
+            grad = DTensor.from_local(share, mesh, [Partial(reduce_op), other])
+            found[str(grad.placements)] = norms_of(mesh, grad)
+    return found

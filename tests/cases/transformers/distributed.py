@@ -13,19 +13,22 @@ import time
 import warnings
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from tests.cases.transformers.families import classes_of
+from tests.cases.wrappers.launched import launched
 from tokenyard import PeerDied
 from tokenyard.integrations.transformers import implementation
+from tokenyard.nn import clip_grad_norm_, get_grad_norm
 
 ALL_EXPERTS_FUNCTIONS.register("somebody's", grouped_mm_experts_forward)
 
@@ -112,6 +115,71 @@ def train(group: Any, path: str, sizes: dict[str, int]) -> None:
             optimiser.zero_grad()
     for (name, one), (_, want) in zip(model.named_parameters(), whole.named_parameters()):
         near(one.detach(), want.detach(), name, rtol=1e-4)
+
+
+MAX_NORM = 0.01  # far below the norms here
+
+
+def clip(group: Any, path: str, sizes: dict[str, int]) -> tuple[float, str]:
+    """One backward pass, clipped: the norm and all gradients are those of one process. Returns the
+    norm, and what torch's own clipping said.
+    """
+    model, whole = load(path, sizes), AutoModelForCausalLM.from_pretrained(path)
+    run_step(group, model, whole, sizes, 0)
+    want = torch.nn.utils.clip_grad_norm_(whole.parameters(), MAX_NORM)
+    assert want > 2 * MAX_NORM, "nothing is clipped, which proves nothing"
+    with pytest.raises(RuntimeError) as refused:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+    norm = clip_grad_norm_(model, MAX_NORM)
+    near(norm, want, "the norm")
+    compare_gradients(model, whole)
+    near(get_grad_norm(model), torch.tensor(MAX_NORM), "the norm of what was clipped", rtol=1e-3)
+    return norm.item(), str(refused.value)
+
+
+class Look(TrainerCallback):
+    """Notes the norm of Trainer's clipped gradients, and compares them with those of `whole`."""
+
+    def __init__(self, whole: nn.Module) -> None:
+        self.whole, self.has_compared = whole, False
+
+    def on_pre_optimizer_step(self, *_: Any, model: Any = None, **__: Any) -> None:
+        compare_gradients(model, self.whole)
+        self.has_compared = True
+
+
+def clip_by_trainer(group: Any, path: str, sizes: dict[str, int], folder: str) -> str:
+    """A step of Trainer, which clips by default. What accelerate says where it takes no such model.
+
+    All ranks have one batch, so that it does not matter who is given which.
+    """
+    model, whole = load(path, sizes), AutoModelForCausalLM.from_pretrained(path)
+    batch, look = batches_of(0, sizes)[0], Look(whole)
+    whole(batch, labels=batch).loss.backward()
+    want = torch.nn.utils.clip_grad_norm_(whole.parameters(), MAX_NORM)
+    with launched(group):
+        arguments = TrainingArguments(
+            folder,
+            use_cpu=True,
+            per_device_train_batch_size=len(batch),
+            max_steps=1,
+            max_grad_norm=MAX_NORM,
+            logging_steps=1,
+            save_strategy="no",
+            train_sampling_strategy="sequential",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        data: Any = [{"input_ids": one, "labels": one} for one in batch] * group.size()
+        try:
+            trainer = Trainer(model, arguments, None, data, callbacks=[look])
+        except ValueError as error:
+            return str(error)
+        trainer.train()
+    norms = [one["grad_norm"] for one in trainer.state.log_history if "grad_norm" in one]
+    near(torch.tensor(norms), want[None], "Trainer's norm")
+    assert look.has_compared
+    return ""
 
 
 def forward_and_backward(group: Any, path: str, family: str) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +17,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.cases.transformers.moe import SHAPE, whole_model
+from tests.cases.wrappers.launched import launched
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of their own imports
     from accelerate import Accelerator, DistributedType
-    from accelerate.state import AcceleratorState, GradientState
     from peft import LoraConfig, get_peft_model
     from transformers import Trainer, TrainingArguments
 
@@ -165,22 +163,6 @@ def train(
     elif folder:
         save_pretrained(model, folder)
     return losses, parameters(model)
-
-
-@contextmanager
-def launched(group: Any) -> Iterator[None]:
-    """The environment that torchrun makes, or none of it without a group."""
-    before = dict(os.environ)
-    if group is not None:
-        rank, size = str(group.rank()), str(group.size())
-        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
 
 
 def with_accelerate(group: Any, alone: bool, precision: str = "no", lora: str = "") -> Outcome:

@@ -356,6 +356,16 @@ OTHERS = [
         "nn/test_clipping.py::test_clipped_training_is_that_of_one_rank",
     ),
     (
+        "`nn.clip_grad_norm_` with `DistributedConfig`, every layout",
+        "works",
+        "integrations/test_transformers_distributed.py::test_clipping",
+    ),
+    (
+        "`Trainer` with `DistributedConfig`, clipping",
+        "works; accelerate refuses `tp_size` on CPUs",
+        "integrations/test_transformers_distributed.py::test_trainer_clips",
+    ),
+    (
         "`torch.nn.utils.clip_grad_norm_` with experts",
         "refused by the optimiser's step",
         "nn/test_clipping.py::test_torchs_own_clipping_is_refused",
