@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.cases.package import SOURCE
 from tests.cases.processes import Pools
+from tests.cases.programs import run_python
+from tokenyard.compat import deep_ep_path
 from tokenyard.compat import deepep_tests as deepep
 
 
@@ -77,3 +82,52 @@ def collect(group: dist.ProcessGroup) -> tuple[list[float], list[float]]:
 @pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor:FutureWarning")
 def test_collectives_take_what_nccls_take(processes: Pools) -> None:
     assert processes(2).run(collect) == [([0.0, 1.0], [0.0, 1.0])] * 2
+
+
+PROGRAM = """
+import os
+import torch
+import deep_ep
+from deep_ep.utils.envs import init_dist
+
+local_rank = int(os.environ["LOCAL_RANK"])
+rank, size, group = init_dist(local_rank, int(os.environ["LOCAL_WORLD_SIZE"]))
+torch.cuda.set_device(local_rank)
+side = torch.cuda.Stream(priority=-1)
+side.wait_stream(torch.cuda.current_stream())
+with torch.cuda.stream(side):
+    x = torch.full((4, 128), float(rank), device="cuda")
+x.record_stream(side)
+side.record_event().synchronize()
+buffer = deep_ep.Buffer(group)
+topk_idx = torch.tensor([[0, 1]], device="cuda").expand(4, 2).contiguous()
+weights = torch.ones(4, 2, dtype=torch.float)
+rows, *_ = buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights, num_experts=2)
+print(f"rank {rank} of {size}:", rows[:, 0].tolist(), flush=True)
+"""
+
+
+@pytest.mark.processes
+def test_a_program_under_torchrun(tmp_path: Path) -> None:
+    """RANK is that of a rank there; and streams, as DeepEP's README uses them."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    done = run_python(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)),
+        PYTHONPATH=os.pathsep.join((str(SOURCE), str(deep_ep_path.folder()))),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [0.0] * 4 + [1.0] * 4
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 2: {rows}" for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("given", [(1, 4), (0, 2), (1, 2)])
+def test_ranks_that_torchrun_did_not_start(
+    monkeypatch: pytest.MonkeyPatch, given: tuple[int, int]
+) -> None:
+    """A program that spawns its ranks itself, started for each rank: it would wait for ever."""
+    started = {"RANK": "4", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
+    for name, value in started.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"in rank 0 of 4 that torchrun .* want init_dist\(0, 4\)"):
+        deepep.init_dist(*given)

@@ -11,6 +11,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from statistics import mean
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from tokenyard.compat.elastic import ElasticBuffer
 from tokenyard.runtime import variables
 from tokenyard.testing.processes import LOOPBACK
+from tokenyard.validate import require
 
 _MOST_CALLS = 10  # of a measurement: DeepEP's numbers are for kernels of microseconds
 # Elements from which on a measurement leaves out what these make.
@@ -41,13 +43,24 @@ def init_dist(
     """Make this process a rank over gloo in which "cuda" means the CPU: (rank, ranks, group).
 
     As with DeepEP, MASTER_ADDR and MASTER_PORT say where ranks meet, WORLD_SIZE is the number of
-    nodes and RANK that of this node; bfloat16 becomes the default dtype.
+    nodes and RANK that of this node; bfloat16 becomes the default dtype. Where torchrun starts all
+    ranks of a node, these two count ranks.
     """
     global _local_rank
     _local_rank = local_rank
     address = variables.read("MASTER_ADDR")
     port = variables.read("MASTER_PORT")
     num_nodes, node = int(variables.read("WORLD_SIZE") or 1), int(variables.read("RANK") or 0)
+    per_node = int(variables.read("LOCAL_WORLD_SIZE") or 1)
+    if per_node > 1:  # of torchrun
+        here = int(variables.read("LOCAL_RANK") or 0)
+        require(
+            (local_rank, num_local_ranks) == (here, per_node),
+            f"init_dist({local_rank}, {num_local_ranks}) is called in rank {here} of {per_node} "
+            f"that torchrun started here, want init_dist({here}, {per_node}); start a program that "
+            "spawns its ranks itself with python, or torchrun --nproc-per-node 1",
+        )
+        num_nodes, node = num_nodes // per_node, node // per_node
     if num_nodes == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_local_ranks))
@@ -249,6 +262,16 @@ class ClockEvent:
 class DoneStream:
     """torch.cuda.Stream where work is done when a call returns."""
 
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record_event(self, event: ClockEvent | None = None) -> ClockEvent:
+        event = event or ClockEvent()
+        event.record()
+        return event
+
+    def query(self) -> bool:
+        return True
+
     def wait_stream(self, stream: Any) -> None: ...
 
     def wait_event(self, event: Any) -> None: ...
@@ -262,6 +285,7 @@ def _nothing(*_: Any, **__: Any) -> None: ...
 _mode = CpuForCuda()
 _STUBS: dict[str, Any] = {
     "Event": ClockEvent,
+    "Stream": DoneStream,
     "_sleep": _nothing,
     "current_device": lambda: 0,
     "current_stream": lambda device=None: DoneStream(),
@@ -270,6 +294,7 @@ _STUBS: dict[str, Any] = {
         name="CPU", multi_processor_count=os.cpu_count() or 1
     ),
     "set_device": _nothing,
+    "stream": nullcontext,
     "synchronize": _nothing,
 }
 
@@ -281,6 +306,7 @@ def use_cpu_for_cuda() -> None:
     torch.compiler.set_stance("force_eager")  # first: it lists what torch.cuda has
     for name, stub in _STUBS.items():
         setattr(torch.cuda, name, stub)
+    setattr(Tensor, "record_stream", _nothing)  # noqa: B010 - its type is torch's
     for name in ("all_gather_into_tensor", "all_to_all_single"):
         setattr(dist, name, as_bytes(getattr(dist, name), name == "all_gather_into_tensor"))
     _mode.__enter__()

@@ -23,6 +23,8 @@ OURS = {
 # Those of launchers, of gloo, Triton, Prometheus and terminals.
 OTHERS = {
     "RANK": "",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
     "WORLD_SIZE": "",
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "8361",
