@@ -16,6 +16,7 @@ SECTIONS = pins.read()
 
 def test_every_requirement_has_a_version_that_fits() -> None:
     wanted = [Requirement(line) for line in requires("tokenyard")]
+    wanted = [one for one in wanted if one.name != "tokenyard"]  # an extra that has others
     assert {"torch", "numba", "hatchling", "transformers"} <= {one.name for one in wanted}
     pinned = SECTIONS["mpi openmpi"] | SECTIONS["gate"]
     for one in wanted:
