@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import tokenyard
-from tests.cases import by_expert, exchange, mpi, told
+from tests.cases import by_expert, exchange, late_opening, mpi, over_mpi, told
 from tests.cases.bad_input import CASES as BAD
 from tests.cases.bad_input import NUM_RANKS as NUM_BAD
 from tests.cases.buffers_at_once import two_buffers
@@ -97,6 +97,29 @@ def test_nobody_gets_the_rows_of_another(library: str) -> None:
 
 def is_without_torch(group: Any) -> bool:
     return not dist.is_initialized() and type(group).__name__ == "MpiGroup"
+
+
+@ONE
+def test_openings_and_tags(library: str) -> None:
+    late = [(over_mpi.late, is_first) for is_first in (True, False)]
+    jobs = [over_mpi.two_openings, over_mpi.a_message_that_waits, over_mpi.more_buffers_than_tags]
+    sums, waits, many, *told = mpi.run(present(library), 2, [*((job,) for job in jobs), *late])
+    assert sums == [[2.0, 4.0]] * 2
+    assert waits == [[0.0, 1.0, 7.0], [0.0, 1.0, 0.0]]
+    for rank, (last, num_duplicates, said) in enumerate(many):
+        assert (last, num_duplicates) == ([0.0, 1.0, 2.0, 3.0, 4.0], 3)
+        assert said == f"ranks {rank} and {1 - rank} share 8 parts of a group, want smaller nodes"
+    for by_rank in told:
+        late_opening.check(by_rank)
+
+
+@ONE
+def test_one_thread_at_a_time_is_in_mpi_where_it_wants_that(
+    library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPI4PY_RC_THREAD_LEVEL", "serialized")
+    (told,) = mpi.run(present(library), 2, [(over_mpi.threads_in_mpi,)])
+    assert told == [(True, 1)] * 2
 
 
 SAMPLE = [name for place, name in enumerate(BAD) if place % 12 == 0]

@@ -76,10 +76,10 @@ class FailureNote(NamedTuple):
 class FailureBoard:
     def __init__(self, connect: Callable[[], Store], rank: int, opening: int = 0) -> None:
         """The first `post` or `read` calls `connect`. `opening` counts the Buffers that were, or
-        were to be, opened over the group.
+        were to be, opened over the group: notes of earlier ones are no news.
         """
         self._connect, self._connected = connect, False
-        self._rank, self._opening = rank, opening
+        self._rank, self.opening = rank, opening
         self._is_gone = False
         self._slow: threading.Thread | None = None  # an operation that nobody waits for any more
         self._num_ended = 0  # operations
@@ -102,7 +102,7 @@ class FailureBoard:
         self._last, keys = note, {_key(self.label)}
         if kind is PeerDied and culprits:  # ranks that open another Buffer must know, too
             keys.add(_key(_OPENING))
-        text = json.dumps([KINDS.index(kind), note.culprits, self._opening, note.done])
+        text = json.dumps([KINDS.index(kind), note.culprits, self.opening, note.done])
 
         def write() -> None:
             for key in keys:
@@ -151,7 +151,7 @@ class FailureBoard:
                 continue
             kind, culprits, opening, done = json.loads(text)
             note = FailureNote(KINDS[kind], tuple(culprits), self._texts[rank][1], done)
-            if self.label != _OPENING or opening >= self._opening or note.is_final:
+            if self.label != _OPENING or opening >= self.opening or note.is_final:
                 notes[rank] = note
         return notes
 

@@ -5,7 +5,8 @@ list of members with a tag of its own: nothing collective makes one. Nobody wait
 it would spin: `MpiWork.wait` looks, gives its core away, and looks again.
 
 All Buffers over one communicator of the user share one duplicate of it, `_Joined`, since MPI
-libraries have few of them to give. Notes about failures are messages on it, too.
+libraries have few of them to give. Notes about failures are messages on it, too. A Buffer's tags
+are never used again, since a message may still be on its way; the next duplicate has as many.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from mpi4py import MPI
 from tokenyard.comm.base import Exchange
 from tokenyard.comm.failure_board import FailureBoard, StoreLost
 from tokenyard.comm.process_table import ProcessWatch
-from tokenyard.comm.watched import Watched, Whole, Work
+from tokenyard.comm.watched import Openings, Watched, Whole, Work
 from tokenyard.errors import BufferClosed
 from tokenyard.runtime.threads import has_core_each
 
 _NOTES = 0  # the tag of notes
-_TAGS = 64  # of each Buffer: one for each of its parts that two ranks share
+_TAGS = 1024  # of each Buffer: one for each of its parts that two ranks share
 _PIECE = 1 << 30  # bytes of a message: the counts of MPI 3 are ints
 _MANY = 64 << 10  # bytes; fewer are in the network's hands at once
 _ONE_THREAD = (
@@ -39,7 +40,7 @@ _ONE_THREAD = (
 )
 
 _joined = MPI.Comm.Create_keyval()  # under which a communicator keeps its `_Joined`
-_joining = threading.Lock()
+_joining, _one_at_a_time = threading.Lock(), threading.Lock()
 _lingering: list[MpiWork] = []  # which nobody waits for, while MPI still knows their memory
 
 
@@ -54,12 +55,14 @@ class MpiGroup:
         if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
             raise ValueError(_ONE_THREAD)
         self.comm = comm
+        with _lock():
+            self._rank, self._size = comm.Get_rank(), comm.Get_size()
 
     def rank(self) -> int:
-        return self.comm.Get_rank()
+        return self._rank
 
     def size(self) -> int:
-        return self.comm.Get_size()
+        return self._size
 
     def communicator(self, timeout: float) -> MpiCommunicator:
         return MpiCommunicator(self, timeout)
@@ -68,28 +71,44 @@ class MpiGroup:
 class _Joined:
     """What the Buffers over one communicator share: its duplicate, and the notes of all ranks."""
 
-    def __init__(self, duplicate: MPI.Intracomm, lock: Any) -> None:
-        duplicate.Set_errhandler(MPI.ERRORS_RETURN)
-        self.comm, self.lock = duplicate, lock
-        self.notes = _Notes(duplicate, lock)
-        self.num_openings = 0
+    comm: MPI.Intracomm
+    notes: _Notes | None = None  # once all ranks have come to the first opening
+
+    def __init__(self, user: MPI.Intracomm) -> None:
+        self.lock, self.openings = _lock(), Openings()
+        self.most = user.Get_attr(MPI.TAG_UB) // _TAGS  # openings
+
+    def come(self, user: MPI.Intracomm) -> MpiWork:
+        """All ranks come to the next opening: to the first by making the duplicate."""
+        with self.lock:
+            if self.notes is None:
+                self.comm, request = user.Idup()
+            else:
+                request = self.comm.Ibarrier()
+        return MpiWork(self.lock, [request], [], None)
+
+    def have_come(self) -> int:
+        """The first tag of the Buffer that is opened."""
+        if self.notes is None:
+            with self.lock:
+                self.comm.Set_errhandler(MPI.ERRORS_RETURN)
+                self.notes = _Notes(self.comm, self.lock)
+        return 1 + _TAGS * (self.openings.number - 1)
 
 
-def _join(user: MPI.Intracomm, timeout: float) -> _Joined:
-    """What Buffers over this communicator share: made by the first. Raises RuntimeError if other
-    ranks do not come.
-    """
-    with _joining:
-        found = user.Get_attr(_joined)
-        if found is not None:
-            return found
-        is_serial = MPI.Query_thread() == MPI.THREAD_SERIALIZED
-        lock: Any = threading.Lock() if is_serial else nullcontext()
-        duplicate, request = user.Idup()
-        MpiWork(lock, [request], [], None).wait(timedelta(seconds=timeout))
-        made = _Joined(duplicate, lock)
-        user.Set_attr(_joined, made)
-        return made
+def _lock() -> Any:
+    """Held in each call into MPI, none of which waits, where it wants one thread at a time."""
+    return _one_at_a_time if MPI.Query_thread() == MPI.THREAD_SERIALIZED else nullcontext()
+
+
+def _join(user: MPI.Intracomm) -> _Joined:
+    """What the next Buffer over this communicator shares with others."""
+    with _joining, _lock():
+        found: _Joined | None = user.Get_attr(_joined)
+        if found is None or found.openings.number == found.most:
+            found = _Joined(user)
+            user.Set_attr(_joined, found)
+        return found
 
 
 class _Notes:
@@ -97,6 +116,7 @@ class _Notes:
 
     def __init__(self, comm: MPI.Intracomm, lock: Any) -> None:
         self._comm, self._lock, self._one_at_a_time = comm, lock, threading.Lock()
+        self._rank, self._size = comm.Get_rank(), comm.Get_size()
         self._known: dict[str, bytes] = {}
         self._sent: list[MPI.Request] = []  # which MPI has not yet taken
 
@@ -105,9 +125,8 @@ class _Notes:
         with self._one_at_a_time:
             self._known[key] = value.encode()
             self._sent = [one for one in self._sent if not self._try(one.Test)]
-            me = self._comm.Get_rank()
-            for peer in range(self._comm.Get_size()):
-                if peer != me:
+            for peer in range(self._size):
+                if peer != self._rank:
                     with suppress(MPI.Exception), self._lock:  # the dead need no note
                         self._sent.append(self._comm.Isend([text, MPI.BYTE], peer, _NOTES))
 
@@ -131,7 +150,7 @@ class _Notes:
                 text = np.empty(status.Get_count(MPI.BYTE), np.uint8)
                 message.Recv([text, MPI.BYTE])
         except MPI.Exception:  # a rank has died: take the notes of the living
-            return bool(self._try(lambda: self._comm.Ack_failed(self._comm.Get_size())))
+            return bool(self._try(lambda: self._comm.Ack_failed(self._size)))
         key, _, value = text.tobytes().decode().partition("\0")
         self._known[key] = value.encode()
         return True
@@ -143,11 +162,12 @@ class _Notes:
 
     def dead_ranks(self) -> tuple[int, ...]:
         """The ranks that MPI itself knows to be dead, as it does with fault tolerance (ULFM)."""
-        gone = self._try(self._comm.Get_failed)
-        if gone is None or not gone.Get_size():
-            return ()
-        own = self._comm.Get_group()
-        return tuple(MPI.Group.Translate_ranks(gone, range(gone.Get_size()), own))
+
+        def translate() -> Sequence[int]:
+            gone, own = self._comm.Get_failed(), self._comm.Get_group()
+            return gone.Translate_ranks(range(gone.Get_size()), own)
+
+        return tuple(self._try(translate) or ())
 
 
 class MpiWork:
@@ -245,7 +265,7 @@ class _OverMpi(Watched):
 
     def dead_ranks(self) -> tuple[int, ...]:
         joined = self._whole.joined
-        told = () if joined is None else joined.notes.dead_ranks()
+        told = () if joined is None or joined.notes is None else joined.notes.dead_ranks()
         return tuple(sorted({*super().dead_ranks(), *told}))
 
     def close(self) -> None:
@@ -257,26 +277,22 @@ class MpiCommunicator(_OverMpi, Whole):
 
     def __init__(self, group: MpiGroup, timeout: float) -> None:
         self._group = group  # a Buffer refers to its group weakly
-        user = group.comm
         self.joined: _Joined | None = None
         self.most_looks, self._open = 50, []
-        rank = user.Get_rank()
-        Whole.__init__(self, rank, user.Get_size(), timeout, FailureBoard(self._notes, rank))
-        if self.size == 1:
-            return
-        try:
-            self.joined = _join(user, timeout)
-        except RuntimeError as error:
-            raise self.explain("Buffer (connect)", error) from error
-        self.joined.num_openings += 1
-        opening = self.joined.num_openings
-        self.board = FailureBoard(self._notes, self.rank, opening)
-        most = user.Get_attr(MPI.TAG_UB) // _TAGS
-        self._used = [1 + _TAGS * (opening % (most - 1))] * self.size  # the last tag, by rank
+        rank = group.rank()
+        Whole.__init__(self, rank, group.size(), timeout, FailureBoard(self._notes, rank))
+        self._used = [0] * self.size  # the last tag, by rank
+        if self.size > 1:
+            self.joined = joined = _join(group.comm)
+            with joined.openings.lock:
+                self.meet(joined.openings, lambda: joined.come(group.comm))
+                self._used = [joined.have_come()] * self.size
+            self.board = FailureBoard(self._notes, rank, self.board.opening)
         self._tags = list(self._used)
+        self._most = self._used[0] + _TAGS  # where those of the next Buffer begin
 
     def _notes(self) -> _Notes:
-        if self.joined is None:
+        if self.joined is None or self.joined.notes is None:
             raise StoreLost("MPI has no duplicate of the communicator")
         return self.joined.notes
 
@@ -288,9 +304,12 @@ class MpiCommunicator(_OverMpi, Whole):
     def part(self, members: Sequence[int], name: str) -> MpiPart:
         """Two ranks make the parts that both are in, in one order: they agree on the tags."""
         for one in members:
-            if self.size > 1:
+            if one != self.rank:
                 self._used[one] += 1
-        tags = [self._used[one] for one in members] if self.size > 1 else [0]
+                if self._used[one] == self._most:
+                    who = f"ranks {self.rank} and {one}"
+                    raise ValueError(f"{who} share {_TAGS} parts of a group, want smaller nodes")
+        tags = [self._used[one] for one in members]
         made = MpiPart(self, members, tags, name)
         self._parts.append(made)
         return made
@@ -311,9 +330,6 @@ class MpiPart(_OverMpi):
         self._whole, self._timeout, self.label = whole, whole._timeout, name
         self.members, self._tags, self._open = tuple(members), tags, []
         self.rank, self.size = self.members.index(whole.rank), len(members)
-
-    def own(self, name: str) -> MpiPart:
-        return self
 
 
 def _spans(counts: Sequence[int], width: int) -> list[tuple[int, int]]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from tokenyard.comm.base import Communicator, Exchange
 from tokenyard.comm.failure_board import FailureBoard
-from tokenyard.comm.watched import Watched, Whole, Work
+from tokenyard.comm.watched import Openings, Watched, Whole, Work
 from tokenyard.errors import BufferClosed
 from tokenyard.runtime import limits, variables
 
@@ -29,7 +29,7 @@ _FILES = 12  # that gloo opens besides connections
 _LONGEST = 120.0  # seconds that a rank may need to compile what a call needs
 
 _closing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that close connections
-_openings: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_openings: weakref.WeakKeyDictionary[dist.ProcessGroup, Openings] = weakref.WeakKeyDictionary()
 
 
 class TorchCommunicator(Whole):
@@ -42,14 +42,30 @@ class TorchCommunicator(Whole):
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         store = dist.distributed_c10d._get_process_group_store(group)
         rank = dist.get_rank(group)
-        _openings[group] = opening = _openings.get(group, 0) + 1
         # A connection of its own: an operation that never ends must not block the user's.
-        board = FailureBoard(lambda: _own_connection(store, timeout), rank, opening)
+        board = FailureBoard(lambda: _own_connection(store, timeout), rank)
         super().__init__(rank, dist.get_world_size(group), timeout, board)
         self._group_ref, self._store = weakref.ref(group), store
         self.name = str(dist.get_backend(group))
+        self._openings = _openings.setdefault(group, Openings())
         if self.name == "nccl":  # RCCL calls itself so too
             self.device = torch.device("cuda", torch.cuda.current_device())  # no GPU has run this
+            return
+        if self.size == 1:
+            return
+        # Gloo ends a process in which another exchange arrives than the one that it is in.
+        if self._openings.is_lost:
+            raise RuntimeError(
+                "the group is out of step, since this rank gave up an earlier opening in which "
+                f"others may have gone on, want a new group, on rank {self.rank}"
+            )
+        row = torch.zeros(1, 1, dtype=torch.uint8, device="cpu")
+        counts = [1] * self.size, [1], "Buffer (connect)"
+        come = Exchange(row.repeat(self.size, 1), row, *counts, to_all=True)
+        self.meet(self._openings, lambda: self._begin(come))
+
+    def _give_up(self) -> None:
+        self._openings.is_lost = True
 
     def part(self, members: Sequence[int], name: str) -> GlooPart:
         made = GlooPart(self, members, self._store, name, self._timeout)
@@ -123,12 +139,6 @@ class GlooPart(Watched):
                 raise self.explain("Buffer (connect)", error) from error
             pg._set_default_timeout(timedelta(seconds=timeout + _LONGEST))
             self._pg = pg
-
-    def part(self, members: Sequence[int], name: str) -> GlooPart:
-        raise NotImplementedError("parts are made of the whole group")
-
-    def own(self, name: str) -> GlooPart:
-        return self
 
     def close(self) -> None:
         """Gloo closes its connections once the exchanges that were begun have ended, or their time

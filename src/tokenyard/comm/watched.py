@@ -7,6 +7,7 @@ silent.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -40,6 +41,17 @@ class Work(Protocol):
 
 class _Noticed(RuntimeError):
     """Another rank has posted a note about a failure."""
+
+
+class Openings:
+    """The openings of Buffers over a group, as all its ranks count them."""
+
+    number = 0  # to which all ranks have come
+    coming: Work | None = None  # ends when all have come to the next one
+    is_lost = False  # this rank has given up one in which others may have gone on
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # held by the thread that comes to one
 
 
 class Watched(Communicator):
@@ -150,8 +162,11 @@ class Watched(Communicator):
         self, notes: Mapping[int, FailureNote], number: int | None
     ) -> dict[int, FailureNote]:
         """The notes that concern an exchange here. A rank that left after it had ended this
-        exchange is not missed here; ranks that do miss it post notes of their own.
+        exchange is not missed here; ranks that do miss it post notes of their own. Ranks that give
+        up an opening before all have come to it, which is exchange 0, may come again.
         """
+        if number == 0:
+            return {rank: note for rank, note in notes.items() if note.is_final}
 
         def is_missed(rank: int, note: FailureNote) -> bool:
             if number is None or rank not in self.members:
@@ -278,6 +293,23 @@ class Whole(Watched):
         self._parts: list[Watched] = []
         if size > 1:
             busy.listen(self.beat)
+
+    def meet(self, openings: Openings, begin: Callable[[], Work]) -> None:
+        """Come to the next opening. A rank that has waited in vain, and tries again, waits for the
+        same work, so that all ranks count the same openings.
+        """
+        with openings.lock:
+            self.board.opening = 2 * openings.number + 1
+            try:
+                openings.coming = openings.coming or begin()
+                Watched._wait(self, openings.coming, "Buffer (connect)", 0)
+            except RuntimeError as error:
+                if "timed out" not in str(error).lower():
+                    openings.coming = None
+                raise self.explain("Buffer (connect)", error) from error
+            openings.coming = None
+            openings.number += 1
+            self.board.opening += 1  # notes of ranks that gave up before are no news
 
     def beat(self) -> None:
         """This rank is busy, and gets on: ranks that wait for it wait longer."""

@@ -49,8 +49,9 @@ class PipelineCalls(Lifetime):
         node = node_of(engine)
         if node is not None:
             return SharedPipe(node, num_bytes, num_slots)
-        if self._pipe is not None:
-            self._pipe.close()
+        if isinstance(self._pipe, Connections):
+            self._pipe.resize(num_slots)
+            return self._pipe
         name = f"{engine.agreement.buffer_id:x}/{engine.agreement.number}"
         return Connections(engine, num_slots, name)
 

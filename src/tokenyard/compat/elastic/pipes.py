@@ -89,6 +89,12 @@ class Connections:
                 else:
                     self._in[other] = link
 
+    def resize(self, num_slots: int) -> None:
+        """All ranks together. Waits until what was sent has been received, or has failed."""
+        for _, worker, _ in self._out.values():
+            worker.wait()
+        self._num_slots = num_slots
+
     def send(self, t: Tensor, to: int) -> None:
         link, worker, pending = self._out[to]
         while len(pending) >= self._num_slots:
