@@ -12,6 +12,7 @@ import torch.distributed as dist
 import tokenyard
 from tests.cases.processes import Pools
 from tests.cases.programs import free_port, run_python
+from tokenyard import groups
 
 ALONE = """
 import torch.distributed as dist
@@ -76,6 +77,35 @@ def test_one_of_several_processes_is_no_group_of_one(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError, match=said):
+        tokenyard.local_group()
+
+
+LAUNCHERS = [(one.rank, one.size) for one in groups._LAUNCHERS]
+
+
+@pytest.mark.parametrize("rank, size", LAUNCHERS, ids=[size for _, size in LAUNCHERS])
+def test_variables_of_a_launcher_may_be_empty_and_must_be_numbers(
+    rank: str, size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (rank, size, "RANK", "WORLD_SIZE", "JOB_COMPLETION_INDEX", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "")
+    assert groups._find_place() is None
+    assert groups._several() == []
+    monkeypatch.setenv(size, "many")
+    with pytest.raises(ValueError, match=f"{size} is 'many', want a whole number"):
+        tokenyard.local_group()
+    monkeypatch.setenv(size, "4")
+    monkeypatch.setenv(rank, "1st")
+    with pytest.raises(ValueError, match=f"{rank} is '1st', want a whole number"):
+        tokenyard.local_group()
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT"])
+def test_variables_of_torchrun_must_be_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for one, value in (given | {name: "none"}).items():
+        monkeypatch.setenv(one, value)
+    with pytest.raises(ValueError, match=f"{name} is 'none', want a whole number"):
         tokenyard.local_group()
 
 

@@ -7,12 +7,14 @@ import logging
 import os
 import resource
 import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 
 import tokenyard
+from tests.cases import late_opening
 from tests.cases.asynchronous import both_ways
 from tests.cases.clock import scaled
 from tests.cases.processes import Pools
@@ -240,9 +242,10 @@ def test_the_environment_gives_the_timeout_of_programs_that_give_none(
     told = threading.Event()
     monkeypatch.setenv("TOKENYARD_TIMEOUT", "0.25")
     assert "0.25 s passed" in run_virtual(alone, 2).results[0]
-    monkeypatch.setenv("TOKENYARD_TIMEOUT", "soon")
-    with pytest.raises(ValueError, match="timeout is 'soon', want seconds"):
-        run_virtual(alone, 2)
+    for wrong, said in (("soon", "'soon'"), ("-1", "-1.0"), ("nan", "nan")):
+        monkeypatch.setenv("TOKENYARD_TIMEOUT", wrong)
+        with pytest.raises(ValueError, match=f"TOKENYARD_TIMEOUT is {said}, want seconds above 0"):
+            run_virtual(alone, 2)
 
 
 def test_a_machine_that_cannot_be_named_just_now_is_no_other_machine(
@@ -254,3 +257,40 @@ def test_a_machine_that_cannot_be_named_just_now_is_no_other_machine(
     monkeypatch.setattr("builtins.open", no_descriptor)
     with pytest.raises(OSError, match="Too many open files"):
         opening._machine()
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", "second"])
+def test_a_rank_that_comes_late_meets_those_that_try_again(
+    processes: Pools, is_first: bool
+) -> None:
+    if is_first:
+        with Processes(3, timeout=scaled(60)) as fresh:
+            late_opening.check(fresh.run(late_opening.tries, "collective", True))
+    else:
+        late_opening.check(processes(2).run(late_opening.tries, "direct", False))
+
+
+def stall_when_all_have_come(group: Any) -> list[str]:
+    """Rank 1 stalls within an opening: what ranks are told then, and when they try again."""
+    real = opening._try_probe
+
+    def stall(kernel_set: Any) -> Any:
+        time.sleep(scaled(2.5))
+        return real(kernel_set)
+
+    if group.rank() == 1:
+        opening._try_probe = stall
+    told = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as raised:
+            tokenyard.Buffer(group, transport="collective", timeout=scaled(1))
+        told.append(f"{type(raised.value).__name__}: {raised.value}")
+    return told
+
+
+def test_a_group_that_is_out_of_step_is_refused() -> None:
+    """Gloo would end the process of a rank that came with another exchange than the others."""
+    with Processes(2, timeout=scaled(60)) as ranks:
+        for first, second in ranks.run(stall_when_all_have_come):
+            assert first.startswith("PeerTimeout: Buffer (")
+            assert second.startswith("RuntimeError: the group is out of step, since this rank gave")

@@ -22,7 +22,7 @@ from tokenyard.engine.prepared import Shape, checked_shape
 from tokenyard.groups import LAUNCHED
 from tokenyard.lifetime import Lifetime
 from tokenyard.low_latency.calls import LowLatencyCalls
-from tokenyard.opening import Options, default_timeout, open_engine, take_group
+from tokenyard.opening import Options, open_engine, take_group
 from tokenyard.replicas import Replicas
 from tokenyard.results import (
     Combined,
@@ -114,7 +114,7 @@ class Buffer(Lifetime, LowLatencyCalls, Placed):
             transport=transport,
             kernels=kernels,
             ranks_per_node=ranks_per_node,
-            timeout=default_timeout() if timeout is None else timeout,
+            timeout=timeout,
             placement=placement,
             num_nvl_bytes=num_nvl_bytes,
             num_rdma_bytes=num_rdma_bytes,

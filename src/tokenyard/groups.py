@@ -71,7 +71,8 @@ def local_group() -> ProcessGroup | LoopbackGroup | MpiGroup:
 
     if not dist.is_initialized():
         if variables.is_set("RANK") and variables.is_set("WORLD_SIZE"):
-            _begin()
+            variables.number("MASTER_PORT")
+            _begin(rank=variables.number("RANK"), world_size=variables.number("WORLD_SIZE", 1))
         elif (place := _find_place()) is not None:
             _begin(**place)
         elif several := _several():
@@ -125,7 +126,7 @@ def _find_place() -> dict[str, Any] | None:
 
 def _several() -> list[Launcher]:
     """The launcher that started this process and others; twice where one of them uses another."""
-    found = [one for one in _LAUNCHERS if variables.read(one.size) not in ("0", "1")]
+    found = [one for one in _LAUNCHERS if variables.number(one.size) > 1]
     # srun sets PMI's variables beside its own; under mpirun srun's are those of its daemons.
     return [one for one in found if _numbers(one) == _numbers(found[0])]
 
@@ -161,7 +162,7 @@ def _over_mpi(launcher: Launcher) -> MpiGroup:
 
 def _numbers(launcher: Launcher) -> tuple[int, int]:
     """Which process this is, and of how many."""
-    return int(variables.read(launcher.rank)), int(variables.read(launcher.size))
+    return variables.number(launcher.rank), variables.number(launcher.size)
 
 
 def _address(launcher: Launcher) -> str | None:
@@ -172,10 +173,10 @@ def _address(launcher: Launcher) -> str | None:
     elif launcher.hosts:
         host = _first_host(variables.read(launcher.hosts))
         if launcher.name == "srun":  # steps may share a host
-            step = 31 * int(variables.read("SLURM_JOB_ID")) + int(variables.read("SLURM_STEP_ID"))
+            step = 31 * variables.number("SLURM_JOB_ID") + variables.number("SLURM_STEP_ID")
             port = _PORTS[step % len(_PORTS)]
     if variables.is_set("MASTER_PORT"):
-        port = int(variables.read("MASTER_PORT"))
+        port = variables.number("MASTER_PORT")
     return f"{host}:{port}" if host else None
 
 

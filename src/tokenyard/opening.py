@@ -10,7 +10,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -102,19 +102,6 @@ def _is_of_mpi(group: Any) -> bool:
     return mpi is not None and isinstance(group, mpi.Comm)
 
 
-def default_timeout() -> Any:
-    """The seconds of a Buffer that was given none: those of TOKENYARD_TIMEOUT, or 30.
-
-    For programs that cannot be edited on machines where a rank may come late. What is no number
-    is returned as it is: Options refuses it, on all ranks.
-    """
-    given = variables.read("TOKENYARD_TIMEOUT")
-    try:
-        return float(given)
-    except ValueError:
-        return given
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Options:
     """What a Buffer was made with, unchecked."""
@@ -122,7 +109,7 @@ class Options:
     transport: str
     kernels: str
     ranks_per_node: int | Sequence[int] | None
-    timeout: float
+    timeout: float | None
     placement: Tensor | Replicas | None
     num_nvl_bytes: int
     num_rdma_bytes: int
@@ -132,20 +119,28 @@ class Options:
     balance: float | str | None = None
     takes_replicas: bool = True
 
-    @property
-    def has_sane_timeout(self) -> bool:
-        timeout = self.timeout
-        is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-        return is_number and 0 < timeout <= 1e6
+    def seconds(self) -> float:
+        """The timeout; without one that of TOKENYARD_TIMEOUT, for programs that cannot be edited on
+        machines where a rank may come late. Raises ValueError.
+        """
+        given: Any = self.timeout
+        name = "TOKENYARD_TIMEOUT" if given is None else "timeout"
+        if given is None:
+            given = variables.read(name)
+            with suppress(ValueError):
+                given = float(given)
+        is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
+        validate.require(
+            is_number and 0 < given <= 1e6,
+            f"{name} is {given!r}, want seconds above 0, at most 1e6",
+        )
+        return given
 
     def check(
         self, num_ranks: int, device: torch.device
     ) -> tuple[kernel_sets.Kernels, Placement | None]:
         """The kernel set and the placement that they name. Raises ValueError if one is wrong."""
-        validate.require(
-            self.has_sane_timeout,
-            f"timeout is {self.timeout!r}, want seconds above 0, at most 1e6",
-        )
+        self.seconds()
         if self.ranks_per_node is not None:
             validate.ranks_per_node(self.ranks_per_node, num_ranks)
         sets = ", ".join(kernel_sets.available())
@@ -187,7 +182,10 @@ class Options:
 
 def open_engine(group: Any, options: Options) -> tuple[Engine, LowLatency | None]:
     """The engines of a new Buffer. Bad options on one rank raise on all of them."""
-    communicator = connect(group, options.timeout if options.has_sane_timeout else 30.0)
+    timeout = 30.0
+    with suppress(ValueError):  # which `check` tells all ranks
+        timeout = options.seconds()
+    communicator = connect(group, timeout)
     first = Agreement(_Meeting(communicator))
     met = _meet(communicator, first, options)
     with ExitStack() as undo:
@@ -265,7 +263,7 @@ def _meet(communicator: Communicator, first: Agreement, options: Options) -> _Me
         elif alone is not None:
             topology = Topology.from_marks(told_RW[:, 2].tolist())
         else:
-            marks = _find_nodes(communicator, told_RW[:, 2:6], options.timeout)
+            marks = _find_nodes(communicator, told_RW[:, 2:6], options.seconds())
             topology = Topology.from_marks(marks)
     finally:
         if probe is not None:
@@ -284,7 +282,7 @@ def _build(
             communicator=communicator,
             kernels=met.kernel_set,
             topology=topology,
-            timeout=options.timeout,
+            timeout=options.seconds(),
             num_bytes=options.num_nvl_bytes,
             num_channels=options.num_channels,
             label=str(shared_id),

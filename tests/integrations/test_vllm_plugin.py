@@ -124,8 +124,13 @@ def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for given, want in (("exact", "exact"), ("0.05", 0.05), ("", None)):
         monkeypatch.setenv("TOKENYARD_VLLM_BALANCE", given)
         assert settings.read().balance == want
-    monkeypatch.setenv("TOKENYARD_VLLM_BALANCE", "yes")
-    with pytest.raises(ValueError, match="BALANCE is 'yes', want exact, or a number, the slack"):
+    for wrong in ("yes", "-1", "nan"):
+        monkeypatch.setenv("TOKENYARD_VLLM_BALANCE", wrong)
+        said = f"BALANCE is '{wrong}', want exact, or a number, the slack"
+        with pytest.raises(ValueError, match=said):
+            settings.read()
+    monkeypatch.setenv("TOKENYARD_VLLM_TRANSPORT", "rnig")
+    with pytest.raises(ValueError, match="TOKENYARD_VLLM_TRANSPORT: unknown transport 'rnig'"):
         settings.read()
     monkeypatch.setenv("TOKENYARD_VLLM", "yes")
     with pytest.raises(ValueError, match="TOKENYARD_VLLM is 'yes', want 0 or 1"):

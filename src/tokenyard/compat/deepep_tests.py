@@ -49,11 +49,11 @@ def init_dist(
     global _local_rank
     _local_rank = local_rank
     address = variables.read("MASTER_ADDR")
-    port = variables.read("MASTER_PORT")
-    num_nodes, node = int(variables.read("WORLD_SIZE") or 1), int(variables.read("RANK") or 0)
-    per_node = int(variables.read("LOCAL_WORLD_SIZE") or 1)
+    port = variables.number("MASTER_PORT")
+    num_nodes, node = variables.number("WORLD_SIZE", 1), variables.number("RANK")
+    per_node = variables.number("LOCAL_WORLD_SIZE", 1)
     if per_node > 1:  # of torchrun
-        here = int(variables.read("LOCAL_RANK") or 0)
+        here = variables.number("LOCAL_RANK")
         require(
             (local_rank, num_local_ranks) == (here, per_node),
             f"init_dist({local_rank}, {num_local_ranks}) is called in rank {here} of {per_node} "

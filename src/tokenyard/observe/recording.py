@@ -195,11 +195,9 @@ def begin_from_environment() -> None:
     path = variables.read("TOKENYARD_RECORD")
     if not path:
         return
-    every = variables.read("TOKENYARD_RECORD_EVERY")
     try:
-        if not every.isdigit() or every == "0":
-            raise ValueError(f"TOKENYARD_RECORD_EVERY is {every!r}, want a number of at least 1")
-        recording = _enter(Path(path), {"every": int(every)})
+        every = variables.number("TOKENYARD_RECORD_EVERY", 1)
+        recording = _enter(Path(path), {"every": every})
     except BaseException:
         _asked_environment = False  # the next Buffer raises too
         raise

@@ -1,6 +1,7 @@
 """Variables of the environment: each one that tokenyard reads is in these tables, and is read here.
 
-`docs/guide/operating.md` says what tokenyard's own mean.
+`docs/guide/operating.md` says what tokenyard's own mean. One that is set, and empty, counts as not
+set: so compose files and charts leave those that they have no value for.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ OURS = {
 }
 # Those of launchers, of gloo, Triton, Prometheus and terminals.
 OTHERS = {
-    "RANK": "",
+    "RANK": "0",
     "LOCAL_RANK": "0",
     "LOCAL_WORLD_SIZE": "1",
-    "WORLD_SIZE": "",
+    "WORLD_SIZE": "1",
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "8361",
     "OMPI_COMM_WORLD_RANK": "0",
@@ -55,8 +56,16 @@ OTHERS = {
 
 
 def read(name: str) -> str:
-    return os.environ.get(name, OURS[name] if name in OURS else OTHERS[name])
+    return os.environ.get(name) or (OURS[name] if name in OURS else OTHERS[name])
+
+
+def number(name: str, at_least: int = 0) -> int:
+    """What it says, if that is a whole number. Raises ValueError if not."""
+    given = read(name)
+    if not given.isdecimal() or int(given) < at_least:
+        raise ValueError(f"{name} is {given!r}, want a whole number of at least {at_least}")
+    return int(given)
 
 
 def is_set(name: str) -> bool:
-    return name in os.environ
+    return bool(os.environ.get(name))

@@ -102,9 +102,10 @@ def available() -> tuple[str, ...]:
     return tuple(name for name, entry in _TRANSPORTS.items() if entry.listed)
 
 
-def check_name(name: str) -> None:
+def check_name(name: str, where: str = "") -> None:
     if name not in ("auto", *_TRANSPORTS):
-        raise ValueError(f"unknown transport {name!r}; available: auto, {', '.join(available())}")
+        known = ", ".join(available())
+        raise ValueError(f"{where}unknown transport {name!r}; available: auto, {known}")
 
 
 def why_not_shared(kernels: RowKernels) -> str | None:

@@ -26,7 +26,7 @@ from tokenyard.compat.elastic.sessions import SessionCalls
 from tokenyard.engine.agreement import Call, Terms
 from tokenyard.engine.engine import Engine
 from tokenyard.engine.mismatch import STAGES
-from tokenyard.opening import Options, default_timeout, open_engine, take_group
+from tokenyard.opening import Options, open_engine, take_group
 from tokenyard.runtime import observers
 from tokenyard.runtime.events import EventHandle, EventOverlap
 from tokenyard.types import Config
@@ -111,7 +111,7 @@ class ElasticBuffer(EngramCalls, PipelineCalls, SessionCalls):
         super().__init__(group, explicitly_destroy)
         if timeout is None:
             given = num_cpu_timeout_secs, num_gpu_timeout_secs
-            timeout = default_timeout() if given == _V2_TIMEOUTS else min(given)
+            timeout = None if given == _V2_TIMEOUTS else min(given)
         engine, _ = open_engine(
             group,
             Options(

@@ -85,7 +85,7 @@ def _count_missing(kernel: Any, seen: set[int]) -> int:
 def _take_voice() -> int | None:
     """A descriptor that one child of a launcher can have: the system takes it back at its end."""
     if sys.platform != "linux":  # no such names of sockets; then it is rank 0 that speaks
-        return 0 if variables.read("RANK") in ("", "0") else None
+        return 0 if variables.read("RANK") == "0" else None
     voice = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         voice.bind(f"\0tokenyard-progress-{os.geteuid()}-{os.getppid()}")
