@@ -13,6 +13,7 @@ import tokenyard
 from tests.cases.processes import Pools
 from tests.cases.programs import free_port, run_python
 from tokenyard import groups
+from tokenyard.runtime import network
 
 ALONE = """
 import torch.distributed as dist
@@ -107,6 +108,30 @@ def test_variables_of_torchrun_must_be_numbers(name: str, monkeypatch: pytest.Mo
         monkeypatch.setenv(one, value)
     with pytest.raises(ValueError, match=f"{name} is 'none', want a whole number"):
         tokenyard.local_group()
+
+
+def test_ranks_that_gloo_cannot_connect_are_told_of_the_interface(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What doctor says of the network of this machine, in the place of torch's error."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Gloo connectFullMesh failed with [...] Connection refused")
+
+    outward = {"lo": ("127.0.0.1", True, True), "eth0": ("10.0.0.7", False, True)}
+    monkeypatch.setattr(network, "interfaces", lambda: outward)
+    monkeypatch.setattr(network.socket, "gethostname", lambda: "first")
+    loopback = [(0, 0, 0, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(network.socket, "getaddrinfo", lambda *_: loopback)
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("GLOO_SOCKET_IFNAME", "")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError) as raised:
+        tokenyard.local_group()
+    assert str(raised.value) == (
+        "gloo could not connect the ranks; this host's name, first, is 127.0.1.1: gloo reaches "
+        "ranks of this machine alone; for several machines set GLOO_SOCKET_IFNAME=eth0"
+    )
 
 
 TOGETHER = """

@@ -9,7 +9,7 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenyard.comm.loopback import LoopbackGroup, LoopbackWorld
-from tokenyard.runtime import variables
+from tokenyard.runtime import network, variables
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -96,6 +96,8 @@ def _begin(**place: Any) -> None:
     except RuntimeError as error:
         if os.strerror(errno.EAGAIN) in str(error):
             raise RuntimeError(_NO_THREADS) from error
+        if why := network.why_not_connected(error):
+            raise RuntimeError(why) from error
         raise
 
 

@@ -20,7 +20,7 @@ from tokenyard.comm.base import Communicator, Exchange, Move
 from tokenyard.comm.failure_board import KINDS, FailureBoard, FailureNote, StoreLost
 from tokenyard.comm.process_table import ProcessWatch
 from tokenyard.errors import BufferClosed, PeerDied, PeerError, PeerLeft, PeerTimeout, name_ranks
-from tokenyard.runtime import busy
+from tokenyard.runtime import busy, network
 from tokenyard.runtime.memory import as_bytes
 from tokenyard.runtime.streams import to_device, to_host
 
@@ -199,6 +199,7 @@ class Watched(Communicator):
             what = "another rank has noticed a failure"
         elif late:
             what = f"{self._timeout:g} s passed"
+        what = network.why_not_connected(error) or what
         kind, culprits, who = self._find(stage, PeerTimeout if late else PeerDied, number)
         where = f"on rank {self.members[self.rank]}"
         found = kind(f"{stage}: {what}; {who}, {where}", ranks=culprits, stage=stage)

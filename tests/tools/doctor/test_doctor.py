@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from tests.cases.clock import scaled
 from tests.cases.places import MAY_NOT, MEMFD_CREATE, PIDFD_OPEN, SECCOMP, why_not
 from tokenyard.runtime import limits as memory_limits
+from tokenyard.runtime import network as runtime_network
 from tokenyard.tools import doctor
 from tokenyard.tools.cli.app import COMMANDS
 from tokenyard.tools.cli.group import make_app
@@ -240,11 +241,13 @@ def gloo(monkeypatch: pytest.MonkeyPatch, name: str | None, address: str | None)
             raise OSError(1, "unknown")
         return [(0, 0, 0, "", (address, 0))]
 
-    monkeypatch.setattr(network.socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(runtime_network, "interfaces", lambda: found)
+    monkeypatch.setattr(runtime_network.socket, "getaddrinfo", resolve)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     if name is not None:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
-    (said,) = network._gloo(found, ["eth0"])
+    monkeypatch.setattr(network, "_has_default_route", lambda: True)
+    (said,) = network.look()
     return said
 
 
