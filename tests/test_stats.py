@@ -212,3 +212,27 @@ def test_another_thread_may_ask_while_calls_are_made() -> None:
         run_virtual(job, 1, timeout=scaled(60))
     finally:
         sys.setswitchinterval(before)
+
+
+def broken_or_closed(group: Any) -> tuple[Any, ...]:
+    """The figures just before a Buffer was closed, afterwards, and those of one that broke."""
+    with tokenyard.Buffer(group) as buffer:
+        buffer.all_gather(torch.ones(3, 8))
+        before = buffer.stats()
+    after = buffer.stats(reset=True)
+    late = tokenyard.Buffer(group, timeout=scaled(0.5))
+    late.all_gather(torch.ones(3, 8))
+    if group.rank() == 0:
+        with pytest.raises(tokenyard.PeerError):
+            late.all_gather(torch.ones(3, 8))
+    return before, after, buffer.stats(), late.stats()
+
+
+def test_a_closed_buffer_keeps_its_figures() -> None:
+    for rank, (before, *after, broken) in enumerate(run_virtual(broken_or_closed, 2).results):
+        for one in (before, *after):
+            del one["memory"]["process"]  # of all ranks, which are threads here
+        assert after == [before, before]
+        assert before["stages"]["all_gather"]["rows_sent"] == 6
+        assert broken["rank"] == rank
+        assert broken["stages"]["all_gather"]["calls"] >= 1

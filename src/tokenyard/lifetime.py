@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import time
@@ -133,6 +134,7 @@ class Lifetime:
         self._engine: Engine | None = None
         self._low_latency: LowLatency | None = None
         self._why_closed = "the Buffer is closed"
+        self._last_figures: dict[str, Any] = {}
         self._pid = os.getpid()
         self._use = Use(self)
 
@@ -182,9 +184,12 @@ class Lifetime:
 
         Plain values, which json can write. Local: ranks exchange nothing. Any thread may ask; what
         a call counts while somebody asks may be seen in part. With `reset` the figures, but for
-        memory, begin anew afterwards.
+        memory, begin anew afterwards. Those of a closed Buffer are what they were when it closed.
         """
-        engine = self._open_engine()
+        self._check_process()
+        engine = self._engine
+        if engine is None:
+            return copy.deepcopy(self._last_figures)
         found = {
             "rank": engine.rank,
             "num_ranks": engine.num_ranks,
@@ -221,8 +226,10 @@ class Lifetime:
             lock.release()
 
     def _close(self) -> None:
-        engine, self._engine, self._low_latency = self._engine, None, None
+        engine = self._engine
         if engine is not None:
+            self._last_figures = self.stats()
+            self._engine = self._low_latency = None
             if not self.explicitly_destroy:
                 self._finalizer.detach()
             engine.close()

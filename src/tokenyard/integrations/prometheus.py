@@ -69,6 +69,7 @@ def _sum(buffers: Iterable[Buffer]) -> dict[tuple[_Metric, tuple[str, ...]], flo
     found: dict[tuple[_Metric, tuple[str, ...]], float] = {}
     for buffer in buffers:
         try:
+            buffer._open_engine()
             stats = buffer.stats()
         except TokenyardError:
             continue
