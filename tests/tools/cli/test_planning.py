@@ -157,8 +157,21 @@ def test_a_buffer_takes_what_balance_saves(tmp_path: Path) -> None:
 
 
 def test_balance_takes_a_recording(tmp_path: Path) -> None:
-    said = run("balance", recording(tmp_path / "routing.pt", 2), "--ranks", 4, "--json")
+    path = recording(tmp_path / "routing.pt", 2)
+    said = run("balance", path, "--ranks", 4, "--json")
     assert [one["after"] <= one["before"] for one in json.loads(said.stdout)] == [True, True]
+
+
+def test_without_ranks_a_recording_is_taken_as_it_ran(tmp_path: Path) -> None:
+    """On two ranks; a tensor of loads says nothing, and is for eight."""
+    path = recording(tmp_path / "routing.pt")
+    assert "16 experts in 16 slots of 2 ranks" in run("balance", path).stdout
+    by_default = run("simulate", path, "--json").stdout
+    assert json.loads(by_default) == json.loads(
+        run("simulate", path, "--ranks", 2, "--json").stdout
+    )
+    torch.save(torch.ones(16), tmp_path / "loads.pt")
+    assert "16 experts in 16 slots of 8 ranks" in run("balance", tmp_path / "loads.pt").stdout
 
 
 @pytest.mark.parametrize(

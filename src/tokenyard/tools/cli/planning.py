@@ -113,7 +113,7 @@ def plan(
 def simulate(
     recording: Annotated[Path, typer.Argument(help="A file of tokenyard.record.")],
     cluster: Cluster = "h800",
-    ranks: Ranks = 64,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Of the group; as it ran.")] = None,
     layer: Annotated[str | None, typer.Option(help="Of several: its name.")] = None,
     spare: Spare = 0,
     every: Annotated[int, typer.Option(min=1, help="Steps between two rebalancings.")] = 50,
@@ -143,6 +143,7 @@ def simulate(
     with output.mistakes((ValueError, OSError)):
         machines = presets.cluster_of(cluster)
         one = _layer_of(recording, layer)
+        ranks = ranks or one.num_ranks
         steps = [part.numpy() for part in one.topk_idx.split(one.num_tokens.sum(1).tolist())]
         if not steps:
             raise Mistake(f"{recording} has no step of {one.name}")
@@ -168,7 +169,7 @@ def simulate(
 
 def balance(
     loads: Annotated[Path, typer.Argument(help=r"A tensor \[E] or \[layers, E], or a recording.")],
-    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of the group; 8.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Of the group; as it ran, or 8.")] = None,
     spare: Spare = 0,
     nodes: Annotated[int, typer.Option(min=1, help="Tokens prefer copies on their node.")] = 1,
     groups: Annotated[int, typer.Option(min=1, help="Keep each group on a node.")] = 1,
@@ -198,7 +199,7 @@ def balance(
     from tokenyard.replicas import Replicas
 
     with output.mistakes((ValueError, OSError)):
-        load_LE = _loads_of(loads)
+        load_LE, sizes = _loads_of(loads)
         num_layers, num_experts = load_LE.shape
         if current is not None:
             if (ranks, spare, groups) != (None, 0, 1):
@@ -207,7 +208,9 @@ def balance(
             topology = _nodes_of(held[0].num_ranks, nodes)
             changes = [even_out(old, load, want, topology) for old, load in zip(held, load_LE)]
         else:
-            topology = _nodes_of(8 if ranks is None else ranks, nodes)
+            if ranks is None and len(sizes) > 1:
+                raise Mistake(f"layers of {loads} ran on {sorted(sizes)} ranks, want --ranks")
+            topology = _nodes_of(ranks or min(sizes), nodes)
             changes = _placed_anew(load_LE, topology, spare, groups)
         if save is not None:
             for path, change in zip(_files_of_layers(save, num_layers), changes):
@@ -289,16 +292,20 @@ def _tensor_of(path: Path) -> Tensor:
     return found
 
 
-def _loads_of(path: Path) -> Tensor:
-    """[layers, E]: the tensor of a file, or how often a recording's tokens chose each expert."""
+def _loads_of(path: Path) -> tuple[Tensor, set[int]]:
+    """[layers, E]: the tensor of a file, or how often a recording's tokens chose each expert. And
+    on how many ranks layers ran, or 8.
+    """
     import torch
 
     from tokenyard.observe.routing import file
 
+    sizes = {8}
     try:
         found = _tensor_of(path)
     except ValueError:
         layers = file.load(path)
+        sizes = {layer.num_ranks for layer in layers}
         counts = []
         for layer in layers:
             chosen = layer.topk_idx[layer.topk_idx >= 0].long()
@@ -310,4 +317,4 @@ def _loads_of(path: Path) -> Tensor:
         found = found[None]
     if found.dim() != 2 or found.numel() == 0:
         raise Mistake(f"{path} has shape {list(found.shape)}, want [experts] or [layers, experts]")
-    return found.double()
+    return found.double(), sizes
