@@ -127,6 +127,8 @@ class Buffer(Lifetime, LowLatencyCalls, Placed):
         self._opened(engine, low_latency)
         self.group_size = engine.num_ranks
         self._few: Few | None = few_of(engine, self._use, self._config)
+        if self._few is not None:
+            self._users.add(self._few)
 
     def get_dispatch_layout(
         self,
@@ -342,7 +344,9 @@ class Buffer(Lifetime, LowLatencyCalls, Placed):
             config = self._config
             routing = num_topk, num_experts, dtype, by_expert, expert_alignment
             shape = checked_shape(engine, Shape(max_tokens, hidden, *routing, config))
-            return Prepared(self, self._use, engine, shape)
+            prepared = Prepared(self, self._use, engine, shape)
+            self._users.add(prepared)
+            return prepared
 
     def all_gather(self, x: Tensor, handle: AnyHandle | None = None) -> Gathered:
         """x [T, ...] of every rank, one rank after the other, on all ranks: [sum of T, ...].
@@ -367,10 +371,6 @@ class Buffer(Lifetime, LowLatencyCalls, Placed):
         """
         with self._use as engine:
             return engine.combine_buffer(handle)
-
-    def _close(self) -> None:
-        self._few = None
-        super()._close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
         """Return this Buffer itself: a copy of a model uses the same connections."""

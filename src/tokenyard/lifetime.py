@@ -137,6 +137,8 @@ class Lifetime:
         self._last_figures: dict[str, Any] = {}
         self._pid = os.getpid()
         self._use = Use(self)
+        # Objects beside this one that use its memory, each with a method `forget`.
+        self._users: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def _opened(self, engine: Engine, low_latency: LowLatency | None) -> None:
         self._engine, self._low_latency = engine, low_latency
@@ -232,6 +234,8 @@ class Lifetime:
             self._engine = self._low_latency = None
             if not self.explicitly_destroy:
                 self._finalizer.detach()
+            while self._users:
+                self._users.pop().forget()
             engine.close()
             for tell in observers.closed:
                 tell()

@@ -76,6 +76,10 @@ class Balance:
         """From now on make compiled calls: all ranks share memory."""
         self._meeting, self._plans = meeting, plans
 
+    def close(self) -> None:
+        """Drop what holds this object in turn."""
+        del self._slots_of, self._plan_of, self._meeting, self._plans
+
     def placement(self, owners: Placement) -> Placement:
         """Where the slots are."""
         return self._slots_of(owners).placement

@@ -134,6 +134,8 @@ class Engine(Core):
 
     def _leave(self) -> None:
         del self.calls  # which hold this engine
+        if self.balance is not None:
+            self.balance.close()
         left = f"rank {self.rank} has closed its Buffer"
         self.communicator.report(PeerLeft(left, ranks=(self.rank,), stage="close"))
         self.transport.close()

@@ -74,6 +74,10 @@ class Prepared:
         with self._use:
             return self._pair.combine(y, weigh, out)
 
+    def forget(self) -> None:
+        """The Buffer closes."""
+        del self._pair
+
     def _find_pair(self, engine: Engine) -> Pair:
         with torch.inference_mode(False):  # its memory may be used outside of it
             return self._pair_of(engine)
@@ -96,7 +100,7 @@ class Few:
         self._idle: dict[Shape, list[StandingPair]] = {}
 
     def forget(self) -> None:
-        """Experts have moved."""
+        """Experts have moved, or the Buffer closes."""
         self._idle = {}
 
     def dispatch(

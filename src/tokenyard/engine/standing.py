@@ -8,7 +8,9 @@ The calls are those of `engine.calls` and `engine.parcels`, which others may mak
 from __future__ import annotations
 
 import sys
+import weakref
 from copy import copy
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -24,7 +26,7 @@ from tokenyard.engine.ledger import WrittenLedger
 from tokenyard.engine.parcels import ByExpert, handle_of
 from tokenyard.engine.plans import CombineShape, DispatchShape
 from tokenyard.engine.prepared import PreparedRows, Shape, nothing_dispatched
-from tokenyard.engine.turns import Lent
+from tokenyard.engine.turns import Lent, Turns
 from tokenyard.errors import SharedMemoryError
 from tokenyard.results import Handle
 from tokenyard.runtime import memory
@@ -42,7 +44,7 @@ class _Turn:
     """Every other dispatch, and the combine that answers it."""
 
     def __init__(self, core: Core, calls: SharedCalls, shape: Shape) -> None:
-        self._shape, self._turns = shape, calls.turns
+        self._shape = shape
         size, most, num_topk = core.num_ranks, shape.max_tokens, shape.num_topk
         dispatch, combine = shape.stages
         placement = core.local.slots(shape.num_experts)
@@ -64,7 +66,8 @@ class _Turn:
         self.by_expert: ByExpert | None = None
         self._array: np.ndarray | None = None  # in which rows by expert lie
         if shape.by_expert:
-            self.by_expert = ByExpert(self.plan, self._empty, ledger)
+            empty = partial(_Turn._empty, weakref.proxy(self))  # which keeps nobody
+            self.by_expert = ByExpert(self.plan, empty, ledger)
         else:
             block = shared_rows.take(calls.pool, column_offsets(size * most, self.plan.widths)[-1])
             if block.error is not None:
@@ -135,18 +138,18 @@ class _Turn:
     def topk_weights(self, num_rows: int) -> Tensor | None:
         return None if self.by_source is None else self.by_source.rows().topk_weights
 
-    def offer(self, address: int) -> Lent | None:
+    def offer(self, turns: Turns, address: int) -> Lent | None:
         """Offer the rows of a combine, which lie there, or what this rank sums of them."""
         num_bytes = self.table[at.NUM_ROWS] * self.back.row_bytes
         self.back_table[at.SOURCES] = address
         if self.by_expert is not None:
-            return self._turns.offer(self.back, num_bytes)
-        return self._turns.offer_rows(self.back, address, num_bytes)
+            return turns.offer(self.back, num_bytes)
+        return turns.offer_rows(self.back, address, num_bytes)
 
-    def offer_parcel(self) -> Lent:
+    def offer_parcel(self, turns: Turns) -> Lent:
         """Offer memory for the tokens of a dispatch by expert."""
         num_bytes = column_offsets(self.table[at.NUM_TOKENS], self.plan.widths)[-1]
-        return self._turns.offer(self.plan, num_bytes)
+        return turns.offer(self.plan, num_bytes)
 
 
 class StandingPair:
@@ -182,7 +185,7 @@ class StandingPair:
         table, agreement, lent = turn.table, self._agreement, None
         if turn.by_expert is not None:
             try:
-                lent = turn.offer_parcel()
+                lent = turn.offer_parcel(self._turns)
             except SharedMemoryError as error:
                 self._core.reject(self._dispatch_stage, error)
         table[at.PHASE], table[at.PART], table[at.NUMBER] = at.START, 0, agreement.number
@@ -281,7 +284,7 @@ class StandingPair:
                 out = turn.back.empty_sums(num_tokens, self._calls.pool)
             elif not fits(out, y, num_tokens):
                 out = validate.out(out, num_tokens, y, [y])
-            lent = turn.offer(y.data_ptr())
+            lent = turn.offer(self._turns, y.data_ptr())
         except (ValueError, SharedMemoryError) as error:
             self._core.reject(stage, error)
         table, agreement = turn.back_table, self._agreement

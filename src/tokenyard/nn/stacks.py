@@ -37,6 +37,11 @@ class Stacks:
         # How many experts rows may be for, where nobody trains them; 0 for those of this rank.
         self.num_balanced = 0 if self._balance is None else len(known)
         _known[self.place] = self
+        share.buffer._users.add(self)
+
+    def forget(self) -> None:
+        """The Buffer closes: of the stacks only this rank's parts stay, as parameters."""
+        self._by_name, self._balance = {}, None
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
         return None

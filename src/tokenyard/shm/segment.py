@@ -183,6 +183,21 @@ def keep_mapped(address: int, num_bytes: int) -> Any:
     return mapped
 
 
+def keep_apart(address: int, num_bytes: int, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+    """Arrays of all these bytes, and of a part of them: with the death of the first the pages are
+    unmapped that the second does not need.
+    """
+    first, last = begin // mmap.PAGESIZE * mmap.PAGESIZE, round_up(end, mmap.PAGESIZE)
+    cuts = (0, first), (first, min(last, num_bytes)), (last, num_bytes)
+    pieces = [keep_mapped(address + low, high - low) for low, high in cuts if low < high]
+    part = np.empty(0, np.uint8)
+    if begin < end:
+        part = np.frombuffer(pieces[first > 0], np.uint8)[begin - first : end - first]
+    everything: Any = (ctypes.c_uint8 * num_bytes).from_address(address)
+    weakref.finalize(everything, pieces.clear).atexit = False
+    return np.frombuffer(everything, np.uint8), part
+
+
 def map_at(place: int, fd: int, num_bytes: int) -> None:
     """Map a file to addresses that `find_place` has found, only to be read."""
     flags = mmap.MAP_SHARED | MAP_FIXED | mmap.MAP_POPULATE

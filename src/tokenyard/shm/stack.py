@@ -30,7 +30,7 @@ _ANSWERS = 10.0  # seconds in which a rank must give a descriptor, where it is a
 
 
 class Stack(NamedTuple):
-    """What `Buffer.share_stack` returns. The memory lives as long as one of its tensors does."""
+    """What `Buffer.share_stack` returns. Each tensor keeps its memory."""
 
     own: Tensor  # [L, ...] this rank's, which it may write to
     node: Tensor  # [E, ...] of all ranks of the node, ranks ascending: only to be read
@@ -67,12 +67,13 @@ class Making:
         part. Nothing is to be told.
         """
         (begin, end), memory = self._parts[self._rank], np.empty(0, np.uint8)
+        part = memory
         if num_bytes := self._num_bytes:
             huge = segment.huge_page()
             try:
                 step = huge if 0 < huge <= num_bytes else mmap.PAGESIZE
                 place = segment.find_place(num_bytes, step)
-                memory = np.frombuffer(segment.keep_mapped(place, num_bytes), np.uint8)
+                memory, part = segment.keep_apart(place, num_bytes, begin, end)
                 for rank in self._parts:
                     self._map_part(place, rank, told[rank])
                 if begin < end:
@@ -81,7 +82,7 @@ class Making:
                 raise segment.cannot(num_bytes, error) from error
         with torch.inference_mode(self._own.is_inference()):  # what is made so cannot be trained
             # Of its own storage, the whole of which torch.save writes.
-            own = self._view(memory[begin:end], len(self._own)).copy_(self._own)
+            own = self._view(part, len(self._own)).copy_(self._own)
             self.stack = Stack(own, self._view(memory, self._num_experts))
         return ()
 

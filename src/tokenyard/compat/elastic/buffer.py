@@ -329,6 +329,13 @@ class ElasticBuffer(EngramCalls, PipelineCalls, SessionCalls):
         sizes = num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch
         return buffer_size(group.size(), *sizes, allow_multiple_reduction)
 
+    def _close(self) -> None:
+        pipe, self._pipe = self._pipe, None
+        self._results = self._table = self._table_block = None
+        if pipe is not None:
+            pipe.close()
+        super()._close()
+
     def __repr__(self) -> str:
         where = f"rank {self.rank} of {self.num_ranks}"
         if self._engine is None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -46,7 +45,8 @@ class SharedResults:
 
     def gather(
         self, tensors: Sequence[Tensor], offsets: Sequence[int], slot: int
-    ) -> tuple[list[Tensor], Callable[[], None]]:
+    ) -> tuple[list[Tensor], tuple[int, int, int]]:
+        """The results, and what `wait` is to be given before they are read."""
         total = sum(t.nbytes for t in tensors)
         for other in self._ranks:
             for t, offset in zip(tensors, offsets):
@@ -61,9 +61,9 @@ class SharedResults:
         for t, offset in zip(tensors, offsets):
             everything = own[offset : offset + self._size * t.nbytes]
             results.append(everything.view(t.dtype).view(self._size, *t.shape))
-        return results, partial(self._wait, self._calls, slot, total)
+        return results, (self._calls, slot, total)
 
-    def _wait(self, calls: int, slot: int, total: int) -> None:
+    def wait(self, calls: int, slot: int, total: int) -> None:
         self._block.wait(self._ranks, self._ranks, calls, _STAGE)
         for rank, theirs in enumerate(self._bytes(self._rank)[:, slot].tolist()):
             if theirs != total:

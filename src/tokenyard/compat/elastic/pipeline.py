@@ -98,12 +98,6 @@ class PipelineCalls(Lifetime):
             )
         return self._pipe, as_bytes(t)
 
-    def _close(self) -> None:
-        pipe, self._pipe = self._pipe, None
-        if pipe is not None:
-            pipe.close()
-        super()._close()
-
     @staticmethod
     def get_pp_buffer_size_hint(num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> int:
         """Bytes that V2 takes for the slots of two neighbours: a multiple of 2 MB."""

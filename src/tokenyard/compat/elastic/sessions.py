@@ -124,9 +124,9 @@ class SessionCalls(Lifetime):
             offsets, end = self._places(engine, [one.nbytes for one in tensors])
             slot, session = self._agrs_slot, self._agrs_session
             if self._results is not None:
-                gathered, wait = self._results.gather(tensors, offsets, slot)
+                gathered, due = self._results.gather(tensors, offsets, slot)
             else:
-                gathered, wait = [_gather(engine, one) for one in tensors], None
+                gathered, due = [_gather(engine, one) for one in tensors], None
             self._agrs_offset, self._agrs_slot = end, slot + 1
 
         def handle() -> None:
@@ -136,8 +136,8 @@ class SessionCalls(Lifetime):
                     session == self._agrs_session,
                     f"the all_gather is of an earlier session, on rank {engine.rank}",
                 )
-                if wait is not None:
-                    wait()
+                if self._results is not None and due is not None:
+                    self._results.wait(*due)
 
         return (*gathered, handle)
 
