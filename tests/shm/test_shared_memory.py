@@ -85,6 +85,60 @@ def test_memory_returns_when_less_is_needed(pair: Processes, transport: str) -> 
         assert answer["closed"] == (0, 0)
 
 
+def by_source(buffer: tokenyard.Buffer, num_tokens: int) -> None:
+    """All that one handle is for."""
+    got = dispatch(buffer, num_tokens)
+    buffer.dispatch(torch.zeros(num_tokens, 4096, dtype=torch.bfloat16), handle=got.handle)
+    buffer.combine(got.recv_x, got.handle)
+    rows = buffer.get_next_combine_buffer(got.handle).zero_()
+    buffer.combine(rows, got.handle)
+    buffer.combine(
+        torch.zeros_like(rows), got.handle, async_finish=True
+    ).event.current_stream_wait()
+
+
+def by_expert(buffer: tokenyard.Buffer, num_tokens: int) -> None:
+    x, ids = torch.zeros(num_tokens, 4096), torch.arange(num_tokens)[:, None] % 2
+    got: Any = buffer.dispatch_by_expert(x, ids, torch.ones(num_tokens, 1), num_experts=2)
+    buffer.combine_by_expert(got.x, got.handle)
+
+
+def gathered(buffer: tokenyard.Buffer, num_tokens: int) -> None:
+    buffer.all_gather(torch.zeros(num_tokens, 4096))
+
+
+def low_latency(buffer: tokenyard.Buffer, num_tokens: int) -> None:
+    x, ids = torch.zeros(num_tokens, 4096).bfloat16(), torch.arange(num_tokens)[:, None] % 2
+    got: Any = buffer.low_latency_dispatch(x, ids, num_tokens, 2, use_fp8=False)
+    rows, weights = (
+        buffer.get_next_low_latency_combine_buffer(got.handle),
+        torch.ones(x.shape[0], 1),
+    )
+    for is_there in (False, True):
+        given = rows if is_there else got.recv_x
+        buffer.low_latency_combine(given, ids, weights, got.handle, zero_copy=is_there)
+
+
+GROWING = {one.__name__: one for one in (by_source, by_expert, gathered, low_latency)}
+
+
+def fall(group: Any, name: str) -> tuple[int, int]:
+    """Bytes of this rank's segments: after a large call, and after 260 small ones."""
+    with tokenyard.Buffer(group, low_latency_mode=True, timeout=scaled(60)) as buffer:
+        GROWING[name](buffer, 2000)
+        most = shared_bytes()[0]
+        for _ in range(260):
+            GROWING[name](buffer, 10)
+        return most, shared_bytes()[0]
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_all_calls_give_a_large_block_back(pair: Processes, name: str) -> None:
+    for most, end in pair.run(fall, name):
+        assert most > 8 << 20
+        assert end < 3 << 20
+
+
 def open_and_close(group: Any, options: dict[str, Any]) -> tuple[list[str], int]:
     failed: list[str] = []
     with tokenyard.Buffer(group, **options):
