@@ -7,6 +7,7 @@ others. That is a ValueError too, so `except ValueError` catches bad input on ev
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -73,6 +74,20 @@ class SharedMemoryError(TokenyardError):
     on_all_ranks = False  # True if all ranks raise one together; the Buffer stays usable then
 
 
+def lack_of_memory(error: BaseException, stage: str, rank: int) -> SharedMemoryError | None:
+    """An error that says that there is too little memory, also of Python, numpy or torch, as ours;
+    None if it says something else.
+    """
+    if isinstance(error, SharedMemoryError):
+        return error
+    torchs = isinstance(error, RuntimeError) and re.search(
+        "allocate memory|out of memory", str(error)
+    )
+    if isinstance(error, MemoryError) or torchs:
+        return SharedMemoryError(f"{stage}: {error or 'out of memory'}, on rank {rank}")
+    return None
+
+
 class BufferClosed(TokenyardError):
     """The Buffer was closed, or broken by an earlier PeerError."""
 
@@ -94,10 +109,26 @@ class PeerInputError(_Named, ValueError):
     on_all_ranks = True
 
 
-def rejected(rank: int, words: Sequence[int] | np.ndarray, stage: str) -> PeerInputError:
-    """The error of the other ranks, made of the text that the rank with bad input has sent."""
-    text = f"rank {rank} rejected its input, so no rank went on: {words_to_text(words)}"
-    return PeerInputError(text, rank=rank, stage=stage)
+def error_to_words(error: BaseException | None) -> np.ndarray:
+    """The words of an error for other ranks, of which `rejected` makes theirs."""
+    words = text_to_words("" if error is None else str(error))
+    words[0] *= -1 if isinstance(error, SharedMemoryError) else 1
+    return words
+
+
+def rejected(
+    rank: int, words: Sequence[int] | np.ndarray, stage: str
+) -> PeerInputError | SharedMemoryError:
+    """The error of the other ranks, made of what the rank with bad input has told, or the one
+    without memory.
+    """
+    what = "rejected its input" if words[0] >= 0 else "could not get memory"
+    text = f"rank {rank} {what}, so no rank went on: {words_to_text(words)}"
+    if words[0] >= 0:
+        return PeerInputError(text, rank=rank, stage=stage)
+    error = SharedMemoryError(text)
+    error.on_all_ranks = True
+    return error
 
 
 class CallMismatch(_Named, ValueError):
@@ -139,4 +170,4 @@ def words_to_text(words: Sequence[int] | np.ndarray) -> str:
     'a lone surrogate: \\\\ud83d'
     """
     words = np.asarray(words)
-    return words[1:].view(np.uint8)[: int(words[0])].tobytes().decode(errors="replace")
+    return words[1:].view(np.uint8)[: abs(int(words[0]))].tobytes().decode(errors="replace")

@@ -71,13 +71,14 @@ def test_slots_are_told_from_as_many_experts() -> None:
                 buffer.dispatch(x, topk_idx=few, topk_weights=weights, num_experts=3)
             for _ in range(3):
                 given: Any = {"num_experts": 5, "balanced": False}
-                rows = buffer.dispatch_by_expert(x, ids, weights, **given)
+                rows: Any = buffer.dispatch_by_expert(x, ids, weights, **given)
                 got.append([list(rows.x.shape), rows.offsets])
                 plain = buffer.dispatch(x, topk_idx=ids, topk_weights=weights, **given)
                 got.append([plain.recv_topk_idx, plain.num_recv_tokens_per_expert_list])
             return [*got, buffer.stats()["expert_load"]]
 
-    assert_same(*(run_virtual(job, 3, first).results for first in (True, False)))
+    after, alone = (run_virtual(job, 3, first).results for first in (True, False))
+    assert_same(after, alone)
 
 
 def wrong_calls(group: Any) -> list[str]:

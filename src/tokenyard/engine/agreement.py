@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from tokenyard.engine.mismatch import STAGES, differ
-from tokenyard.errors import TEXT_WORDS, rejected, text_to_words
+from tokenyard.errors import (
+    TEXT_WORDS,
+    SharedMemoryError,
+    error_to_words,
+    lack_of_memory,
+    rejected,
+)
 from tokenyard.runtime.streams import to_device
 from tokenyard.runtime.waits import Waits
 from tokenyard.transports import Offer, Transport
@@ -131,9 +137,9 @@ class Agreement:
         raise AssertionError("a meeting with a failure raises") from error
 
     def named(self, stage: str, error: Exception) -> Exception:
-        """Bad input, with the stage and the rank where it was given."""
+        """Bad input, or a lack of memory, with the stage and the rank where it was met."""
         if type(error) is not ValueError:
-            return error
+            return lack_of_memory(error, stage, self._rank) or error
         return ValueError(f"{stage}: {error}, on rank {self._rank}")
 
     def meet(self, stage: str, terms: Terms | Exception, heard: Heard | None = None) -> Agreed:
@@ -150,13 +156,13 @@ class Agreement:
         message = self._message
         came = time.monotonic_ns()
         message[:, : at.OFFER] = *head, num_tokens, num_worst_tokens, came
-        words = offer.words
+        message[:, at.OFFER : at.PAYLOAD], words = 0, offer.words
         if len(words):
             num_words = words.shape[1] if isinstance(words, np.ndarray) else len(words)
             message[:, at.OFFER : at.OFFER + num_words] = words
         width = room = 0
         if failure is not None:
-            message[:, at.PAYLOAD : at.PAYLOAD + TEXT_WORDS] = text_to_words(str(failure))
+            message[:, at.PAYLOAD : at.PAYLOAD + TEXT_WORDS] = error_to_words(failure)
         elif payload is not None:
             width = payload.shape[1]
             room = min(width, at.PAYLOAD_WORDS)
@@ -217,7 +223,7 @@ class Agreement:
         """Ask again about what only the counts could show. Raises on all ranks if one failed."""
         words = np.zeros((self._size, 1 + TEXT_WORDS), np.int64)
         if failure is not None:
-            words[:] = 1, *text_to_words(str(failure))
+            words[:] = 1, *error_to_words(failure)
         answer = self._transport.exchange(words, f"{stage} (notify)")
         self._raise_failures(stage, answer[:, 0], answer[:, 1:], failure)
 
@@ -226,7 +232,7 @@ class Agreement:
         failed, texts = answer[:, at.FAILED], answer[:, at.PAYLOAD : at.PAYLOAD + TEXT_WORDS]
         asks = self._transport.tells_from_device and failed.any()  # who counts there knows by now
         if asks or self._transport.agrees_by_nodes:
-            own = [*mine, *text_to_words("" if failure is None else str(failure))]
+            own = [*mine, *error_to_words(failure)]
             told = np.tile(np.array(own, np.int64), (self._size, 1))
             told = self._transport.exchange(told, f"{stage} (failure)")
             answer[:, at.CALL : at.TOKENS], texts = np.split(told, [at.CALL_WORDS], axis=1)
@@ -247,6 +253,8 @@ class Agreement:
         if not failed.any():
             return
         self.engaged = False
+        if isinstance(own, SharedMemoryError):
+            own.on_all_ranks = True
         if own is not None:
             raise own
         rank = int(failed.argmax())

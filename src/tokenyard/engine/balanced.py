@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,6 +35,16 @@ if TYPE_CHECKING:
     from tokenyard.engine.plans import Plan, Plans
 
 STAGE = "balance"
+
+
+@contextmanager
+def _among_all() -> Iterator[None]:
+    """Where ranks meet: of what is raised here all have heard, and of nothing else."""
+    try:
+        yield
+    except Exception as error:
+        error.all_know = True  # type: ignore[attr-defined]  # see `Core.reject`
+        raise
 
 
 class _Slots(NamedTuple):
@@ -97,11 +108,7 @@ class Balance:
         call, way = self._at_once, COMPILED
         if self._meeting is None:
             call, way = self._step_by_step, GENERAL
-        try:
-            bad = call(topk_idx_TK, chosen_TK, owners, tag)
-        except Exception as error:
-            error.all_know = True  # type: ignore[attr-defined]  # see `Core.reject`
-            raise
+        bad = call(topk_idx_TK, chosen_TK, owners, tag)
         if bad >= 0:
             raise validate.bad_expert(topk_idx_TK, bad, owners.num_experts)
         borrowed_R = self._last[of.NUM_FIGURES :]
@@ -143,10 +150,11 @@ class Balance:
         beside[of.OUT], table = chosen_TK.data_ptr(), plan.table
         table[at.PHASE], table[at.PART], table[at.NUMBER] = at.START, 0, self._agreement.number
         assert self._meeting is not None
-        if verdict := self._meeting.enter(plan, STAGE):
-            if verdict >> 32 != BAD:
-                self._meeting.refuse(verdict, plan, STAGE)
-            return verdict & LOW
+        with _among_all():
+            if verdict := self._meeting.enter(plan, STAGE):
+                if verdict >> 32 != BAD:
+                    self._meeting.refuse(verdict, plan, STAGE)
+                return verdict & LOW
         return -1
 
     def _step_by_step(
@@ -160,11 +168,12 @@ class Balance:
             return bad
         told_RE[1:] = told_RE[0]
         call = Call(stage=STAGES.index(STAGE), num_experts=num_experts, tag=tag)
-        if self._transport.agrees_by_nodes:  # whose answers are not by rank
-            self._agreement.meet(STAGE, Terms(call))
-            counts_RE = self._transport.exchange(told_RE, STAGE)
-        else:
-            counts_RE = self._agreement.meet(STAGE, Terms(call, payload=told_RE)).payload
+        with _among_all():
+            if self._transport.agrees_by_nodes:  # whose answers are not by rank
+                self._agreement.meet(STAGE, Terms(call))
+                counts_RE = self._transport.exchange(told_RE, STAGE)
+            else:
+                counts_RE = self._agreement.meet(STAGE, Terms(call, payload=told_RE)).payload
         counts_RE, found = np.ascontiguousarray(counts_RE), (slots.runs_3N, slots.first_E)
         where = slots.owners_E, self._nodes_R, self._millionths, self._rank
         self._kernels.assign(counts_RE, *where, *found, self._last)

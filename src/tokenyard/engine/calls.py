@@ -22,7 +22,7 @@ from tokenyard.engine.core import Core
 from tokenyard.engine.inputs import AgainRequest, Checked, CombineRequest, DispatchRequest
 from tokenyard.engine.ledger import WrittenLedger
 from tokenyard.engine.meeting import Meeting
-from tokenyard.engine.parcels import ParcelCalls
+from tokenyard.engine.parcels import ParcelCalls, Space
 from tokenyard.engine.plans import CallKernels, DispatchShape, Plan, Plans
 from tokenyard.engine.sums import SumCalls, known_ledger, tell_ledger
 from tokenyard.engine.turns import Turns
@@ -37,47 +37,46 @@ from tokenyard.wire import call as at
 from tokenyard.wire import message as say
 from tokenyard.wire.columns import column_offsets, row_widths
 from tokenyard.wire.signals import READ
-from tokenyard.wire.verdicts import LOW, MORE_MEMORY, MORE_ROOM, MOVE
+from tokenyard.wire.verdicts import MOVE
 
 _LEAVING = 5.0  # seconds that a rank waits for others to read what it has offered last
 _AGAIN = "cached dispatch"
 
 
-class BySource:
+class BySource(Space):
     """What a dispatch by source writes to: its block, and its ledger."""
+
+    block: SharedRows
 
     def __init__(
         self, plan: Plan, pool: SegmentPool, ledger: WrittenLedger, block: SharedRows
     ) -> None:
-        self._plan, self._pool, self.block = plan, pool, block
-        _tell_block(plan, block)
-        self.list(ledger)
+        super().__init__(plan, ledger)
+        self._pool = pool
+        self._offer(block)
 
-    def list(self, ledger: WrittenLedger) -> None:
-        self.ledger, table = ledger, self._plan.table
-        table[at.LEDGER], table[at.SRC_ROOM] = ledger.address, ledger.src_room
-
-    def provides(self, verdict: int) -> bool:
-        """Whether this can give a call what it lacks, and has done so."""
-        plan, what, count = self._plan, verdict >> 32, verdict & LOW
-        if what == MORE_ROOM:
-            plan.src_room = count + count // 4
-            self.list(self.ledger.with_room(plan.src_room))
-        elif what == MORE_MEMORY:
-            wanted = plan.table[at.END]
+    def grow(self, wanted: int) -> None:
+        if self.block.told[1] < wanted:
             self.block = SharedRows(None)  # so that its memory can be taken again
-            self.block = shared_rows.take(self._pool, wanted)
-            _tell_block(plan, self.block, wanted)
-        else:
-            return False
-        return True
+            self._offer(shared_rows.take(self._pool, wanted))
+            if self.error is not None:
+                raise self.error
+
+    def _offer(self, block: SharedRows) -> None:
+        self.block, self.error, head = block, block.error, self._plan.head
+        self._plan.table[at.BLOCK], head[say.HOW] = block.address, say.READY
+        head[say.SEGMENTS], head[say.SEGMENTS + 1], head[say.SEGMENTS + 2] = block.told
+
+    def part(self, num_rows: int) -> Tensor:
+        """So many of the rows that have come."""
+        return rows(self.block.array, 0, num_rows, self._plan.shape.hidden, self._plan.shape.dtype)
 
     def rows(self) -> Received:
         """The rows that have come, as tensors over the block."""
         plan, array = self._plan, self.block.array
         shape, num_rows = plan.shape, plan.table[at.NUM_ROWS]
         begins = column_offsets(num_rows, plan.widths)
-        x = rows(array, 0, num_rows, shape.hidden, shape.dtype)
+        x = self.part(num_rows)
         scales = ids = weights = None
         if plan.scales is not None:
             scales = rows(array, begins[1], num_rows, *plan.scales)
@@ -130,12 +129,12 @@ class SharedCalls:
                 plan = self._plan(given, stage, completion)
                 if completion is AT_ONCE and given.given is None and not given.num_worst_tokens:
                     self.plans.learn(request, stage, given, plan)
+            table, begin = plan.table, time.monotonic_ns()
+            num_tokens, room = table[at.NUM_TOKENS], table[at.ROOM]
+            ledger = WrittenLedger(self._rank, self._size, num_tokens, room, plan.src_room)
+            space = BySource(plan, self.pool, ledger, self.room.offer())
         except Exception as error:
             self._core.reject(stage, error)
-        table, begin = plan.table, time.monotonic_ns()
-        num_tokens, room = table[at.NUM_TOKENS], table[at.ROOM]
-        ledger = WrittenLedger(self._rank, self._size, num_tokens, room, plan.src_room)
-        space = BySource(plan, self.pool, ledger, self.room.offer())
         moved = room * plan.row_bytes
         hands_over = self.meeting.begin(plan, completion, num_tokens, moved)
         while verdict := self.meeting.enter(plan, stage):
@@ -143,7 +142,7 @@ class SharedCalls:
                 break
             if not space.provides(verdict):
                 ids = request.topk_idx if given is None else given.topk_idx
-                self.meeting.refuse(verdict, plan, stage, ids, space.block.error)
+                self.meeting.refuse(verdict, plan, stage, ids, space.error)
         ledger, block = space.ledger, space.block
         self.room.learn(table[at.END])
         ledger.num_rows, ledger.num_copies = table[at.NUM_ROWS], table[at.NUM_COPIES]
@@ -237,19 +236,19 @@ class SharedCalls:
             )
             find = self.plans.new_dispatch if completion.async_finish else self.plans.find_dispatch
             plan = find(shape, request.config)
+            _tell_sources(plan, columns)
+            tell_ledger(plan, self._core.number_of(known), ledger)
+            num_bytes = column_offsets(ledger.num_rows, plan.widths)[-1]
+            space = BySource(plan, self.pool, ledger, shared_rows.take(self.pool, num_bytes))
         except Exception as error:
             core.reject(_AGAIN, error)
-        _tell_sources(plan, columns)
-        tell_ledger(plan, self._core.number_of(known), ledger)
-        num_bytes = column_offsets(ledger.num_rows, plan.widths)[-1]
-        space = BySource(plan, self.pool, ledger, shared_rows.take(self.pool, num_bytes))
         num_tokens, moved = ledger.num_tokens, ledger.num_copies * plan.row_bytes
         hands_over = self.meeting.begin(plan, completion, num_tokens, moved)
         while verdict := self.meeting.enter(plan, _AGAIN):
             if verdict >> 32 == MOVE:
                 break
             if not space.provides(verdict):
-                self.meeting.refuse(verdict, plan, _AGAIN, None, space.block.error)
+                self.meeting.refuse(verdict, plan, _AGAIN, None, space.error)
         received, event, block = space.rows(), EventOverlap(), space.block
         if hands_over:
             write = partial(self._kernels.write_rows, plan.address)
@@ -272,11 +271,3 @@ def _tell_sources(plan: Plan, columns: Sequence[Tensor | None]) -> None:
     assert row_widths(present) == plan.widths
     for place, column in enumerate(present):
         plan.table[at.SOURCES + place] = column.data_ptr()
-
-
-def _tell_block(plan: Plan, block: SharedRows, wanted: int = 0) -> None:
-    """Offer memory. If there is none though it is wanted, all ranks hear of that."""
-    table, head = plan.table, plan.head
-    table[at.BLOCK], table[at.BLOCK_BYTES] = block.address, block.told[1] or wanted
-    head[say.HOW] = say.READY
-    head[say.SEGMENTS], head[say.SEGMENTS + 1], head[say.SEGMENTS + 2] = block.told

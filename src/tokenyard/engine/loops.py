@@ -58,7 +58,10 @@ class Prepared:
         self._use.stage = self._dispatch_stage
         with self._use as engine:
             if engine.local.given_placement is not self._placement:  # after a rebalance
-                self._pair = self._find_pair(engine)
+                try:
+                    self._pair = self._find_pair(engine)
+                except Exception as error:
+                    engine.reject(self._dispatch_stage, error)
             rows = self._pair.dispatch(x, topk_idx, topk_weights)
         for tell in observers.dispatched:
             tell(engine, x, topk_idx, topk_weights, self._shape.num_experts)
@@ -83,10 +86,12 @@ class Prepared:
             return self._pair_of(engine)
 
     def _pair_of(self, engine: Engine) -> Pair:
-        self._placement = engine.local.given_placement
         if isinstance(engine.calls, SharedCalls):
-            return StandingPair(engine, engine.calls, self._shape)
-        return OrdinaryPair(engine, self._shape)
+            pair: Pair = StandingPair(engine, engine.calls, self._shape)
+        else:
+            pair = OrdinaryPair(engine, self._shape)
+        self._placement = engine.local.given_placement
+        return pair
 
 
 class Few:
@@ -135,6 +140,8 @@ class Few:
                 pair = idle.pop() if idle else _new_pair(engine, shape)
             except ValueError:
                 return None
+            except Exception as error:
+                engine.reject(shape.stages[0], error)
             rows = pair.dispatch(x, topk_idx, topk_weights)
         for tell in observers.dispatched:
             tell(engine, x, topk_idx, topk_weights, num_experts)

@@ -88,7 +88,8 @@ class Meeting:
             agreement.compare(stage, own, messages)
         agreement.number += 1
         if what == NO_MEMORY:
-            without = messages[:, say.SEGMENTS : say.SEGMENTS + 1]
+            told = *range(say.SEGMENTS, plan.segments_end, say.SEGMENT_WORDS), say.ROOM
+            without, plan.head[say.ROOM] = messages[:, list(told)], 0
             shared_rows.check(without, [error], stage, self._rank)
         assert what == SHORT
         mine, short = plan.table[at.WORST], None

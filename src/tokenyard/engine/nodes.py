@@ -24,7 +24,6 @@ from tokenyard.engine.inputs import CombineRequest, DispatchRequest
 from tokenyard.engine.ledger import MarkedLedger
 from tokenyard.engine.plans import MOST_PLANS, tell_routing
 from tokenyard.engine.statistics import COMPILED
-from tokenyard.errors import SharedMemoryError
 from tokenyard.kernels.base import RowSteps, Step, SumSteps
 from tokenyard.results import Handle
 from tokenyard.runtime import memory
@@ -124,8 +123,11 @@ class NodeCalls(GeneralCalls):
         if self.leave_at == POSTED or not self._enclosures.has_room(num_bytes, num_bytes):
             return None
         number, begin = self._agreement.number, time.monotonic_ns()
-        marks_TR = memory.empty_array((num_tokens, self._size), np.bool_)
-        tally_FR = memory.empty_array((at.FACTS + table[at.NUM_RANKS], self._size), np.int64)
+        try:
+            marks_TR = memory.empty_array((num_tokens, self._size), np.bool_)
+            tally_FR = memory.empty_array((at.FACTS + table[at.NUM_RANKS], self._size), np.int64)
+        except (MemoryError, RuntimeError):  # of which the other way tells
+            return None
         table[at.NUM_TOKENS] = num_tokens
         table[_X], table[_IDX] = request.x.data_ptr(), topk_idx.data_ptr()
         table[_WEIGHTS] = request.topk_weights.data_ptr()
@@ -246,7 +248,7 @@ class NodeCalls(GeneralCalls):
         begin = time.monotonic_ns()
         try:
             sums = self._local.empty_sum(x, num_tokens)
-        except SharedMemoryError:
+        except (MemoryError, RuntimeError):
             return None
         table[_OUT] = sums.data_ptr()
         table[_X], table[at.NUM_TOKENS], table[at.HANDLE] = x.data_ptr(), num_tokens, handle.call

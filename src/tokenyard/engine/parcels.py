@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,22 +23,20 @@ from tokenyard.engine.ledger import WrittenLedger
 from tokenyard.engine.meeting import Meeting
 from tokenyard.engine.plans import CallKernels, CombineShape, DispatchShape, Plan, Plans
 from tokenyard.engine.turns import Lent, Turns
-from tokenyard.errors import SharedMemoryError
+from tokenyard.errors import SharedMemoryError, lack_of_memory
 from tokenyard.results import Handle
 from tokenyard.runtime import memory
 from tokenyard.runtime.memory import as_bytes
 from tokenyard.runtime.threads import in_threads, num_threads
 from tokenyard.shm.pool import rows
-from tokenyard.shm.shared_rows import NOTHING
+from tokenyard.shm.shared_rows import NOTHING, Room
 from tokenyard.topology import Placement
 from tokenyard.types import KnownPairs
 from tokenyard.wire import call as at
 from tokenyard.wire import int64s
 from tokenyard.wire import message as say
-from tokenyard.wire.columns import column_offsets
-from tokenyard.wire.verdicts import LOW, MORE_MEMORY, MORE_ROOM, MOVE
-
-Empty = Callable[[int, int, torch.dtype], Tensor]
+from tokenyard.wire.columns import LINE, column_offsets
+from tokenyard.wire.verdicts import LOW, MORE_MEMORY, MOVE
 
 
 class Lists:
@@ -79,55 +78,102 @@ class Lists:
         return came[: self.num_came * self.num_topk].view(self.num_came, self.num_topk)
 
 
-class ByExpert:
-    """What a dispatch by expert writes to: its results, its ledger and its lists."""
+class Space:
+    """What a compiled dispatch writes to. Ranks tell each other what they have room for. Where one
+    has too little it takes more, and all tell again (`kernels.numba.call.meet.settle_memory`).
+    """
 
-    def __init__(self, plan: Plan, empty: Empty, ledger: WrittenLedger) -> None:
-        """`empty` gives memory for rows, of which nobody knows yet how many come."""
-        self._plan, self._empty = plan, empty
-        self.x: Tensor | None = None
-        self._scales: Tensor | None = None
-        self.ends = memory.empty_like(plan.ends)
-        plan.table[at.ENDS], plan.table[at.RESULT_BYTES] = self.ends.data_ptr(), 0
-        self._list(ledger)
+    def __init__(self, plan: Plan, ledger: WrittenLedger) -> None:
+        self._plan = plan
+        self.error: SharedMemoryError | None = None  # why there is no memory, if there is none
+        plan.head[say.ROOM] = 0
+        self.list(ledger)
 
-    def _list(self, ledger: WrittenLedger) -> None:
+    def list(self, ledger: WrittenLedger) -> None:
         self.ledger, table = ledger, self._plan.table
-        self.lists = Lists(ledger.src_room, table[at.NUM_TOPK])
         table[at.LEDGER], table[at.SRC_ROOM] = ledger.address, ledger.src_room
-        table[at.ROW_OF], table[at.FACTORS] = self.lists.row_of_at, self.lists.weights_at
+        self._plan.head[say.LISTS] = ledger.src_room
 
     def provides(self, verdict: int) -> bool:
-        """Whether this can give a call what it lacks, and has done so."""
-        plan, what, count = self._plan, verdict >> 32, verdict & LOW
-        if what == MORE_ROOM:
-            plan.src_room = count + count // 4
-            self._list(self.ledger.with_room(plan.src_room))
-        elif what == MORE_MEMORY:
-            self.grow(plan.table[at.END])
-        else:
+        """Whether this can answer a verdict, and has done so: what a call lacks is there, or all
+        ranks will hear that it is not.
+        """
+        plan, table = self._plan, self._plan.table
+        if verdict >> 32 != MORE_MEMORY:
             return False
+        try:
+            count = table[at.NUM_ROWS]
+            if table[at.HANDLE] < 0 and count > self.ledger.src_room:
+                plan.src_room = count + count // 4
+                self.list(self.ledger.with_room(plan.src_room))
+            self.grow(table[at.END])
+        except Exception as error:
+            self.error = lack_of_memory(error, plan.shape.stage, self.ledger.rank)
+            if self.error is None:
+                raise
+            plan.head[say.ROOM] = say.NO_MEMORY
         return True
 
-    def grow(self, num_rows: int) -> None:
-        """Take memory for so many rows."""
-        plan, table, shape = self._plan, self._plan.table, self._plan.shape
-        self.x = self._empty(num_rows, shape.hidden, shape.dtype)
-        table[at.RESULT], table[at.RESULT_BYTES] = self.x.data_ptr(), self.x.nbytes
-        if plan.scales is not None:
-            self._scales = self._empty(num_rows, *plan.scales)
-            table[at.RESULT_SCALES] = self._scales.data_ptr()
+    def grow(self, wanted: int) -> None:
+        """Have memory for so much as END says."""
+        raise NotImplementedError
 
-    def room(self) -> Tensor:
-        """The rows that there is memory for."""
-        if self.x is None:
-            self.grow(0)
-        assert self.x is not None
-        return self.x
+
+class ByExpert(Space):
+    """What a dispatch by expert writes to: its results, its ledger and its lists."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        take: Callable[[int], np.ndarray],
+        ledger: WrittenLedger,
+        array: np.ndarray | None = None,
+    ) -> None:
+        """`take` gives memory of so many bytes; `array` is what there is of it, if there is."""
+        scales = plan.scales
+        self._take, self.ends = take, memory.empty_like(plan.ends)
+        self._widths = plan.row_bytes, 0 if scales is None else scales[0] * scales[1].itemsize
+        super().__init__(plan, ledger)
+        plan.table[at.ENDS] = self.ends.data_ptr()
+        self._use(array)
+
+    def list(self, ledger: WrittenLedger) -> None:
+        super().list(ledger)
+        table = self._plan.table
+        self.lists = Lists(ledger.src_room, table[at.NUM_TOPK])
+        table[at.ROW_OF], table[at.FACTORS] = self.lists.row_of_at, self.lists.weights_at
+
+    def grow(self, wanted: int) -> None:
+        if self._plan.head[say.ROOM] < wanted:
+            self.renew(wanted)
+
+    def renew(self, num_rows: int) -> None:
+        """Take other memory, for so many rows."""
+        self._use(None)  # so that its memory can be taken again
+        self._use(self._take(self.num_bytes(num_rows)))
+
+    def num_bytes(self, num_rows: int) -> int:
+        """The most that rows and their scales take."""
+        return num_rows * sum(self._widths) + LINE
+
+    def _use(self, array: np.ndarray | None) -> None:
+        self.array, table = array, self._plan.table
+        room = 0 if array is None else max(0, array.nbytes - LINE) // sum(self._widths)
+        self._plan.head[say.ROOM] = room
+        table[at.RESULT] = 0 if array is None else array.ctypes.data
+        self._scales_at = column_offsets(room, self._widths)[1]
+        table[at.RESULT_SCALES] = table[at.RESULT] + self._scales_at
+
+    def part(self, num_rows: int) -> Tensor:
+        """So many of the rows that have come."""
+        return rows(self.array, 0, num_rows, self._plan.shape.hidden, self._plan.shape.dtype)
 
     def rows(self) -> RowsByExpert:
         """The rows that have come, by expert."""
-        return RowsByExpert(self.room(), self._scales, self.ends, self._plan.per_expert.tolist())
+        plan, num_rows, scales = self._plan, self._plan.table[at.END], None
+        if plan.scales is not None:
+            scales = rows(self.array, self._scales_at, num_rows, *plan.scales)
+        return RowsByExpert(self.part(num_rows), scales, self.ends, plan.per_expert.tolist())
 
 
 class Columns(NamedTuple):
@@ -165,19 +211,19 @@ class ParcelCalls:
         self._plans, self._turns, self._pool = plans, turns, meeting.node.pool
         self._agreement, self._local, self._worker = core.agreement, core.local, core.worker
         self._rank, self._size = core.rank, core.num_ranks
+        self._room = Room(self._pool)
 
     def dispatch(self, request: DispatchRequest) -> tuple[RowsByExpert, Handle]:
         try:
             plan, columns = self._plan(request)
+            table, num_tokens, room = plan.table, plan.table[at.NUM_TOKENS], plan.table[at.ROOM]
+            lent, no_memory = self._offer(plan, column_offsets(num_tokens, plan.widths)[-1])
+            ledger = WrittenLedger(self._rank, self._size, num_tokens, room, plan.src_room)
+            space = ByExpert(plan, self._take, ledger, self._room.offer().array)
         except Exception as error:
             self._core.reject(DISPATCH, error)
-        table, shape = plan.table, plan.shape
-        num_tokens, num_topk = table[at.NUM_TOKENS], shape.num_topk
-        lent, no_memory = self._offer(plan, column_offsets(num_tokens, plan.widths)[-1])
-        ledger = WrittenLedger(self._rank, self._size, num_tokens, table[at.ROOM], plan.src_room)
-        space = ByExpert(plan, self._core.transport.empty, ledger)
         if (
-            self.begin(plan, num_tokens, num_tokens * num_topk * plan.row_bytes)
+            self.begin(plan, num_tokens, num_tokens * table[at.NUM_TOPK] * plan.row_bytes)
             and lent is not None
         ):
             self._fill(columns.x, lent)
@@ -187,9 +233,16 @@ class ParcelCalls:
                 in_threads(part, table[at.NUM_ROWS], table[at.END] * plan.row_bytes)
                 table[at.PHASE] = at.MOVED
             elif not space.provides(verdict):
-                self._meeting.refuse(verdict, plan, DISPATCH, columns.topk_idx, no_memory)
+                self._meeting.refuse(
+                    verdict, plan, DISPATCH, columns.topk_idx, no_memory or space.error
+                )
         self._turns.give_back(lent)
+        most = table[at.END] + table[at.MOST_EXPERTS] * (table[at.ALIGNMENT] - 1)
+        self._room.learn(space.num_bytes(most))
         return space.rows(), handle_of(self._core, plan, space.ledger, space.lists)
+
+    def _take(self, num_bytes: int) -> np.ndarray:
+        return self._pool.take_small(num_bytes)[1]
 
     def begin(self, plan: Plan, num_items: int, moved: int) -> bool:
         """Write the words with which every call begins. Whether threads move its rows."""
@@ -277,6 +330,7 @@ class ParcelCalls:
         core = self._core
         try:
             known, plan, y, sums = self._check_rows(request, weigh)
+            lent, no_memory = self._offer(plan, known.ledger.num_rows * plan.row_bytes)
         except Exception as error:
             core.reject(COMBINE, error)
         ledger, lists = known.ledger, known.by_expert
@@ -284,7 +338,6 @@ class ParcelCalls:
         assert type(lists) is Lists
         num_tokens, num_rows = ledger.num_tokens, ledger.num_rows
         table = plan.table
-        lent, no_memory = self._offer(plan, num_rows * plan.row_bytes)
         table[at.ROW_OF], table[at.FACTORS] = lists.row_of_at, lists.weights_at
         table[at.LEDGER], table[at.ROOM] = ledger.address, ledger.room
         table[at.NUM_TOKENS], table[at.NUM_COPIES] = num_tokens, ledger.num_copies

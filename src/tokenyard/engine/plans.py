@@ -135,7 +135,7 @@ class Plan:
             at.TAKEN: size,
             at.TOLD: told,
             at.HEARD: told,
-            at.ROOMS: size,
+            at.LACKS: size,
             at.PLACES: at.MOST_COLUMNS * size,
             at.TERMS: at.terms_words(size, num_topk),
         }
@@ -331,7 +331,7 @@ class Plans:
             widths, ids, told_words = (
                 [row_bytes, scale_bytes, 8 * num_topk, 4 * num_topk],
                 2,
-                self._size,
+                2 * self._size,
             )
         else:
             widths = [row_bytes, scale_bytes] if scale_bytes else [row_bytes]

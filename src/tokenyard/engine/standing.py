@@ -7,11 +7,9 @@ The calls are those of `engine.calls` and `engine.parcels`, which others may mak
 
 from __future__ import annotations
 
-import sys
-import weakref
 from copy import copy
-from functools import partial
 from operator import is_
+from sys import getrefcount
 from typing import Any
 
 import numpy as np
@@ -27,17 +25,21 @@ from tokenyard.engine.parcels import ByExpert, handle_of
 from tokenyard.engine.plans import CombineShape, DispatchShape
 from tokenyard.engine.prepared import PreparedRows, Shape, nothing_dispatched
 from tokenyard.engine.turns import Lent, Turns
-from tokenyard.errors import SharedMemoryError
 from tokenyard.results import Handle
 from tokenyard.runtime import memory
 from tokenyard.shm import shared_rows
-from tokenyard.shm.pool import rows
 from tokenyard.validate.alike import Like, like, like_none
 from tokenyard.wire import call as at
 from tokenyard.wire.columns import column_offsets
 from tokenyard.wire.verdicts import BAD
 
 _MOST_KNOWN = 1024  # numbers of rows whose tensors are known
+_ALONE = 2  # references to memory of which no rows are held: that of its space, and getrefcount's
+
+
+def _take(num_bytes: int) -> np.ndarray:
+    """Memory for rows by expert, and for some more, so that it is soon large enough."""
+    return memory.empty(num_bytes + num_bytes // 4).numpy()
 
 
 class _Turn:
@@ -64,10 +66,8 @@ class _Turn:
         self.count = at.END if shape.by_expert else at.NUM_ROWS
         self.by_source: BySource | None = None
         self.by_expert: ByExpert | None = None
-        self._array: np.ndarray | None = None  # in which rows by expert lie
         if shape.by_expert:
-            empty = partial(_Turn._empty, weakref.proxy(self))  # which keeps nobody
-            self.by_expert = ByExpert(self.plan, empty, ledger)
+            self.by_expert = ByExpert(self.plan, _take, ledger)
         else:
             block = shared_rows.take(calls.pool, column_offsets(size * most, self.plan.widths)[-1])
             if block.error is not None:
@@ -77,36 +77,30 @@ class _Turn:
         self._seen: Tensor | None = None  # those of the last dispatch
         self._num_seen = -1
 
-    def _empty(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """Room for so many rows, and some more, so that it is soon large enough."""
-        num_rows += num_rows // 4
-        self._array = memory.empty(num_rows * width * dtype.itemsize).numpy()
-        self._alone = sys.getrefcount(self._array) + 1  # that of the tensor
-        return rows(self._array, 0, num_rows, width, dtype)
-
     def leave_rows(self) -> None:
         """If somebody still holds rows of this turn's last dispatch, take other memory for the
         next. Each `rows` is of a storage of its own, which holds the array until it dies.
         """
-        if self._array is not None and sys.getrefcount(self._array) > self._alone:
-            assert self.by_expert is not None
-            self.by_expert.grow(self.table[at.END])
+        space = self.by_expert
+        if space is not None and space.array is not None and getrefcount(space.array) > _ALONE:
+            space.renew(self.table[at.END])
 
-    def _space(self) -> BySource | ByExpert:
+    @property
+    def space(self) -> BySource | ByExpert:
         space = self.by_expert or self.by_source
         assert space is not None
         return space
 
     def provides(self, verdict: int) -> bool:
         self._seen, self._num_seen = None, -1
-        if not self._space().provides(verdict):
+        if not self.space.provides(verdict):
             return False
         self._tell_back()
         return True
 
     def _tell_back(self) -> None:
         """Write what a combine reads of its dispatch, where it lies now."""
-        table, ledger = self.back_table, self._space().ledger
+        table, ledger = self.back_table, self.space.ledger
         table[at.LEDGER], table[at.ROOM] = ledger.address, ledger.room
         if self.by_expert is not None:
             lists = self.by_expert.lists
@@ -117,9 +111,8 @@ class _Turn:
         num_rows = self.table[self.count]
         if self._num_seen != num_rows:
             shape = self._shape
-            array = self._array if self.by_source is None else self.by_source.block.array
             with torch.inference_mode(False):  # rows may be used outside of it
-                seen = rows(array, 0, num_rows, shape.hidden, shape.dtype)
+                seen = self.space.part(num_rows)
             if shape.leaves_rows:
                 return seen
             self._seen, self._num_seen = seen, num_rows
@@ -175,19 +168,18 @@ class StandingPair:
     def dispatch(self, x: Any, topk_idx: Any, topk_weights: Any) -> PreparedRows:
         turn = self._each[self._next]
         given = x, topk_idx, topk_weights
-        if self._shape.leaves_rows:
-            turn.leave_rows()
-        if self._worker.pending is not None or not self._tell(turn, x, topk_idx, topk_weights):
-            given = self._check(turn, x, topk_idx, topk_weights)
-        elif self._core.balance is not None:
-            given = x, self._choose(turn, topk_idx), topk_weights
+        try:
+            if self._shape.leaves_rows:
+                turn.leave_rows()
+            if self._worker.pending is not None or not self._tell(turn, x, topk_idx, topk_weights):
+                given = self._check(turn, x, topk_idx, topk_weights)
+            elif self._core.balance is not None:
+                given = x, self._choose(turn, topk_idx), topk_weights
+            lent = None if turn.by_expert is None else turn.offer_parcel(self._turns)
+        except Exception as error:
+            self._core.reject(self._dispatch_stage, error)
         self._next = 1 - self._next
-        table, agreement, lent = turn.table, self._agreement, None
-        if turn.by_expert is not None:
-            try:
-                lent = turn.offer_parcel(self._turns)
-            except SharedMemoryError as error:
-                self._core.reject(self._dispatch_stage, error)
+        table, agreement = turn.table, self._agreement
         table[at.PHASE], table[at.PART], table[at.NUMBER] = at.START, 0, agreement.number
         agreement.engaged = True
         if verdict := turn.call():
@@ -222,11 +214,8 @@ class StandingPair:
         """The slots of the pairs of tensors that were checked."""
         core, shape = self._core, self._shape
         assert core.balance is not None
-        try:
-            owners = core.local.placement(shape.num_experts)
-            slots = core.balance.choose(topk_idx, owners, shape.tag)
-        except Exception as error:
-            core.reject(self._dispatch_stage, error)
+        owners = core.local.placement(shape.num_experts)
+        slots = core.balance.choose(topk_idx, owners, shape.tag)
         turn.table[self._ids] = slots.data_ptr()
         return slots
 
@@ -235,18 +224,15 @@ class StandingPair:
         Returns what must live until the call is over.
         """
         core = self._core
-        try:
-            self._worker.drain()
-            validate.require(topk_idx is not None, "topk_idx is None, want a torch.Tensor")
-            self._shape.check(x, topk_idx)
-            given = core.local.check(self._shape.request(x, topk_idx, topk_weights))
-            ids, weights = given.topk_idx, given.topk_weights
-            assert ids is not None
-            assert weights is not None
-            if not self._counts_ids:
-                turn.plan.mark(core.local.count_ids(ids, given.placement))
-        except Exception as error:
-            core.reject(self._dispatch_stage, error)
+        self._worker.drain()
+        validate.require(topk_idx is not None, "topk_idx is None, want a torch.Tensor")
+        self._shape.check(x, topk_idx)
+        given = core.local.check(self._shape.request(x, topk_idx, topk_weights))
+        ids, weights = given.topk_idx, given.topk_weights
+        assert ids is not None
+        assert weights is not None
+        if not self._counts_ids:
+            turn.plan.mark(core.local.count_ids(ids, given.placement))
         plain, num_tokens = (given.x, ids, weights), len(given.x)
         self._write(turn, num_tokens, *plain)
         if (
@@ -264,7 +250,7 @@ class StandingPair:
             if verdict >> 32 == BAD:
                 self._agreement.engaged = False
             if not turn.provides(verdict) and not self._meeting.answers(verdict, plan, stage):
-                self._meeting.refuse(verdict, plan, stage, topk_idx)
+                self._meeting.refuse(verdict, plan, stage, topk_idx, turn.space.error)
             verdict = self._meeting.enter(plan, stage)
 
     def combine(self, y: Any, weigh: Any, out: Any) -> Tensor:
@@ -285,7 +271,7 @@ class StandingPair:
             elif not fits(out, y, num_tokens):
                 out = validate.out(out, num_tokens, y, [y])
             lent = turn.offer(self._turns, y.data_ptr())
-        except (ValueError, SharedMemoryError) as error:
+        except Exception as error:
             self._core.reject(stage, error)
         table, agreement = turn.back_table, self._agreement
         table[at.NUM_TOKENS], table[at.OUTS] = num_tokens, out.data_ptr()

@@ -20,7 +20,6 @@ from tokenyard.engine.ledger import WrittenLedger
 from tokenyard.engine.meeting import Meeting
 from tokenyard.engine.plans import CallKernels, CombineShape, Plan, Plans
 from tokenyard.engine.turns import Turns
-from tokenyard.errors import SharedMemoryError
 from tokenyard.results import Handle
 from tokenyard.runtime.completion import AT_ONCE, Completion
 from tokenyard.runtime.events import EventHandle, EventOverlap
@@ -75,9 +74,16 @@ class SumCalls:
             core.local.config(request.config)
             validate.tag(request.tag)
             ledger = known_ledger(known, self._rank)
+            first, num_rows = sums[0].rows_ND, ledger.num_rows
+            num_weights = sums[1].rows_ND.shape[1] if len(sums) > 1 else 0
+            terms = first.dtype, first.shape[1], num_weights, request.tag, 0
+            find = self._plans.new_combine if completion.async_finish else self._plans.find_combine
+            plan = find(CombineShape(stage, *terms), request.config)
+            if completion is AT_ONCE:
+                self._plans.learn_rows(request, plan, num_rows, first)
         except Exception as error:
             core.reject(stage, error)
-        return self._combine_any(request, completion, stage, known, ledger, sums, pending)
+        return self._combine_any(plan, completion, known, ledger, sums, pending)
 
     def _combine_plain(self, request: CombineRequest, stage: str) -> Tensor | None:
         """The sums of a contiguous CPU tensor, without weights and biases; None if this is another
@@ -101,7 +107,7 @@ class SumCalls:
         try:
             lent = self._turns.offer_rows(plan, address, num_rows * plan.row_bytes)
             sums = plan.empty_sums(num_tokens, self._pool) if out is None else out
-        except SharedMemoryError:
+        except (MemoryError, RuntimeError):  # of which the other way tells
             return None
         table = plan.table
         table[at.SOURCES], table[at.OUTS], table[at.NUM_BIASES] = address, sums.data_ptr(), 0
@@ -115,24 +121,16 @@ class SumCalls:
 
     def _combine_any(
         self,
-        request: CombineRequest,
+        plan: Plan,
         completion: Completion,
-        stage: str,
         known: Handle,
         ledger: WrittenLedger,
         sums: list[Sum],
         pending: EventHandle | None,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         """Whatever a combine may be, on the Buffer's thread too."""
-        begin, first = time.monotonic_ns(), sums[0]
-        num_weights = sums[1].rows_ND.shape[1] if len(sums) > 1 else 0
-        dtype, hidden = first.rows_ND.dtype, first.rows_ND.shape[1]
-        shape = CombineShape(stage, dtype, hidden, num_weights, request.tag, 0)
-        find = self._plans.new_combine if completion.async_finish else self._plans.find_combine
-        plan = find(shape, request.config)
-        if completion is AT_ONCE:
-            self._plans.learn_rows(request, plan, ledger.num_rows, first.rows_ND)
-        table, num_tokens = plan.table, ledger.num_tokens
+        begin, first, stage = time.monotonic_ns(), sums[0], plan.shape.stage
+        table, num_tokens, num_weights = plan.table, ledger.num_tokens, len(sums) - 1
         moved = (ledger.num_copies + num_tokens) * plan.row_bytes
         # Weights are summed after x, by a function of another dtype.
         hands_over = self._meeting.begin(plan, completion, num_tokens, moved)

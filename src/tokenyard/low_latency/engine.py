@@ -24,7 +24,7 @@ from tokenyard.engine.agreement import stage_in
 from tokenyard.engine.engine import Engine
 from tokenyard.engine.failure import raised_on_all_ranks
 from tokenyard.engine.mismatch import STAGES, differ
-from tokenyard.errors import CallMismatch, PeerError, PeerInputError
+from tokenyard.errors import CallMismatch, PeerError
 from tokenyard.kernels import Kernels
 from tokenyard.low_latency import logfmt
 from tokenyard.low_latency.exchanged import ExchangedSlots
@@ -127,11 +127,8 @@ class LowLatency:
             bad = self.slots.send_dispatch(number, x, topk_idx, handle, out, totals)
             if bad != -1:
                 raise bad_pair(topk_idx, bad, shape)
-        except (PeerError, CallMismatch, PeerInputError) as error:  # the other ranks know already
-            self._take_back(DISPATCH, number, error)
-            raise
         except Exception as error:
-            raise self._fail(DISPATCH, number, error) from None
+            raise self._ended(DISPATCH, number, error) from None
 
         held = out, totals, handle.memory
         receive = partial(self.slots.receive, DISPATCH, number, held, completion.waits)
@@ -176,11 +173,8 @@ class LowLatency:
             bad = self.slots.send_combine(number, y, back, sums)
             if bad != -1:
                 raise unsent_pair(topk_idx, bad)
-        except (PeerError, CallMismatch, PeerInputError) as error:
-            self._take_back(COMBINE, number, error)
-            raise
         except Exception as error:
-            raise self._fail(COMBINE, number, error) from None
+            raise self._ended(COMBINE, number, error) from None
 
         known.lent = ()
         receive = partial(self.slots.receive, COMBINE, number, (back, sums), completion.waits)
@@ -348,9 +342,16 @@ class LowLatency:
             self._take_back(kind, number, None)
             self.engaged = False  # from here on the agreement is
             self._agreement.meet(stage, named)  # where the other ranks are; it raises
-        self.slots.fail(kind, number, str(named), unread)
+        self.slots.fail(kind, number, named, unread)
         self.engaged = False
         return named
+
+    def _ended(self, kind: int, number: int, error: Exception) -> Exception:
+        """What to raise here, of which the others know, or hear now."""
+        if not (isinstance(error, (PeerError, CallMismatch)) or raised_on_all_ranks(error)):
+            return self._fail(kind, number, error)
+        self._take_back(kind, number, error)
+        return error
 
     def _take_back(self, kind: int, number: int, error: Exception | None) -> None:
         """Where ranks meet, a call that raises there was made by none of them: undo its number."""

@@ -207,7 +207,7 @@ class ExchangedSlots:
         """What is given is copied into records, from wherever it lies."""
         return True
 
-    def fail(self, kind: int, number: int, text: str, unread: bool) -> None:
+    def fail(self, kind: int, number: int, error: Exception, unread: bool) -> None:
         raise AssertionError("ranks that meet in every call hear of failures there")
 
     def skip(self, kind: int, number: int) -> None:

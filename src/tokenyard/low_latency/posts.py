@@ -38,7 +38,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from tokenyard.errors import TEXT_WORDS, rejected, text_to_words
+from tokenyard.errors import TEXT_WORDS, error_to_words, rejected
 from tokenyard.low_latency.handle import STAGE_OF
 from tokenyard.shm.liveness import Stopped
 from tokenyard.shm.mailbox import SignalKernels
@@ -170,7 +170,7 @@ class Posts:
         self._masked_R[rank] = masked
         self._kernels.signal(self._own_masks + 8 * rank, int(masked))
 
-    def fail(self, kind: int, number: int, text: str, unread: bool) -> None:
+    def fail(self, kind: int, number: int, error: Exception, unread: bool) -> None:
         """Instead of sending: tell the others why there is nothing to receive.
 
         It never waits: ranks that wait for this one look for failures. `unread` says that the call
@@ -178,7 +178,7 @@ class Posts:
         """
         post = self.of(kind, number)
         self.made[kind] = number
-        words(post.failure + LINE, TEXT_WORDS)[:] = text_to_words(text)
+        words(post.failure + LINE, TEXT_WORDS)[:] = error_to_words(error)
         self._kernels.signal(post.failure, number)
         if unread:
             self.owed[post.place] = number

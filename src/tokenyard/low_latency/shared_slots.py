@@ -222,8 +222,8 @@ class SharedSlots:
     def is_shared(self, y: Tensor) -> bool:
         return not y.numel() or self._node.pool.find(y.data_ptr(), y.nbytes) is not None
 
-    def fail(self, kind: int, number: int, text: str, unread: bool) -> None:
-        self.posts.fail(kind, number, text, unread)
+    def fail(self, kind: int, number: int, error: Exception, unread: bool) -> None:
+        self.posts.fail(kind, number, error, unread)
 
     def skip(self, kind: int, number: int) -> None:
         """Say that this rank will not receive this call."""

@@ -161,7 +161,8 @@ def check(
     if NO_MEMORY not in told_fds.flatten().tolist():
         return
     without = np.flatnonzero((told_fds == NO_MEMORY).any(1)).tolist()
-    raise no_memory(without, next((one for one in errors if one is not None), None), stage, rank)
+    own = [one for one in errors if one is not None and rank in without]
+    raise no_memory(without, own[0] if own else None, stage, rank)
 
 
 def no_memory(

@@ -29,4 +29,8 @@ SEGMENTS = OFFER + 1
 SEGMENT_FD, SEGMENT_SIZE, SEGMENT_IDENTITY, SEGMENT_BEGIN, SEGMENT_WORDS = range(5)
 READY, LATER = 1, 2  # bits: rows can be read now; the sender reads those of others later
 
-NO_MEMORY = -1  # offered instead of a file descriptor
+# What a dispatch has room for beside that: how many rows it can list, and by expert how many rows
+# with their padding.
+LISTS, ROOM = SEGMENTS + 2 * SEGMENT_WORDS, SEGMENTS + 2 * SEGMENT_WORDS + 1
+
+NO_MEMORY = -1  # offered instead of a file descriptor, or of room

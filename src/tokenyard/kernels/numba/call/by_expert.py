@@ -29,6 +29,7 @@ from tokenyard.kernels.numba.call.meet import (
     end_read,
     find_segment,
     meet,
+    settle_memory,
     tell_read,
 )
 from tokenyard.kernels.numba.llvm.atomics import fence_stores
@@ -39,16 +40,7 @@ from tokenyard.kernels.numba.signals import verdict
 from tokenyard.wire import call as at
 from tokenyard.wire import message as say
 from tokenyard.wire.columns import LINE
-from tokenyard.wire.verdicts import (
-    BAD,
-    DONE,
-    MAP,
-    MORE_MEMORY,
-    MORE_ROOM,
-    MOVE,
-    NO_MEMORY,
-    STRAY,
-)
+from tokenyard.wire.verdicts import BAD, DONE, MAP, MOVE, NO_MEMORY, STRAY
 
 # The columns of a parcel. Where there are no scales, their rows have no bytes.
 X, SCALES, IDS, WEIGHTS, NUM_COLUMNS = range(5)
@@ -112,6 +104,7 @@ def _read_routes(table):
     row = end = np.int64(0)
     for r in range(size):
         end += sent[r * size + rank]
+        left = pointer(words[at.HEARD] + 8 * (r * words[at.TOLD_WORDS] + size), INT64)[rank]
         ids = pointer(columns[IDS * size + r], INT64)
         weights = pointer(columns[WEIGHTS * size + r], FLOAT32)
         for t in range(tokens[r]):
@@ -123,6 +116,9 @@ def _read_routes(table):
                 local = own[expert] if expert >= 0 else np.int64(-1)
                 if local < 0:
                     continue
+                if left == 0:  # more pairs than the rank told, and than there is memory for
+                    return verdict(STRAY, r)
+                left -= 1
                 if not here:
                     if row == end:  # more tokens than the rank told, and than there is room for
                         return verdict(STRAY, r)
@@ -219,12 +215,53 @@ def _end_experts(table):
 
 
 @njit(nogil=True, cache=True)
+def _tell_pairs(table):
+    """Tell all ranks, behind how many tokens go to each rank, how many pairs do."""
+    words = pointer(table, INT64)
+    size, pairs = words[at.SIZE], pointer(words[at.PAIRS], INT64)
+    owners, first = pointer(words[at.RANK_OF_EXPERT], INT32), words[at.TOLD] + 8 * size
+    told = pointer(first, INT64)
+    for r in range(size):
+        told[r] = 0
+    for e in range(words[at.NUM_EXPERTS]):
+        told[owners[e]] += pairs[e]
+    for r in range(1, size):
+        copy_bytes(first + 8 * r * words[at.TOLD_WORDS], first, 8 * size)
+
+
+@njit(nogil=True, cache=True)
+def _read_rooms(table):
+    """Which ranks have told of too little memory for the rows that come to them: DONE, or STRAY."""
+    words = pointer(table, INT64)
+    rank, size, width = words[at.RANK], words[at.SIZE], words[at.TOLD_WORDS]
+    tokens = pointer(words[at.LEDGER] + 8 * size * size, INT64)
+    rows = pointer(words[at.LEDGER] + 8 * size * (size + 1), INT64)
+    lacks = pointer(words[at.LACKS], INT64)
+    for r in range(size):
+        most = words[at.MOST_EXPERTS] * (words[at.ALIGNMENT] - 1)
+        for source in range(size):
+            pairs = pointer(words[at.HEARD] + 8 * (source * width + size), INT64)[r]
+            if pairs < 0 or pairs > tokens[source] * words[at.NUM_TOPK]:
+                return verdict(STRAY, source)
+            most += pairs
+        told = pointer(box_from(table, r), INT64)
+        lacks[r] = most > told[say.ROOM] or rows[r] > told[say.LISTS]
+        if r == rank:
+            words[at.END] = most
+    return np.int64(DONE)
+
+
+@njit(nogil=True, cache=True)
 def _hear_parcels(table):
     """Read from all messages and parcels what comes, and where it goes."""
     words = pointer(table, INT64)
-    found = hear_tokens(table, 0)
-    if found == DONE and words[at.NUM_ROWS] > words[at.SRC_ROOM]:
-        found = verdict(MORE_ROOM, words[at.NUM_ROWS])
+    found = np.int64(DONE)
+    if words[at.PHASE] == at.MET:
+        found = hear_tokens(table, 0)
+        if found == DONE:
+            found = _read_rooms(table)
+    if found == DONE:
+        found = settle_memory(table)
     if found == DONE:
         found = _find_parcels(table)
     if found == DONE:
@@ -243,6 +280,7 @@ def _dispatch_kernel(table):
         if bad >= 0:
             return verdict(BAD, bad)
         tell_counts(table, 0)
+        _tell_pairs(table)
         if words[at.BLOCK] != 0:
             # Before the message: others may read the parcel as soon as they hear it.
             _fill_parcel(table)
@@ -250,14 +288,12 @@ def _dispatch_kernel(table):
     found = meet(table)
     if found != DONE:
         return found
-    if words[at.PHASE] == at.MET:
+    if words[at.PHASE] < at.PLACED:
         found = _hear_parcels(table)
         if found != DONE:
             return found
         words[at.PHASE] = at.PLACED
     if words[at.PHASE] == at.PLACED:
-        if words[at.END] * words[at.WIDTHS + X] > words[at.RESULT_BYTES]:
-            return verdict(MORE_MEMORY, 0)
         if words[at.HANDS_OVER] != 0:
             return verdict(MOVE, 0)
         _take_rows(table, 0, words[at.NUM_ROWS], words[at.TERMS])

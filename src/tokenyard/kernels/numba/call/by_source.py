@@ -29,8 +29,7 @@ from tokenyard.kernels.numba.call.meet import (
     find_segment,
     meet,
     passes,
-    post,
-    same_call,
+    settle_memory,
     signal,
 )
 from tokenyard.kernels.numba.llvm.atomics import fence_stores
@@ -40,18 +39,8 @@ from tokenyard.kernels.numba.rows import MUCH, localise_kernel, scatter_rows, wh
 from tokenyard.kernels.numba.signals import verdict
 from tokenyard.wire import call as at
 from tokenyard.wire import message as say
-from tokenyard.wire.signals import MAIL, ROWS
-from tokenyard.wire.verdicts import (
-    BAD,
-    DONE,
-    LATE,
-    MAP,
-    MORE_MEMORY,
-    MORE_ROOM,
-    MOVE,
-    NO_MEMORY,
-    STRAY,
-)
+from tokenyard.wire.signals import ROWS
+from tokenyard.wire.verdicts import BAD, DONE, LATE, MAP, MOVE, STRAY
 
 _SCRATCH = 3 * at.MOST_COLUMNS + 3  # words: columns, and lists
 
@@ -67,24 +56,18 @@ def _column_at(table, column, num_rows):
 
 @njit(nogil=True, cache=True)
 def _read_offers(table):
-    """Whether all blocks have room: DONE, MORE_MEMORY if this rank's has none, or the first rank
-    that has too little and has said so again.
-    """
+    """Which ranks have told of too little memory for the rows that come to them."""
     words = pointer(table, INT64)
     rank, size, columns = words[at.RANK], words[at.SIZE], words[at.NUM_COLUMNS]
     rows = pointer(words[at.LEDGER] + 8 * size * (size + 1), INT64)
-    rooms, short = pointer(words[at.ROOMS], INT64), np.int64(-1)
+    lacks = pointer(words[at.LACKS], INT64)
     for r in range(size):
-        # Read once: `_find_places` compares this number with the size of what is mapped.
-        rooms[r] = pointer(box_from(table, r), INT64)[say.SEGMENTS + say.SEGMENT_SIZE]
-        if _column_at(table, columns, rows[r]) > rooms[r] and short < 0:
-            short = np.int64(r)
+        told = pointer(box_from(table, r), INT64)
+        room = told[say.SEGMENTS + say.SEGMENT_SIZE]
+        lacks[r] = _column_at(table, columns, rows[r]) > room
+        if words[at.HANDLE] < 0 and rows[r] > told[say.LISTS]:
+            lacks[r] = 1
     words[at.NUM_ROWS], words[at.END] = rows[rank], _column_at(table, columns, rows[rank])
-    if short < 0:
-        return np.int64(DONE)
-    if words[at.PHASE] == at.MET_AGAIN:
-        return verdict(NO_MEMORY, short)
-    return verdict(MORE_MEMORY, short)
 
 
 @njit(nogil=True, cache=True)
@@ -92,7 +75,7 @@ def _find_places(table):
     """Where this rank's rows of each column go in each rank's block."""
     words = pointer(table, INT64)
     rank, size, columns = words[at.RANK], words[at.SIZE], words[at.NUM_COLUMNS]
-    sent, rooms = pointer(words[at.LEDGER], INT64), pointer(words[at.ROOMS], INT64)
+    sent = pointer(words[at.LEDGER], INT64)
     rows = pointer(words[at.LEDGER] + 8 * size * (size + 1), INT64)
     places = pointer(words[at.PLACES], INT64)
     for r in range(size):
@@ -107,7 +90,7 @@ def _find_places(table):
             if entry == 0:
                 return verdict(MAP, r)
             known = pointer(entry, INT64)
-            if known[2] != rooms[r]:
+            if _column_at(table, columns, rows[r]) > known[2]:
                 return verdict(STRAY, r)
             block = known[1]
         for c in range(columns):
@@ -185,28 +168,9 @@ def _place_rows(table):
             if found != DONE:
                 return found
             hear_experts(table)
-        found = _read_offers(table)
-        if found >> 32 == MORE_MEMORY:
-            if words[at.END] > words[at.BLOCK_BYTES]:
-                return found
-            # All ranks post again, since all see that some block is too small.
-            post(table, 0, 0)
-            words[at.PHASE] = at.OFFERED
-    if words[at.PHASE] == at.OFFERED:
-        if not passes(table, at.OFFERED, MAIL):
-            return verdict(LATE, MAIL)
-        for r in range(words[at.SIZE]):
-            # All ranks have met in this call: no correct rank posts another one now.
-            if not same_call(box_from(table, r), words[at.HEAD]):
-                return verdict(STRAY, r)
-    if words[at.PHASE] == at.MET_AGAIN:
-        found = _read_offers(table)
-        if found != DONE:
-            return found
-    # Only now: a rank that asked for more rows than there is memory for has heard so by now.
-    if words[at.HANDLE] < 0 and words[at.NUM_ROWS] > words[at.SRC_ROOM]:
-        return verdict(MORE_ROOM, words[at.NUM_ROWS])
-    return _find_places(table)
+        _read_offers(table)
+    found = settle_memory(table)
+    return _find_places(table) if found == DONE else found
 
 
 @njit(nogil=True, cache=True)

@@ -14,7 +14,7 @@ from tokenyard.kernels.numba.signals import await_all, raise_signals, verdict
 from tokenyard.wire import call as at
 from tokenyard.wire import message as say
 from tokenyard.wire.signals import MAIL, READ
-from tokenyard.wire.verdicts import DIFFERS, DONE, LATE
+from tokenyard.wire.verdicts import DIFFERS, DONE, LATE, MORE_MEMORY, NO_MEMORY, STRAY
 
 Call = Callable[[], int]
 
@@ -99,6 +99,36 @@ def meet(table):
         if first + count < width:
             words[at.PART] += 1
             words[at.PHASE] = at.START
+    return np.int64(DONE)
+
+
+@njit(nogil=True, cache=True)
+def settle_memory(table):
+    """Where ranks have met and some LACKS memory, which all see: let it take more, and hear of all
+    what they have. NO_MEMORY if one has none then, else DONE.
+    """
+    words = pointer(table, INT64)
+    size, lacks = words[at.SIZE], pointer(words[at.LACKS], INT64)
+    if words[at.PHASE] == at.MET:
+        total = np.int64(0)
+        for r in range(size):
+            total += lacks[r]
+        if total == 0:
+            return np.int64(DONE)
+        words[at.PHASE] = at.ASKED
+        if lacks[words[at.RANK]] != 0:
+            return verdict(MORE_MEMORY, 0)
+    if words[at.PHASE] == at.ASKED:
+        post(table, 0, 0)
+        words[at.PHASE] = at.OFFERED
+    if not passes(table, at.OFFERED, MAIL):
+        return verdict(LATE, MAIL)
+    for r in range(size):
+        # All ranks have met in this call: no correct rank posts another one now.
+        if not same_call(box_from(table, r), words[at.HEAD]):
+            return verdict(STRAY, r)
+        if pointer(box_from(table, r), INT64)[say.ROOM] == say.NO_MEMORY:
+            return verdict(NO_MEMORY, r)
     return np.int64(DONE)
 
 
