@@ -37,9 +37,6 @@ MOVED = {
     "rearrange bfloat16": ("_rearrange_kernel", 2 * 64 * 64 * 2),
     "reduce bfloat16": ("_reduce_kernel", 2 * 4096),
     "unpermute bfloat16 weighted": ("_unpermute_kernel", 2 * 4096),
-    "fill_slots bfloat16": ("_fill_kernel", 2 * 4096),
-    "stage_back bfloat16": ("_back_kernel", 2 * 4096),
-    "sum_slots bfloat16": ("_sum_kernel", 2 * 4096),
     "to_fp8 bfloat16 plain": ("_to_fp8_kernel", 16 * 128 * 3),
     "from_fp8 plain": ("_from_fp8_kernel", 16 * 128 * 3),
 }

@@ -149,6 +149,11 @@ class Options:
             f"kernels is {validate.kind(self.kernels)}, want a name: auto, {sets}",
         )
         kernel_set = kernel_sets.pick(self.kernels, device.type)
+        validate.require(
+            not (self.low_latency_mode and self.kernels == "triton" and device.type == "cpu"),
+            "kernels is 'triton' with low_latency_mode, want auto, numba or reference: the set has "
+            "no steps of the mode",
+        )
         check_name(self.transport)
         for name in ("num_nvl_bytes", "num_rdma_bytes"):
             validate.integer(name, getattr(self, name), at_least=0, at_most=_MOST_BYTES)

@@ -15,4 +15,4 @@ def _mark(name: str) -> object:
 
 SETS = [_mark(name) for name in NAMES]
 BUT_REFERENCE = [_mark(name) for name in NAMES if name != "reference"]
-MUCH = [name for name in NAMES if name != "triton"]  # its interpreter takes minutes for as much
+FOR_CPUS = [name for name in NAMES if name != "triton"]  # its interpreter takes minutes for much

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,7 +44,6 @@ def shape_of(
     dtype: torch.dtype,
     hidden: int,
     num_max: int = MOST,
-    device: str = "cpu",
 ) -> SlotShape:
     return SlotShape(
         rank=rank,
@@ -56,12 +54,12 @@ def shape_of(
         dtype=dtype,
         dtype_code=ROW_DTYPES.index(dtype),
         cast=cast,
-        placement=Placement(WHERE.to(device), RANKS),
+        placement=Placement(WHERE, RANKS),
     )
 
 
-def room(num_bytes: int, shift: int, device: str) -> Tensor:
-    return torch.zeros(shift + num_bytes, dtype=torch.uint8, device=device)[shift:]
+def room(num_bytes: int, shift: int) -> Tensor:
+    return torch.zeros(shift + num_bytes, dtype=torch.uint8)[shift:]
 
 
 def there_and_back(
@@ -71,24 +69,20 @@ def there_and_back(
     most: int = MOST,
     back_dtype: torch.dtype = torch.bfloat16,
     shift: int = 0,
-    device: str = "cpu",
 ) -> list[Tensor]:
     """Everything that the steps write, on all ranks; what they need not write is 0.
 
     Memory that would be another rank's begins `shift` bytes after a boundary.
     """
     found, written = kernels.load(name), []
-    shapes = [shape_of(rank, *kind, most, device) for rank in range(RANKS)]
+    shapes = [shape_of(rank, *kind, most) for rank in range(RANKS)]
     tokens = [num_tokens, 0, most]
-    given = [
-        [one.to(device) for one in routing("holes", count, TOPK, EXPERTS, seed=rank)]
-        for rank, count in enumerate(tokens)
-    ]
+    given = [routing("holes", count, TOPK, EXPERTS, seed=rank) for rank, count in enumerate(tokens)]
     blocks, sents = [], []
     for rank, (shape, (idx, _)) in enumerate(zip(shapes, given)):
         x = numbered_tokens(tokens[rank], shape.hidden, first=10 * rank, dtype=shape.dtype)
-        block, sent = room(shape.block_bytes, shift, device), idx.new_zeros(2, *idx.shape)
-        assert found.stage_slots(x.to(device), idx, shape, block, sent) == -1
+        block, sent = room(shape.block_bytes, shift), idx.new_zeros(2, *idx.shape)
+        assert found.stage_slots(x, idx, shape, block, sent) == -1
         blocks.append(block)
         sents.append(sent)
     back: list[list[Tensor]] = []
@@ -99,7 +93,7 @@ def there_and_back(
         written += [one for one in got if one is not None]
         y = torch.where(got.src_info[:, :, None] >= 0, got.x.double(), 0.0).to(back_dtype)
         sizes = shape.most_back, shape.hidden * back_dtype.itemsize
-        outs = [room(math.prod(sizes), shift, device).view(sizes) for _ in shapes]
+        outs = [room(math.prod(sizes), shift).view(sizes) for _ in shapes]
         table = idx.new_zeros(RANKS, shape.placement.most_experts + 3)[:, 2:-1]
         found.stage_back(y, got.layout_range, outs, table)
         back.append(outs)
@@ -111,19 +105,18 @@ def there_and_back(
         mine = torch.stack([table[rank] for table in tables])
         written.append(found.sum_slots(rows, mine, SlotPairs(idx, picked, weights), shape, out))
     written += [*blocks, *sents, *(out for outs in back for out in outs), *tables]
-    return [one.cpu() for one in written]
+    return written
 
 
 def received(shape: SlotShape) -> SlotResults:
-    zeros = partial(torch.zeros, device=shape.placement.rank_of_expert.device)
     scales = None
     if shape.cast != NO_CAST:
         width = shape.scale_bytes // 4
-        scales = zeros(*shape.x_shape[:2], width, dtype=shape.scales_dtype)
+        scales = torch.zeros(*shape.x_shape[:2], width, dtype=shape.scales_dtype)
     return SlotResults(
-        zeros(shape.x_shape, dtype=shape.row_dtype),
+        torch.zeros(shape.x_shape, dtype=shape.row_dtype),
         scales,
-        zeros(shape.num_local, dtype=torch.int32),
-        zeros(shape.x_shape[:2], dtype=torch.int32),
-        zeros(shape.num_local, RANKS, dtype=torch.int64),
+        torch.zeros(shape.num_local, dtype=torch.int32),
+        torch.zeros(shape.x_shape[:2], dtype=torch.int32),
+        torch.zeros(shape.num_local, RANKS, dtype=torch.int64),
     )

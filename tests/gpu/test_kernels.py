@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import tokenyard
-from tests.cases.slots import CASTS, there_and_back
 from tokenyard import kernels, spec
 from tokenyard.testing import ROUTINGS, assert_same, routing
 
@@ -106,12 +105,3 @@ def test_rearrange(shape: tuple[int, ...], axes: tuple[int, ...], dtype: torch.d
     moved = (torch.rand(shape, generator=rng()) * 99).to(dtype).cuda().permute(axes)
     tokenyard.rearrange(dst, moved)
     assert_same(dst, moved.contiguous())
-
-
-@pytest.mark.parametrize("num_tokens", [0, 140])
-@pytest.mark.parametrize("cast", CASTS)
-def test_slots(cast: str, num_tokens: int) -> None:
-    given = CASTS[cast], num_tokens, 150
-    assert_same(
-        there_and_back("triton", *given, device="cuda"), there_and_back("reference", *given)
-    )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tokenyard
-from tests.cases.kernel_sets import MUCH, SETS
+from tests.cases.kernel_sets import FOR_CPUS, SETS
 from tokenyard import spec
 from tokenyard.testing import ROUTINGS, assert_same, poisoned, routing
 
@@ -71,7 +71,7 @@ def test_any_ids(name: str, data: st.DataObject) -> None:
         assert_meets_spec(topk_ids, data.draw(st.integers(1, 20)), num_experts, name)
 
 
-@pytest.mark.parametrize("name", MUCH, indirect=True)
+@pytest.mark.parametrize("name", FOR_CPUS, indirect=True)
 @pytest.mark.parametrize("block_size", [1, 7, 128])
 @pytest.mark.parametrize("kind", ROUTINGS)
 def test_many_pairs(name: str, kind: str, block_size: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cases.kernel_sets import MUCH, SETS
+from tests.cases.kernel_sets import FOR_CPUS, SETS
 from tests.cases.lanes import at_night
 from tokenyard import kernels, spec
 from tokenyard.kernels import Kernels
@@ -153,7 +153,7 @@ def test_reduce(
     assert_same(got, want)
 
 
-@pytest.mark.parametrize("kernel_set", MUCH, indirect=True)
+@pytest.mark.parametrize("kernel_set", FOR_CPUS, indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("offset", [0, 8])
 def test_reduce_of_much(kernel_set: Kernels, dtype: torch.dtype, offset: int) -> None:

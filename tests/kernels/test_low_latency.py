@@ -1,11 +1,11 @@
-"""The low-latency steps of each kernel set: equal bytes, equal verdicts, nothing past the end."""
+"""The low-latency steps of the sets for CPUs: same bytes and verdicts, nothing past the end."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.cases.kernel_sets import BUT_REFERENCE, SETS
+from tests.cases.kernel_sets import FOR_CPUS
 from tests.cases.slots import CASTS, EXPERTS, MOST, RANKS, received, room, shape_of, there_and_back
 from tokenyard import kernels
 from tokenyard.testing import assert_same, poisoned
@@ -16,31 +16,28 @@ from tokenyard.wire.slots import SlotPairs, Stray
 
 @pytest.mark.parametrize("num_tokens", [0, 1, MOST])
 @pytest.mark.parametrize("cast", CASTS)
-@pytest.mark.parametrize("name", BUT_REFERENCE)
-def test_sets_write_the_same(name: str, cast: str, num_tokens: int) -> None:
-    got = there_and_back(name, CASTS[cast], num_tokens)
+def test_sets_write_the_same(cast: str, num_tokens: int) -> None:
+    got = there_and_back("numba", CASTS[cast], num_tokens)
     assert_same(got, there_and_back("reference", CASTS[cast], num_tokens))
 
 
 @pytest.mark.parametrize("shift", [0, 8])
 @pytest.mark.parametrize("dtype", SUMMABLE, ids=str)
-@pytest.mark.parametrize("name", BUT_REFERENCE)
-def test_long_rows(name: str, dtype: torch.dtype, shift: int) -> None:
+def test_long_rows(dtype: torch.dtype, shift: int) -> None:
     """Longer than one program takes; they begin on the boundary of 16 bytes, and beside it."""
     given = (NO_CAST, dtype, 2056), 2, 3, dtype, shift
-    assert_same(there_and_back(name, *given), there_and_back("reference", *given))
+    assert_same(there_and_back("numba", *given), there_and_back("reference", *given))
 
 
-@pytest.mark.parametrize("name", BUT_REFERENCE)
-def test_many_tokens(name: str) -> None:
+def test_many_tokens() -> None:
     """More than one program, or one step of it, takes."""
     given = (NO_CAST, torch.bfloat16, 3), 140, 150
     with poisoned():
-        got = there_and_back(name, *given)
+        got = there_and_back("numba", *given)
     assert_same(got, there_and_back("reference", *given))
 
 
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", FOR_CPUS)
 @pytest.mark.parametrize(
     "idx, verdict",
     [
@@ -59,7 +56,7 @@ def test_pairs_that_are_no_experts(name: str, idx: list[list[int]], verdict: int
     assert stage(torch.ones(2, 4), topk_idx, shape, block, sent) == verdict
 
 
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", FOR_CPUS)
 @pytest.mark.parametrize(
     "idx, verdict, places",
     [
@@ -78,12 +75,12 @@ def test_pairs_are_found_again(
     assert places is None or picked.tolist() == places
 
 
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", FOR_CPUS)
 def test_words_that_no_rank_writes(name: str) -> None:
     """What came from another rank is compared with what it may be, and named, before it is used."""
     found, shape = kernels.load(name), shape_of(0, NO_CAST, torch.float32, 16)
     idx = torch.tensor([[1, 4, -1], [5, -1, 1]])
-    block, sent = room(shape.block_bytes, 0, "cpu"), idx.new_zeros(2, *idx.shape)
+    block, sent = room(shape.block_bytes, 0), idx.new_zeros(2, *idx.shape)
     assert found.stage_slots(torch.ones(2, 16), idx, shape, block, sent) == -1
     for count in (-1, MOST + 1, 1 << 44):
         with pytest.raises(Stray) as caught:

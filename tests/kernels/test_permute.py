@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 import tokenyard
-from tests.cases.kernel_sets import MUCH, SETS
+from tests.cases.kernel_sets import FOR_CPUS, SETS
 from tests.cases.lanes import at_night
 from tokenyard import spec
 from tokenyard.testing import ROUTINGS, assert_same, numbered_tokens, poisoned, routing, run_virtual
@@ -113,7 +113,7 @@ def test_strided_rows(name: str, view: Any) -> None:
     assert_same(back, spec.unpermute(x, topk_idx))
 
 
-@pytest.mark.parametrize("name", MUCH, indirect=True)
+@pytest.mark.parametrize("name", FOR_CPUS, indirect=True)
 @pytest.mark.parametrize("hidden", [512, 515])
 @pytest.mark.parametrize("offset", [0, 3])
 def test_permute_of_much(name: str, hidden: int, offset: int) -> None:
@@ -166,7 +166,7 @@ def test_unpermute_of_nothing(name: str, num_rows: int, row_of: Tensor) -> None:
     assert_same(got, torch.zeros(len(row_of), 40))
 
 
-@pytest.mark.parametrize("name", MUCH, indirect=True)
+@pytest.mark.parametrize("name", FOR_CPUS, indirect=True)
 @pytest.mark.parametrize("dtype", SUMMABLE, ids=str)
 @pytest.mark.parametrize("offset", [0, 8])
 def test_unpermute_of_much(name: str, dtype: torch.dtype, offset: int) -> None:

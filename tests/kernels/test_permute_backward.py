@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tokenyard
-from tests.cases.kernel_sets import MUCH, NAMES, SETS
+from tests.cases.kernel_sets import FOR_CPUS, NAMES, SETS
 from tokenyard import spec
 from tokenyard.ops import permute as ops
 from tokenyard.testing import ROUTINGS, assert_same, numbered_tokens, poisoned, routing
@@ -48,7 +48,7 @@ def test_meets_the_specification(name: str, hidden: int, dtype: torch.dtype) -> 
     assert_same(got, spec.unpermute_backward(grad, y, row_of, weights))
 
 
-@pytest.mark.parametrize("name", MUCH, indirect=True)
+@pytest.mark.parametrize("name", FOR_CPUS, indirect=True)
 @pytest.mark.parametrize("hidden", [512, 515])
 def test_much(name: str, hidden: int) -> None:
     """Enough for streaming stores; as the reference says, since `spec` would take minutes."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tokenyard
-from tests.cases.kernel_sets import MUCH, SETS
+from tests.cases.kernel_sets import FOR_CPUS, SETS
 from tests.cases.lanes import at_night
 from tokenyard import per_token_cast_back, per_token_cast_to_fp8, spec
 from tokenyard.testing import assert_same, poisoned
@@ -120,7 +120,7 @@ def test_edges_of_powers_of_two(kernel_set: str, scales: str) -> None:
     assert_same(got, spec.cast_to_fp8(x, **SCALES[scales]))
 
 
-@pytest.mark.parametrize("kernel_set", MUCH)
+@pytest.mark.parametrize("kernel_set", FOR_CPUS)
 @by_dtype
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="NaN is the machine's")
 def test_codes_of_nan_are_those_of_torch(kernel_set: str, dtype: torch.dtype) -> None:

@@ -16,7 +16,7 @@ import tokenyard
 from tests.cases.clock import scaled
 from tokenyard import kernels, spec
 from tokenyard.kernels.base import interprets_triton
-from tokenyard.testing import assert_same, poisoned, routing
+from tokenyard.testing import assert_same, poisoned, routing, run_virtual
 
 pytestmark = [
     pytest.mark.triton,
@@ -155,3 +155,15 @@ def test_threads_take_turns() -> None:
 def test_other_devices_are_refused() -> None:
     with pytest.raises(ValueError, match="kernels is 'triton' for tensors on meta, want auto or"):
         kernels.pick("triton", "meta")
+
+
+def test_the_low_latency_mode_has_no_steps_here() -> None:
+    def job(group: object) -> str:
+        with pytest.raises(ValueError) as caught:
+            tokenyard.Buffer(group, low_latency_mode=True, kernels="triton")
+        return str(caught.value)
+
+    (message,) = run_virtual(job, 1).results
+    assert message.startswith(
+        "Buffer: kernels is 'triton' with low_latency_mode, want auto, numba or ref"
+    )

@@ -23,7 +23,7 @@ from tools.triton_aot.compile import TARGETS, Compiled
 NVIDIA = [name for name in TARGETS if name.startswith("sm_")]
 AMD = [name for name in TARGETS if name.startswith("gfx")]
 
-SUMMING = ("reduce", "unpermute", "gradients", "sum_slots")
+SUMMING = ("reduce", "unpermute", "gradients")
 COUNTING = ("_outside_kernel", "_zero_kernel", "_find_kernel")  # of those that move rows
 
 
@@ -79,9 +79,6 @@ def test_rows_move_16_bytes_at_once(target: str) -> None:
             "rearrange",
             "reduce",
             "unpermute",
-            "fill_slots",
-            "stage_back",
-            "sum_slots",
         )
         if re.search(dtypes, one.case) and one.kernel not in COUNTING
     ]
@@ -99,8 +96,8 @@ def test_sums_are_ieee_on_nvidia(target: str) -> None:
         assert not re.search(r"\.ftz|\bdiv\.(full|approx)|\brcp\.approx", one.text), one.case
     for one in of(target, *SUMMING, "to_fp8", "from_fp8"):
         assert not re.search(r"\bfma\.", one.text), one.case
-    for one in of(target, "unpermute float32 weighted", "sum_slots float32"):
-        if one.kernel in ("_unpermute_kernel", "_sum_kernel"):
+    for one in of(target, "unpermute float32 weighted"):
+        if one.kernel == "_unpermute_kernel":
             assert re.search(r"\bmul(\.rn)?\.f32", one.text)
             assert re.search(r"\badd(\.rn)?\.f32", one.text)
     for one in of(target, "to_fp8 float32 plain"):
@@ -121,8 +118,7 @@ def test_sums_are_ieee_on_amd(target: str) -> None:
 @by_target
 def test_atomics_that_only_count_are_relaxed_and_nothing_else_is_atomic(target: str) -> None:
     """Counters are read by later kernels: no order is wanted, and none is paid for."""
-    slots = ("stage_slots", "pick_slots", "fill_slots", "sum_slots")
-    counting = of(target, "layout", "align", "place", "unpermute", "gradients", *slots)
+    counting = of(target, "layout", "align", "place", "unpermute", "gradients")
     moving = [one for one in made(target) if one not in counting]
     word = r"\batom\.|\bred\." if target in NVIDIA else r"_atomic_"
     assert not [one.case for one in moving if re.search(word, one.text)]

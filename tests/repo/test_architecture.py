@@ -238,7 +238,7 @@ def test_no_function_takes_many_parameters() -> None:
 
 # What only some sets have: how a set is built, and what its hardware alone can do.
 OWN_KERNELS = {
-    "reference": {"logfmt"},
+    "reference": {"logfmt", "low_latency"},
     "numba": {
         "between_nodes",
         "caching",
@@ -246,6 +246,7 @@ OWN_KERNELS = {
         "counters",
         "llvm",
         "logfmt",
+        "low_latency",
         "progress",
         "ring",
     }

@@ -13,13 +13,9 @@ import torch
 from torch import Tensor
 
 from tokenyard.kernels import triton as kernels
-from tokenyard.topology import Placement
 from tokenyard.types import ROW_DTYPES, Route, UnpermuteGrads
-from tokenyard.wire.fp8 import NO_CAST, PACKED, PLAIN, ROUNDED
-from tokenyard.wire.slots import SlotPairs, SlotResults, SlotShape
 
 TOKENS, TOPK, HIDDEN, EXPERTS, RANKS = 256, 8, 7168, 64, 8
-FEW = 16  # tokens of a rank in the low-latency mode, whose slots are many times as many
 NODES = [0, 1] * (RANKS // 2)
 
 SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -35,7 +31,6 @@ def cases() -> Iterator[Case]:
     yield from _summing()
     yield from _casting()
     yield from _sharing()
-    yield from _low_latency()
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -124,58 +119,3 @@ def _sharing() -> Iterator[Case]:
         yield f"put {_name(dtype)}", partial(kernels.put, x, route, flags, 6)
     yield "raise", partial(kernels.raise_flags, flags, 7, some.device)
     yield "await", partial(kernels.await_flags, flags, 7, some[:1], 0, 1 << 20)
-
-
-def _low_latency() -> Iterator[Case]:
-    placement = Placement.even(EXPERTS, RANKS)
-    ids, weights = torch.zeros(FEW, TOPK, dtype=torch.int64), torch.zeros(FEW, TOPK)
-    sent = torch.zeros(2, FEW, TOPK, dtype=torch.int64)
-    tables = torch.zeros(RANKS, placement.most_experts, dtype=torch.int64)
-
-    def shaped(dtype: torch.dtype, cast: int) -> SlotShape:
-        return SlotShape(
-            rank=0,
-            num_ranks=RANKS,
-            num_max=FEW,
-            hidden=HIDDEN,
-            num_topk=TOPK,
-            dtype=dtype,
-            dtype_code=ROW_DTYPES.index(dtype),
-            cast=cast,
-            placement=placement,
-        )
-
-    def there(shape: SlotShape, name: str) -> Iterator[Case]:
-        x, block = (
-            torch.zeros(FEW, HIDDEN, dtype=shape.dtype),
-            torch.zeros(shape.block_bytes).byte(),
-        )
-        yield f"stage_slots {name}", partial(kernels.stage_slots, x, ids, shape, block, sent)
-        given = [block] * RANKS, [FEW] * RANKS, shape, _received(shape)
-        yield f"fill_slots {name}", partial(kernels.fill_slots, *given)
-
-    for dtype in ROW_DTYPES:
-        yield from there(shaped(dtype, NO_CAST), _name(dtype))
-    for dtype in SUMMED[1:]:
-        for cast in (PLAIN, ROUNDED, PACKED):
-            yield from there(shaped(dtype, cast), f"{_name(dtype)} {SCALES[cast]}")
-    for dtype in SUMMED:
-        shape, out = shaped(dtype, NO_CAST), torch.zeros(FEW, HIDDEN, dtype=dtype)
-        got = _received(shape)
-        rows = torch.zeros(shape.most_back, HIDDEN, dtype=dtype)
-        backs = got.x, got.layout_range, [rows.view(torch.uint8)] * RANKS, tables
-        yield f"stage_back {_name(dtype)}", partial(kernels.stage_back, *backs)
-        terms = [rows] * RANKS, tables, SlotPairs(ids, ids, weights), shape, out
-        yield f"sum_slots {_name(dtype)}", partial(kernels.sum_slots, *terms)
-    yield "pick_slots", partial(kernels.pick_slots, ids, sent, ids)
-
-
-def _received(shape: SlotShape) -> SlotResults:
-    slots, packed = shape.x_shape[:2], shape.scale_bytes // 4
-    return SlotResults(
-        x=torch.zeros(shape.x_shape, dtype=shape.row_dtype),
-        scales=torch.zeros(*slots, packed, dtype=shape.scales_dtype) if packed else None,
-        counts=torch.zeros(shape.num_local, dtype=torch.int32),
-        src_info=torch.zeros(slots, dtype=torch.int32),
-        layout_range=torch.zeros(shape.num_local, RANKS, dtype=torch.int64),
-    )

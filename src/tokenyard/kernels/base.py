@@ -118,7 +118,7 @@ class SharingKernels(RowKernels, Protocol):
 
 
 class SlotKernels(RowKernels, Protocol):
-    """The steps of the low-latency mode."""
+    """The steps of the low-latency mode. The set "triton" has none: they are for CPU tensors."""
 
     def stage_slots(
         self,
@@ -154,9 +154,7 @@ class SlotKernels(RowKernels, Protocol):
         """
 
     def logfmt(self, y_ND: Tensor, out_ND: Tensor) -> None:
-        """What a receiver of bfloat16 rows has after LogFMT, in float32 (`spec.logfmt`). The set
-        "triton" takes the reference set's.
-        """
+        """What a receiver of bfloat16 rows has after LogFMT, in float32 (`spec.logfmt`)."""
 
     def pick_slots(self, topk_idx_TK: Tensor, sent_2TK: Tensor, picked_TK: Tensor) -> int:
         """Find each pair's place again, -1 for those that are -1. The first pair that was not sent,

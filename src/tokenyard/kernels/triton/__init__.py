@@ -12,15 +12,13 @@ with `spec` in Triton's interpreter, and compiles for five targets (tools/triton
     permute      rows by local expert, and back; permute_backward its gradients
     rearrange    copies between any two strides
     quantize     to FP8 and back
-    low_latency/ the steps of the low-latency mode
     symmetric    rows into other ranks' memory, and flags
+
+The low-latency mode takes CPU tensors, so this set has none of its steps.
 """
 
-from tokenyard.kernels.reference.logfmt import logfmt
 from tokenyard.kernels.triton.align import align
 from tokenyard.kernels.triton.layout import count, layout, route
-from tokenyard.kernels.triton.low_latency.combine import pick_slots, stage_back, sum_slots
-from tokenyard.kernels.triton.low_latency.dispatch import fill_slots, stage_slots
 from tokenyard.kernels.triton.permute import place, spread, unpermute
 from tokenyard.kernels.triton.permute_backward import unpermute_backward
 from tokenyard.kernels.triton.quantize import plan_from_fp8, plan_to_fp8
@@ -38,12 +36,9 @@ __all__ = [
     "await_flags",
     "count",
     "counts_on_device",
-    "fill_slots",
     "layout",
     "localise",
-    "logfmt",
     "pack",
-    "pick_slots",
     "place",
     "plan_from_fp8",
     "plan_to_fp8",
@@ -56,9 +51,6 @@ __all__ = [
     "route",
     "shares_memory",
     "spread",
-    "stage_back",
-    "stage_slots",
-    "sum_slots",
     "unpermute",
     "unpermute_backward",
 ]
