@@ -163,8 +163,8 @@ class Plan:
         if num_tokens >= self._num_small:
             return pool.rows(num_tokens, self.shape.hidden, self.shape.dtype)
         if self._num_like != num_tokens:
-            self._num_like = num_tokens
             self._like = memory.empty(num_tokens, self.shape.hidden, dtype=self.shape.dtype)
+            self._num_like = num_tokens
         return memory.empty_like(self._like)
 
     def keep(self, *values: Any) -> None:
