@@ -66,8 +66,8 @@ class Making:
         """Map the segments of the node's ranks, of which all have told, and copy the stack to its
         part. Nothing is to be told.
         """
-        (begin, end), memory = self._parts[self._rank], np.empty(0, np.uint8)
-        part = memory
+        begin, end = self._parts[self._rank]
+        memory = part = np.empty(0, np.uint8)
         if num_bytes := self._num_bytes:
             huge = segment.huge_page()
             try:
