@@ -50,8 +50,7 @@ class TorchCommunicator(Whole):
         self._openings = _openings.setdefault(group, Openings())
         if self.name == "nccl":  # RCCL calls itself so too
             self.device = torch.device("cuda", torch.cuda.current_device())  # no GPU has run this
-            return
-        if self.size == 1:
+        if self.name == "nccl" or self.size == 1:
             return
         # Gloo ends a process in which another exchange arrives than the one that it is in.
         if self._openings.is_lost:

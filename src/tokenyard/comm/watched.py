@@ -84,7 +84,7 @@ class Watched(Communicator):
         try:
             work = self._begin(exchange)
         except RuntimeError as error:
-            raise self._explain(stage, error, number) from error
+            raise self.explain(stage, error, number) from error
 
         def finish() -> None:
             try:
@@ -92,7 +92,7 @@ class Watched(Communicator):
             except PeerError:
                 raise
             except RuntimeError as error:
-                raise self._explain(stage, error, number) from error
+                raise self.explain(stage, error, number) from error
             self.done = number
             with suppress(StoreLost):
                 self._whole.board.withdraw()
@@ -118,7 +118,7 @@ class Watched(Communicator):
     def hears_of_waits(self, since: float) -> bool:
         notes: Mapping[int, FailureNote] = {}
         with suppress(StoreLost):
-            notes = self._whole.board.read(self._all_ranks())
+            notes = self._whole.board.read(self._whole.members)
         return any(note.kind is PeerTimeout and note.seen > since for note in notes.values())
 
     def settle(self, label: str, processes: ProcessWatch) -> None:
@@ -153,7 +153,7 @@ class Watched(Communicator):
             if self._look is not None:
                 self._look(stage)
             with suppress(StoreLost):  # the exchange will fail by itself
-                notes = self._concern(board.read(self._all_ranks()), number)
+                notes = self._concern(board.read(self._whole.members), number)
                 for note in notes.values():
                     if note.seen > begin - _BEFORE or note.is_final:
                         raise _Noticed("timeout" if note.kind is PeerTimeout else "death")
@@ -179,10 +179,7 @@ class Watched(Communicator):
             if note.kind is not PeerLeft or is_missed(rank, note)
         }
 
-    def explain(self, stage: str, error: RuntimeError) -> PeerError:
-        return self._explain(stage, error, None)
-
-    def _explain(self, stage: str, error: RuntimeError, number: int | None) -> PeerError:
+    def explain(self, stage: str, error: RuntimeError, number: int | None = None) -> PeerError:
         """Who did not come to an exchange: to number `number` here, or to one that is not ours.
 
         Gloo says only that something failed. So every rank that notices posts a note, and all raise
@@ -219,7 +216,7 @@ class Watched(Communicator):
             whole.post(kind, ())
         while True:
             try:
-                notes = whole.board.read(self._all_ranks())
+                notes = whole.board.read(self._whole.members)
             except StoreLost:
                 is_lost = True
             blaming = [
@@ -268,17 +265,14 @@ class Watched(Communicator):
         alive = {rank for rank, note in notes.items() if note.is_fresh or note.kind is PeerLeft}
         if kind is PeerDied:
             alive |= {other for rank in alive for other in processes.neighbours(rank)}
-            alive |= {rank for rank in self._all_ranks() if processes.sees(rank)}
+            alive |= {rank for rank in self._whole.members if processes.sees(rank)}
         me = self.members[self.rank]
-        silent = tuple(rank for rank in self._all_ranks() if rank not in alive and rank != me)
+        silent = tuple(rank for rank in self._whole.members if rank not in alive and rank != me)
         missing = self._missing()
         here = tuple(rank for rank in silent if rank in missing)
         if is_lost:  # of several ranks it cannot be told which
             return here if len(here) == 1 else ()
         return here or silent
-
-    def _all_ranks(self) -> Sequence[int]:
-        return self._whole.members
 
 
 class Whole(Watched):
