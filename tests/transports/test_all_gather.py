@@ -76,6 +76,27 @@ def with_placement(group: Any) -> Tensor:
         return buffer.all_gather(torch.tensor([float(buffer.rank)])).x
 
 
+def along_a_dispatch(group: Any, transport: str) -> None:
+    """The handle of a dispatch in which every token went everywhere, with room for more rows."""
+    with tokenyard.Buffer(group, transport=transport) as buffer:
+        size = buffer.group_size
+        x, topk_idx = rows_of(buffer.rank, 2, (4,), torch.float32), torch.arange(size).repeat(2, 1)
+        got = buffer.dispatch(
+            x,
+            topk_idx=topk_idx,
+            topk_weights=torch.ones(2, size),
+            num_experts=size,
+            num_worst_tokens=3 * size,
+        )
+        want = torch.cat([rows_of(rank, 2, (4,), torch.float32) for rank in range(size)])
+        assert_same(buffer.all_gather(x, got.handle).x, want)
+
+
+@pytest.mark.parametrize("transport", ["direct", "collective"])
+def test_rows_that_a_dispatch_had_room_for_do_not_come(transport: str) -> None:
+    run_virtual(along_a_dispatch, 2, transport)
+
+
 def test_ranks_without_experts_have_all_rows(ranks: Processes) -> None:
     for got in ranks.run(with_placement):
         assert got.tolist() == [0.0, 1.0, 2.0]

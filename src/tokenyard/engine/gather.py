@@ -32,6 +32,7 @@ def all_gather(engine: Engine, x: Any, handle: Any, config: Config) -> tuple[Ten
         got = received.x
     else:
         got, _, _ = engine.calls.dispatch_again(AgainRequest(rows, handle, config), AT_ONCE)
+        got = got[: handle.flow.num_received]  # without those that num_worst_tokens adds
     return got.view(x.dtype).reshape(got.shape[0], *x.shape[1:]), handle
 
 
