@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -136,3 +137,22 @@ def test_a_bad_expert_is_found() -> None:
     counts_E = np.zeros(3, np.int64)
     assert kernels.count_pairs(np.array([0, 2, -1, 3]), counts_E) == 3
     assert kernels.count_pairs(np.array([0, -2]), counts_E) == 1
+
+
+@pytest.mark.parametrize("changed", [[5, 1 << 40, -7, 2, 2, 2], [2, 2, 2, 2, 2, 2]])
+def test_ids_that_change_after_they_were_counted(changed: list[int]) -> None:
+    """As when another thread writes to topk_idx meanwhile: what is found are slots, or -1."""
+    world = spec.World((0, 0, 1), (0, 0))
+    owners_E, nodes_R = np.array(world.rank_of_expert), np.array(world.node_of_rank)
+    counts_RE, slots_RE = np.zeros((2, 3), np.int64), np.arange(6).reshape(2, 3)
+    assert kernels.count_pairs(np.zeros(6, np.int64), counts_RE[0]) == -1
+    runs_3N, first_E = np.full((3, 7), 1 << 40), np.empty(3, np.int64)
+    kernels.assign(
+        counts_RE, owners_E, nodes_R, 0, 0, runs_3N, first_E, np.empty(of.NUM_FIGURES + 2, np.int64)
+    )
+    out = np.full(6, 1 << 40)
+    kernels.take_slots(np.array(changed), counts_RE, owners_E, 0, runs_3N, first_E, slots_RE, out)
+    assert [slot % 3 if slot >= 0 else -1 for slot in out.tolist()] == [
+        e if 0 <= e < 3 else -1 for e in changed
+    ]
+    assert out.max() < 6

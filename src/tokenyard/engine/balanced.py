@@ -97,7 +97,7 @@ class Balance:
 
     def experts(self, owners: Placement) -> list[int]:
         """The experts of this rank's slots."""
-        return self._slots_of(owners).experts[self._rank]
+        return list(self._slots_of(owners).experts[self._rank])
 
     def choose(self, topk_idx_TK: Tensor, owners: Placement, tag: int) -> Tensor:
         """[T, K]: the slot of each pair of a contiguous tensor. All ranks together. Raises

@@ -143,10 +143,10 @@ def take_slots(ids_P, counts_RE, owners_E, rank, runs_3N, first_E, slots_RE, out
             left[e] += counts_RE[r, e]
     for pair in range(len(ids_P)):
         e = ids_P[pair]
-        if e < 0:
+        if e < 0 or e >= num_experts:  # a thread may have written to ids since they were counted
             out_P[pair] = -1
             continue
-        while left[e] <= 0:  # below 0 where pairs of lower ranks are in later runs, too
+        while left[e] <= 0 and runs[e] >= 0:  # below 0: pairs of lower ranks are in later runs, too
             run = runs[e]
             ranks[e], runs[e] = runs_3N[0, run], runs_3N[2, run]
             left[e] += runs_3N[1, run]
