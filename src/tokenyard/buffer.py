@@ -372,10 +372,6 @@ class Buffer(Lifetime, LowLatencyCalls, Placed):
         with self._use as engine:
             return engine.combine_buffer(handle)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
-        """Return this Buffer itself: a copy of a model uses the same connections."""
-        return self
-
     def __repr__(self) -> str:
         where = f"rank {self.rank} of {self.group_size}"
         if self._engine is None:

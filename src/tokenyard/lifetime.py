@@ -23,6 +23,7 @@ from tokenyard.errors import BufferClosed, BufferInUse, PeerError
 from tokenyard.low_latency.engine import LowLatency
 from tokenyard.low_latency.handle import STAGE_OF
 from tokenyard.runtime import afterwards, memory, observers, recorder
+from tokenyard.runtime.copies import Once
 from tokenyard.runtime.recorder import Recorder, Track
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ class Use:
             track.call(self.stage, began, number)
 
 
-class Lifetime:
+class Lifetime(Once):
     """The engines of a Buffer until it is closed, or broken by a call that failed."""
 
     rank: int

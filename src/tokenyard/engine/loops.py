@@ -18,6 +18,7 @@ from tokenyard.engine.inputs import CombineRequest
 from tokenyard.engine.prepared import OrdinaryPair, Pair, PreparedRows, Shape, checked_shape
 from tokenyard.engine.standing import StandingPair
 from tokenyard.runtime import observers
+from tokenyard.runtime.copies import Once
 from tokenyard.runtime.threads import num_threads
 from tokenyard.types import Config
 
@@ -38,7 +39,7 @@ class Use(Protocol):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None: ...
 
 
-class Prepared:
+class Prepared(Once):
     """Dispatches and combines of one shape, in memory that is taken once.
 
     What a dispatch brings is good until the next dispatch but one; what combine returns is the

@@ -110,6 +110,11 @@ class PreparedRows:
     def __init__(self, x: Tensor, memory: Memory) -> None:
         self.x, self._memory = x, memory
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has lists of its own."""
+        lists = self.num_tokens_per_expert, self.offsets, self.topk_idx, self.topk_weights
+        return PreparedRows, (self.x, Given(*lists))
+
     @property
     def num_tokens_per_expert(self) -> list[int]:
         """How many rows each local expert has, rounded up to expert_alignment."""

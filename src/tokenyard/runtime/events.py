@@ -41,6 +41,11 @@ class EventHandle:
         if self._moment is not None:
             torch.cuda.current_stream().wait_event(self._moment)  # no GPU has run this
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Wait: a copy is of a call that has ended."""
+        self.current_stream_wait()
+        return EventHandle, ()
+
     @property
     def is_over(self) -> bool:
         """Whether the call has ended, well or not. Does not wait."""

@@ -12,9 +12,10 @@ from tokenyard.buffer import Buffer
 from tokenyard.nn.operators.define import operator
 from tokenyard.nn.tickets import number_of
 from tokenyard.results import Handle
+from tokenyard.runtime.copies import Once
 
 
-class Everyone:
+class Everyone(Once):
     """Rows that all ranks have, and sums of them over ranks.
 
     Each rank is responsible for an equal slice of the rows. `Buffer.all_gather` of the slices makes
@@ -27,10 +28,6 @@ class Everyone:
     def __init__(self, buffer: Buffer) -> None:
         self.buffer = buffer
         self._handles: dict[tuple[Any, ...], Handle] = {}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Everyone:
-        """Return this object itself: a copy of a model uses the same routes."""
-        return self
 
     def slice(self, x: Tensor) -> Tensor:
         rank, size = self.buffer.rank, self.buffer.group_size
