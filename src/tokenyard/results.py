@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.runtime.events import EventHandle, EventOverlap
-from tokenyard.types import Flow, KnownPairs, Origin
+from tokenyard.types import ByExpert, Flow, KnownPairs, Origin
 
 Rows = Tensor | tuple[Tensor, Tensor]
 
@@ -77,17 +78,19 @@ class Handle:
         """Which rows this rank sends, and how many come from whom."""
         return self.ledger.flow
 
-    @property
+    # Copies: calls go by the ledger, whatever becomes of what a user holds.
+    @cached_property
     def is_token_in_rank(self) -> Tensor:
         """[T, R] bool: which ranks get each token."""
-        return self.ledger.is_token_in_rank
+        return self.ledger.is_token_in_rank.clone()
 
-    @property
+    @cached_property
     def recv_src_idx(self) -> Tensor:
         """[N] int32: each row's token on its source rank, -1 in the rows that num_worst_tokens
-        adds. Like recv_x it may be read when the dispatch's event is over; handle[3] waits for it.
+        adds. Waits until rows have arrived.
         """
-        return self.ledger.src_idx
+        self.wait()
+        return self.ledger.src_idx.clone()
 
     @property
     def num_tokens(self) -> int:
@@ -142,8 +145,12 @@ class Handle:
         waits for the rows first.
         """
         self.wait()
-        ledger = ListedLedger(self.flow, self.is_token_in_rank, self.recv_src_idx)
-        return {**self.__dict__, "ledger": ledger, "arrived": None}
+        ledger, known = self.ledger, self.by_expert
+        ledger = ListedLedger(ledger.flow, ledger.is_token_in_rank, ledger.src_idx)
+        known = known and ByExpert(
+            num_rows=known.num_rows, row_of=known.row_of, topk_weights=known.topk_weights
+        )
+        return {**self.__dict__, "ledger": ledger, "arrived": None, "by_expert": known}
 
 
 class Form(Protocol):

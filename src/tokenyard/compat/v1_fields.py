@@ -56,8 +56,6 @@ def at(handle: Handle, place: int) -> Tensor | None:
     """The field at this place."""
     fields = handle.v1_fields
     name = fields[place]
-    if name == "recv_src_idx":
-        handle.wait()
     value: Tensor | None = getattr(handle, name)
     if name != fields[0]:
         return value
@@ -82,7 +80,7 @@ def _rank_prefix_matrix(handle: Handle) -> Tensor | None:
     if any(handle.nodes):
         return None
     assert sent_RR is not None
-    return torch.from_numpy(sent_RR.cumsum(0, np.int32)).to(handle.recv_src_idx.device)
+    return torch.from_numpy(sent_RR.cumsum(0, np.int32)).to(handle.ledger.src_idx.device)
 
 
 def _channel_prefix_matrix(handle: Handle) -> Tensor | None:
@@ -120,7 +118,7 @@ def _recv_gbl_channel_prefix_matrix(handle: Handle) -> Tensor:
 def _recv_gbl_rank_prefix_sum(handle: Handle) -> Tensor:
     """[R] int32: the rows from sources 0..i."""
     counts = torch.tensor(handle.flow.recv_counts, dtype=torch.int32, device="cpu")
-    return counts.cumsum(0, dtype=torch.int32).to(handle.recv_src_idx.device)
+    return counts.cumsum(0, dtype=torch.int32).to(handle.ledger.src_idx.device)
 
 
 def _send_rdma_head(handle: Handle) -> Tensor:
@@ -160,7 +158,6 @@ def _upto_channels(handle: Handle, sent_TR: Tensor) -> Tensor:
 
 
 def _recv_channels(handle: Handle) -> Tensor:
-    handle.wait()
     flow, begins = handle.flow, []
     tokens_by_source = handle.recv_src_idx[: flow.num_received].split(flow.recv_counts)
     for tokens, num_tokens in zip(tokens_by_source, flow.tokens_R.tolist()):

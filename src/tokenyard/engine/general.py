@@ -74,7 +74,7 @@ class GeneralCalls:
             flow, per_expert = counts.hear(agreed, route, given.placement, rank)
             self._check_worst(stage, agreed, flow)
 
-            marks_TR = counted.layout.is_token_in_rank
+            marks_TR = counted.layout.is_token_in_rank.clone()  # a user may have given it
             rows = core.transport.learn_route(
                 _rows_out(columns, flow, agreed, given.config, stage), marks_TR
             )
@@ -107,7 +107,7 @@ class GeneralCalls:
                 columns, known = core.check_again(request, pending)
                 call = Call.of_rows(stage, *columns, config, handle=core.number_of(known))
                 offer = core.transport.offer_dispatch(
-                    known.flow, columns, known.is_token_in_rank, pending is None
+                    known.flow, columns, known.ledger.is_token_in_rank, pending is None
                 )
                 terms = Terms(call, offer)
             except Exception as error:

@@ -33,9 +33,12 @@ class WrittenLedger:
         """Make room for `room` rows that are sent, and `src_room` rows of the result."""
         words = num_ranks * (num_ranks + 2) + (num_tokens + 2 * room + src_room + 2) // 2
         self.memory = int64s.new(words)
-        self.address = int64s.address(self.memory)
         self.rank, self.num_ranks, self.num_tokens = rank, num_ranks, num_tokens
         self.room, self.src_room = room, src_room
+
+    @property
+    def address(self) -> int:
+        return int64s.address(self.memory)
 
     def with_room(self, src_room: int) -> WrittenLedger:
         """A copy with room for `src_room` rows of the result, which are yet to be written."""
@@ -82,12 +85,13 @@ class WrittenLedger:
 
     @cached_property
     def flow(self) -> Flow:
-        sent_RR, rows_R = self.sent_RR, self.rows_R
-        starts, ranks, slots, _ = self._lists()
+        # Copies: the memory itself is compiled code's, which makes addresses of it.
+        sent_RR, tokens_R, rows_R = self.sent_RR.copy(), self.tokens_R.copy(), self.rows_R.copy()
+        starts, ranks, slots, _ = (one.clone() for one in self._lists())
         # Rows by rank: a stable sort of the copies, which are by token.
         by_rank = self._token_of_copies(starts)[torch.argsort(ranks, stable=True)]
         route = Route(by_rank, tuple(sent_RR[self.rank].tolist()), starts, ranks, slots)
-        flow = Flow.of(route, sent_RR[:, self.rank], self.tokens_R, sent_RR)
+        flow = Flow.of(route, sent_RR[:, self.rank], tokens_R, sent_RR)
         most = max(flow.most_rows, int(rows_R.max()))
         return flow._replace(num_rows=self.num_rows, rows_R=rows_R, most_rows=most)
 

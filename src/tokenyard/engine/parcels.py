@@ -52,8 +52,6 @@ class Lists:
         pairs = room * num_topk
         self._memory = int64s.new(pairs + pairs // 2 + 1)
         self.num_topk, self._pairs = num_topk, pairs
-        self.row_of_at = int64s.address(self._memory)
-        self.weights_at = self.row_of_at + 8 * pairs
 
     @classmethod
     def of(cls, known: KnownPairs) -> Lists:
@@ -61,17 +59,24 @@ class Lists:
         num_came, num_topk = known.row_of.shape
         made = cls(num_came, num_topk)
         made.num_rows, made.num_came = known.num_rows, num_came
-        made.row_of.copy_(known.row_of)
-        made.topk_weights.copy_(known.topk_weights)
+        made._part(torch.int64, 0).copy_(known.row_of)
+        made._part(torch.float32, 8 * made._pairs).copy_(known.topk_weights)
         return made
 
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Of the rows, and of the weights."""
+        begin = int64s.address(self._memory)
+        return begin, begin + 8 * self._pairs
+
+    # Copies: the memory itself is compiled code's, which makes addresses of it.
     @cached_property
     def row_of(self) -> Tensor:
-        return self._part(torch.int64, 0)
+        return self._part(torch.int64, 0).clone()
 
     @cached_property
     def topk_weights(self) -> Tensor:
-        return self._part(torch.float32, 8 * self._pairs)
+        return self._part(torch.float32, 8 * self._pairs).clone()
 
     def _part(self, dtype: torch.dtype, begin: int) -> Tensor:
         came = torch.frombuffer(self._memory, dtype=torch.uint8)[begin:].view(dtype)
@@ -141,7 +146,7 @@ class ByExpert(Space):
         super().list(ledger)
         table = self._plan.table
         self.lists = Lists(ledger.src_room, table[at.NUM_TOPK])
-        table[at.ROW_OF], table[at.FACTORS] = self.lists.row_of_at, self.lists.weights_at
+        table[at.ROW_OF], table[at.FACTORS] = self.lists.addresses
 
     def grow(self, wanted: int) -> None:
         if self._plan.head[say.ROOM] < wanted:
@@ -338,7 +343,7 @@ class ParcelCalls:
         assert type(lists) is Lists
         num_tokens, num_rows = ledger.num_tokens, ledger.num_rows
         table = plan.table
-        table[at.ROW_OF], table[at.FACTORS] = lists.row_of_at, lists.weights_at
+        table[at.ROW_OF], table[at.FACTORS] = lists.addresses
         table[at.LEDGER], table[at.ROOM] = ledger.address, ledger.room
         table[at.NUM_TOKENS], table[at.NUM_COPIES] = num_tokens, ledger.num_copies
         table[at.NUM_ROWS], table[at.HANDLE] = num_rows, core.number_of(known)

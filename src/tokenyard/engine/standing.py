@@ -103,8 +103,7 @@ class _Turn:
         table, ledger = self.back_table, self.space.ledger
         table[at.LEDGER], table[at.ROOM] = ledger.address, ledger.room
         if self.by_expert is not None:
-            lists = self.by_expert.lists
-            table[at.ROW_OF], table[at.FACTORS] = lists.row_of_at, lists.weights_at
+            table[at.ROW_OF], table[at.FACTORS] = self.by_expert.lists.addresses
 
     def rows(self) -> Tensor:
         """The rows of the last dispatch, in a tensor of the caller's own."""

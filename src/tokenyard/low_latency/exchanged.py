@@ -93,7 +93,7 @@ class ExchangedSlots:
             tokens, rows_to = _receivers(topk_idx.numpy(), shape)
             numbers = as_bytes(torch.arange(shape.num_max, device="cpu")[:, None])
             records = pack_records(self._kernels, [numbers, *_columns(block, shape)], tokens)
-            results = SlotResults(*out, handle.src_info, handle.layout_range)
+            results = SlotResults(*out, handle.src_info, handle.ranges)
             take = partial(self._fill, shape, results, totals)
             mail = _Mail(records, rows_to, records.shape[1], take)
             self._agree(DISPATCH, number, mail, shape, shape.dtype)
@@ -126,7 +126,7 @@ class ExchangedSlots:
         bad = self._kernels.pick_slots(back.topk_idx, handle.sent, picked)
         if bad != -1:
             return bad
-        rows_to = (handle.layout_range & LOW).sum(0).tolist()
+        rows_to = (handle.ranges & LOW).sum(0).tolist()
         units = partial(_back_words, shape, y.dtype)
         take = partial(self._sum, back, SlotPairs(back.topk_idx, picked, back.weights), out)
         sent = memory.empty(sum(map(units, rows_to)), _WORD)
@@ -135,7 +135,7 @@ class ExchangedSlots:
             len(rows_to), shape.placement.most_experts, dtype=torch.int64, device="cpu"
         )
         outs = [as_bytes(rows) for _, rows in parts]
-        self._kernels.stage_back(y, handle.layout_range, outs, tables)
+        self._kernels.stage_back(y, handle.ranges, outs, tables)
         for (table, _), told in zip(parts, tables):
             table.copy_(told)
         mail = _Mail(sent, rows_to, shape.hidden * y.element_size(), take, units)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tokenyard.replicas import num_logical
 from tokenyard.runtime.completion import RecvHook
+from tokenyard.runtime.copies import Once
 from tokenyard.wire import int64s
 from tokenyard.wire.slots import SlotShape
 
 STAGE_OF = ("low-latency dispatch", "low-latency combine")  # by kind of call
 
 
-class LowLatencyHandle:
+class LowLatencyHandle(Once):
     """The memory of a low-latency dispatch. It reads as DeepEP's tuple too:
     (src_info, layout_range, num_max, hidden, num_experts).
 
@@ -38,13 +40,22 @@ class LowLatencyHandle:
         self._src_at = self._sent_at + 2 * num_tokens * shape.num_topk
         self.memory = int64s.new(self._src_at + shape.num_local * shape.num_slots // 2 + 1)
         begin = int64s.address(self.memory)
-        # Of layout_range, `sent` and src_info.
+        # Of layout_range, `sent` and src_info. No copy has them, since a handle is its own copy.
         self.addresses = begin, begin + 8 * self._sent_at, begin + 8 * self._src_at
 
     @cached_property
-    def layout_range(self) -> Tensor:
-        """[L, R] int64, begin << 32 | count of the rows from each source rank."""
+    def ranges(self) -> Tensor:
+        """layout_range in the handle's own memory, from which combine makes addresses."""
         return self._words()[: self._sent_at].view(self.shape.num_local, self.shape.num_ranks)
+
+    @cached_property
+    def layout_range(self) -> Tensor:
+        """[L, R] int64, begin << 32 | count of the rows from each source rank: a copy."""
+        told, found = self.ranges.clone().numpy(), self.ranges.numpy()
+        if self.hook is not None:  # rows may come between these lines, or later
+            self.hook.then.append(partial(np.copyto, told, found))
+            np.copyto(told, found)
+        return torch.from_numpy(told)
 
     @cached_property
     def sent(self) -> Tensor:

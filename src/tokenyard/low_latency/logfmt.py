@@ -38,7 +38,7 @@ def check(y_LSD: Tensor, zero_copy: bool) -> None:
 def cast(kernels: SlotKernels, y_LSD: Tensor, handle: LowLatencyHandle) -> Tensor:
     """[L, S, D] float32: the rows that are in use, as their receivers decode them."""
     out_LSD = memory.empty(*y_LSD.shape, dtype=torch.float32)
-    for y_SD, out_SD, counts_R in zip(y_LSD, out_LSD, handle.layout_range & LOW):
+    for y_SD, out_SD, counts_R in zip(y_LSD, out_LSD, handle.ranges & LOW):
         num_rows = int(counts_R.sum())
         if num_rows:
             kernels.logfmt(y_SD[:num_rows], out_SD[:num_rows])

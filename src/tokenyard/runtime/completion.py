@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from tokenyard.runtime.copies import Once
 from tokenyard.runtime.events import EventHandle
 
 
@@ -29,7 +30,7 @@ class Completion(NamedTuple):
 AT_ONCE = Completion()
 
 
-class RecvHook:
+class RecvHook(Once):
     """The second half of a call. The first call of the hook does it; later ones do nothing."""
 
     def __init__(self, work: Callable[[], None], way: EventHandle | None = None) -> None:
@@ -37,6 +38,7 @@ class RecvHook:
         self._work: Callable[[], None] | None = work
         self._way = way
         self.refused: ValueError | None = None  # what `on_thread` kept for the event
+        self.then: list[Callable[[], None]] = []  # done after the work
 
     @property
     def is_over(self) -> bool:
@@ -47,6 +49,8 @@ class RecvHook:
         work, self._work = self._work, None
         if work is not None:
             work()
+            for do in self.then:
+                do()
 
     def look(self) -> None:
         """Raise what the rows have met on their way: in a Buffer that is broken already, nobody

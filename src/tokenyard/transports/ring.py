@@ -100,7 +100,7 @@ class RingTransport(SharedMemoryTransport):
         sums, handle, _, _, config, stage = back
         flow, columns = handle.flow, [one.rows_ND for one in sums]
         use, outs = self._use(columns, config, stage), [one.out_TD for one in sums]
-        source, biases = handle.recv_src_idx, sums[0].biases_TD
+        source, biases = handle.ledger.src_idx, sums[0].biases_TD
 
         def move() -> None:
             plan = self._kernels.plan_ring_combine(

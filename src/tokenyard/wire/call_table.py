@@ -109,5 +109,5 @@ def new_table(shape: SlotShape | None = None) -> array[int]:
         table[TABLE_BYTES] = shape.table_bytes
         table[RANK_OF_EXPERT] = placement.rank_of_expert.data_ptr()
         table[LOCAL_OF_EXPERT] = placement.local_of_expert.data_ptr()
-        table[OWN_EXPERTS] = shape.local_table
+        table[OWN_EXPERTS] = placement.local_table(shape.rank).data_ptr()
     return table

@@ -90,7 +90,6 @@ class SlotShape:
     num_slots: int = field(init=False)  # of an expert
     table_bytes: int = field(init=False)  # of what a combine tells one rank: a word for each expert
     x_shape: tuple[int, int, int] = field(init=False)  # of recv_x
-    local_table: int = field(init=False)  # the address of the placement's table for this rank
 
     def __post_init__(self) -> None:
         row_dtype = self.dtype if self.cast == NO_CAST else torch.float8_e4m3fn
@@ -122,7 +121,6 @@ class SlotShape:
             "num_slots": num_slots,
             "table_bytes": round_up(8 * self.placement.most_experts, LINE),
             "x_shape": (num_local, num_slots, self.hidden),
-            "local_table": self.placement.local_table(self.rank).data_ptr(),
         }.items():
             object.__setattr__(self, name, value)
 

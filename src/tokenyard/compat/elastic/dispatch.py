@@ -85,7 +85,7 @@ def dispatch(engine: Engine, asked: Asked, config: Config, num_scaleup_ranks: in
         asked.stats.add_(counted)
     kept = Kept(
         handle=got.handle,
-        topk_idx_TK=asked.topk_idx.clone() if asked.do_handle_copy else asked.topk_idx,
+        topk_idx_TK=asked.topk_idx.clone(),
         rank_of_expert_E=engine.local.placement(asked.num_experts).rank_of_expert,
         place_NK=got.place_NK,
         counts_L=got.counts_L,
@@ -101,7 +101,7 @@ def dispatch(engine: Engine, asked: Asked, config: Config, num_scaleup_ranks: in
         expert_alignment=alignment,
         num_max_tokens_per_rank=kept.num_max_tokens_per_rank,
         num_sms=config.num_sms,
-        topk_idx=kept.topk_idx_TK,
+        topk_idx=asked.topk_idx.clone() if asked.do_handle_copy else asked.topk_idx,
         num_recv_tokens=ledger.num_rows,
         num_expanded_tokens=got.x.shape[0],
         num_recv_tokens_per_expert_list=kept.aligned_L() if asked.do_cpu_sync else [],

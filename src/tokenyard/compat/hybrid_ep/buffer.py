@@ -21,6 +21,7 @@ from tokenyard.compat.hybrid_ep.routing import (
 )
 from tokenyard.ops.permute import spread, unpermute
 from tokenyard.results import Rows
+from tokenyard.runtime.copies import Once
 from tokenyard.types import ROW_DTYPES
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class DispatchedWithPermute(NamedTuple):
     handle: HybridHandle
 
 
-class HybridEPBuffer:
+class HybridEPBuffer(Once):
     """Sends tokens to their experts' ranks, grouped by expert there, and sums results back.
 
     The parameters are HybridEP's. hidden_dim, max_num_of_tokens_per_rank and num_local_experts are
@@ -345,7 +346,7 @@ def _handle_of(
         num_dispatched_tokens_tensor=torch.tensor([len(row_of)], dtype=torch.int32, device="cpu"),
         local_expert_routing_map=None,
         dense_chunk_layout=None,
-        dense_to_expert_map=row_of,
+        dense_to_expert_map=row_of.clone(),  # the route goes by its own
         tokens_per_expert=torch.bincount(expert_of_row, minlength=len(offsets)).int(),
         num_of_tokens_per_rank=num_tokens,
         config=route,

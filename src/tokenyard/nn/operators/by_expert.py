@@ -45,9 +45,9 @@ def dispatch_by_expert(
     by_expert = got.handle.by_expert
     assert by_expert is not None
     assert isinstance(got.x, Tensor)
-    # Autograd adds to what is returned where it came from: the handle's own must not know.
-    weights = by_expert.topk_weights.detach()
-    return got.x, got.offsets, by_expert.row_of, weights, tickets.issue(got.handle, known)
+    # Copies: combine goes by the handle's own, whatever becomes of these.
+    row_of, weights = by_expert.row_of.clone(), by_expert.topk_weights.clone()
+    return got.x, got.offsets, row_of, weights, tickets.issue(got.handle, known)
 
 
 @dispatch_by_expert.register_fake
