@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.cases.clock import scaled
 from tests.cases.package import SOURCE
 from tests.cases.processes import Pools
 from tests.cases.programs import run_python
@@ -104,6 +105,8 @@ topk_idx = torch.tensor([[0, 1]], device="cuda").expand(4, 2).contiguous()
 weights = torch.ones(4, 2, dtype=torch.float)
 rows, *_ = buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights, num_experts=2)
 print(f"rank {rank} of {size}:", rows[:, 0].tolist(), flush=True)
+buffer.destroy()
+torch.distributed.destroy_process_group()
 """
 
 
@@ -115,6 +118,7 @@ def test_a_program_under_torchrun(tmp_path: Path) -> None:
     done = run_python(
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)),
         PYTHONPATH=os.pathsep.join((str(SOURCE), str(deep_ep_path.folder()))),
+        TOKENYARD_TIMEOUT=str(scaled(60)),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [0.0] * 4 + [1.0] * 4
