@@ -12,6 +12,7 @@ import torch
 import tokenyard
 from tests.cases import late_opening
 from tests.cases.clock import scaled
+from tests.cases.inside import engine_of
 
 
 def two_openings(group: Any) -> list[float]:
@@ -71,10 +72,10 @@ def more_buffers_than_tags(group: Any) -> tuple[list[float], int, str]:
         sums = [
             float(one.all_gather(torch.full((1,), float(n))).x[-1]) for n, one in enumerate(opened)
         ]
-        num_duplicates = len({id(one._engine.communicator.joined.comm) for one in opened})
+        num_duplicates = len({id(engine_of(one).communicator.joined.comm) for one in opened})
         over_mpi._TAGS = 8
         with tokenyard.Buffer(comm=group.comm, transport="collective") as buffer:
-            communicator: Any = buffer._engine.communicator
+            communicator: Any = engine_of(buffer).communicator
             try:
                 for number in range(8):
                     communicator.part(range(group.size()), str(number))

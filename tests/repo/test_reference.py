@@ -21,7 +21,7 @@ LISTED = {
     for name in re.findall(r"^::: (tokenyard\S+)$", page.read_text(), re.MULTILINE)
 }
 # Shown as one of another name, or not documented for itself.
-ELSEWHERE = {"tokenyard.__version__"}
+ELSEWHERE = {"tokenyard.__version__", "tokenyard.runtime.copies.Once"}  # Once: no calls of its own
 # Defined in files that kernels are compiled from: a docstring there makes all of them cold.
 PLAIN = {"Config.num_channels"}
 

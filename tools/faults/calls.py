@@ -38,8 +38,8 @@ FAULTS = (
         "compiled-find-takes-a-small-block",
         "compiled calls",
         _BY_SOURCE,
-        "if _column_at(table, columns, rows[r]) > rooms[r] and short < 0:",
-        "if _column_at(table, columns, rows[r]) > 2 * rooms[r] and short < 0:",
+        "lacks[r] = _column_at(table, columns, rows[r]) > room",
+        "lacks[r] = _column_at(table, columns, rows[r]) > 2 * room",
         first="tests/transports/test_combine_out.py",
     ),
     Fault(
@@ -175,8 +175,8 @@ FAULTS = (
         "agreement-stays-engaged-after-bad-input",
         "agreement",
         "engine/agreement.py",
-        "        self.engaged = False\n        if own is not None:",
-        "        if own is not None:",
+        "        self.engaged = False\n        if isinstance(own, SharedMemoryError):",
+        "        if isinstance(own, SharedMemoryError):",
         first="tests/faults/test_refuse.py",
     ),
 )
