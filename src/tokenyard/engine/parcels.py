@@ -107,11 +107,11 @@ class Space:
         if verdict >> 32 != MORE_MEMORY:
             return False
         try:
+            self.grow(table[at.END])  # first: rows of an absurd num_worst_tokens cannot be listed
             count = table[at.NUM_ROWS]
             if table[at.HANDLE] < 0 and count > self.ledger.src_room:
-                plan.src_room = count + count // 4
-                self.list(self.ledger.with_room(plan.src_room))
-            self.grow(table[at.END])
+                self.list(self.ledger.with_room(count + count // 4))
+                plan.src_room = self.ledger.src_room
         except Exception as error:
             self.error = lack_of_memory(error, plan.shape.stage, self.ledger.rank)
             if self.error is None:

@@ -90,7 +90,8 @@ def _find_places(table):
             if entry == 0:
                 return verdict(MAP, r)
             known = pointer(entry, INT64)
-            if _column_at(table, columns, rows[r]) > known[2]:
+            told = theirs[say.SEGMENTS + say.SEGMENT_SIZE]
+            if known[2] != told or _column_at(table, columns, rows[r]) > known[2]:
                 return verdict(STRAY, r)
             block = known[1]
         for c in range(columns):
