@@ -12,6 +12,7 @@ from torch import Tensor
 
 import tokenyard
 from tests.cases.clock import scaled
+from tests.cases.inside import transport_of
 from tokenyard.shm.attached import AttachedSegments
 from tokenyard.shm.control import NUM_DROPS
 from tokenyard.testing import Exited, Processes
@@ -32,7 +33,7 @@ def outlive(group: Any, number: int) -> Tensor:
         rows: Any = buffer.dispatch_by_expert(x, ids, torch.ones(6, 1), num_experts=2)
         torch.distributed.barrier(group)  # rank 0 has read the rows of this dispatch
         if last and rank == 1:
-            pool = buffer._open_engine().transport.node.pool
+            pool = transport_of(buffer).node.pool
             held = [pool.take(1000) for _ in range(number)]
             held.clear()
             pool.trim()
