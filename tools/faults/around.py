@@ -137,8 +137,8 @@ FAULTS = (
         "vllm-keeps-global-expert-ids",
         "vLLM",
         _VLLM + "prepare_finalize.py",
-        "local_ids = topk_ids if expert_map is None else expert_map[topk_ids.long()]",
-        "local_ids = topk_ids if expert_map is None else topk_ids % num_local",
+        "local_ids = expert_map[topk_ids.long()].masked_fill(topk_ids < 0, -1)",
+        "local_ids = (topk_ids % num_local).masked_fill(topk_ids < 0, -1)",
     ),
     Fault(
         "vllm-blames-ranks-while-it-ends",
