@@ -21,12 +21,12 @@ from tokenyard.testing import assert_same, run_virtual
 from tokenyard.wire import int64s, node_blocks
 
 EXPERTS, TOPK, HIDDEN, TOKENS = 8, 2, 256, 12
-PRIVATE = {
-    "empty": RuntimeError("DefaultCPUAllocator: can't allocate memory (injected)"),
-    "empty_like": RuntimeError("DefaultCPUAllocator: can't allocate memory (injected)"),
-    "small": RuntimeError("DefaultCPUAllocator: can't allocate memory (injected)"),
-    "empty_array": MemoryError("injected"),
-    "take_bytes": MemoryError("injected"),
+PRIVATE: dict[str, Callable[[], Exception]] = {
+    "empty": partial(RuntimeError, "DefaultCPUAllocator: can't allocate memory (injected)"),
+    "empty_like": partial(RuntimeError, "DefaultCPUAllocator: can't allocate memory (injected)"),
+    "small": partial(RuntimeError, "DefaultCPUAllocator: can't allocate memory (injected)"),
+    "empty_array": partial(MemoryError, "injected"),
+    "take_bytes": partial(MemoryError, "injected"),
 }
 TRANSPORTS: dict[str, dict[str, Any]] = {
     "direct": {"transport": "direct"},
@@ -75,7 +75,7 @@ class Injection:
     def installed(self) -> Iterator[None]:
         kept: list[tuple[Any, str, Any]] = []
 
-        def replace(holder: Any, name: str, error: Exception) -> None:
+        def replace(holder: Any, name: str, error: Callable[[], Exception]) -> None:
             plain = getattr(holder, name)
             kept.append((holder, name, plain))
 
@@ -83,7 +83,7 @@ class Injection:
                 if threading.get_ident() != self.thread:
                     return plain(*args, **named)
                 if self.fails(name):
-                    raise error
+                    raise error()  # a new one: its traceback holds the Buffer
                 thread, self.thread = self.thread, 0  # one allocation, whatever it is made of
                 try:
                     return plain(*args, **named)
@@ -94,9 +94,9 @@ class Injection:
 
         for name, error in PRIVATE.items():
             replace(memory, name, error)
-        replace(int64s, "new", MemoryError("injected"))
+        replace(int64s, "new", partial(MemoryError, "injected"))
         for name in ("take", "take_small"):
-            replace(SegmentPool, name, SharedMemoryError("no shared memory (injected)"))
+            replace(SegmentPool, name, partial(SharedMemoryError, "no shared memory (injected)"))
         try:
             yield
         finally:

@@ -21,6 +21,7 @@ FEW = [
     ("by expert", "direct with a balance"),
     ("combine of shared rows, with weights and biases", "by nodes"),
     ("by expert", "collective"),
+    ("prepared by source", "hierarchical"),
 ]
 _MORE = ("low latency", "elastic", "elastic expand")
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 from array import array
-from typing import Any, NamedTuple, Protocol, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from tokenyard import validate
 from tokenyard.engine.agreement import Call, Heard
 from tokenyard.engine.core import Core
+from tokenyard.engine.failure import raised_on_all_ranks
 from tokenyard.engine.general import GeneralCalls
 from tokenyard.engine.inputs import CombineRequest, DispatchRequest
 from tokenyard.engine.ledger import MarkedLedger
@@ -42,6 +44,7 @@ from tokenyard.wire.verdicts import GENERAL, LOW
 
 _X, _IDX, _WEIGHTS, _TOKENS = range(at.SOURCES, at.SOURCES + 4)
 _OUT = at.TARGETS
+Made = TypeVar("Made")
 
 
 class NodeKernels(Protocol):
@@ -85,7 +88,7 @@ class NodeCalls(GeneralCalls):
         heard: Heard | None = None,
     ) -> tuple[Received, Handle, EventOverlap]:
         if completion is AT_ONCE and heard is None:
-            found = self._dispatch_few(request, stage)
+            found = self._few(self._dispatch_few, request, stage)
             if found is not None:
                 return found
         return super().dispatch(request, completion, stage, heard)
@@ -98,13 +101,28 @@ class NodeCalls(GeneralCalls):
         heard: Heard | None = None,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         if completion is AT_ONCE and heard is None:
-            found = self._combine_few(request, stage)
+            found = self._few(self._combine_few, request, stage)
             if found is not None:
                 return found
         return super().combine(request, completion, stage, heard)
 
     def forget(self) -> None:
         self._plans.clear()
+
+    def _few(
+        self, call: Callable[[Any, str], Made | None], request: Any, stage: str
+    ) -> Made | None:
+        """A call of few tokens; None also if it has no memory, of which the general call tells."""
+        agreement = self._agreement
+        was, agreement.engaged = agreement.engaged, False
+        try:
+            found = call(request, stage)
+        except (MemoryError, RuntimeError) as error:
+            if agreement.engaged or raised_on_all_ranks(error):
+                raise
+            found = None
+        agreement.engaged |= was
+        return found
 
     def _dispatch_few(
         self, request: DispatchRequest, stage: str
@@ -123,11 +141,8 @@ class NodeCalls(GeneralCalls):
         if self.leave_at == POSTED or not self._enclosures.has_room(num_bytes, num_bytes):
             return None
         number, begin = self._agreement.number, time.monotonic_ns()
-        try:
-            marks_TR = memory.empty_array((num_tokens, self._size), np.bool_)
-            tally_FR = memory.empty_array((at.FACTS + table[at.NUM_RANKS], self._size), np.int64)
-        except (MemoryError, RuntimeError):  # of which the other way tells
-            return None
+        marks_TR = memory.empty_array((num_tokens, self._size), np.bool_)
+        tally_FR = memory.empty_array((at.FACTS + table[at.NUM_RANKS], self._size), np.int64)
         table[at.NUM_TOKENS] = num_tokens
         table[_X], table[_IDX] = request.x.data_ptr(), topk_idx.data_ptr()
         table[_WEIGHTS] = request.topk_weights.data_ptr()
@@ -246,10 +261,7 @@ class NodeCalls(GeneralCalls):
             return None
         number, num_tokens = self._agreement.number, ledger.num_tokens
         begin = time.monotonic_ns()
-        try:
-            sums = self._local.empty_sum(x, num_tokens)
-        except (MemoryError, RuntimeError):
-            return None
+        sums = self._local.empty_sum(x, num_tokens)
         table[_OUT] = sums.data_ptr()
         table[_X], table[at.NUM_TOKENS], table[at.HANDLE] = x.data_ptr(), num_tokens, handle.call
         table[at.MARKS] = ledger.marks_TR.ctypes.data
