@@ -109,11 +109,10 @@ def elastic_dispatch(
             psum = [end - size + count for end, size, count in zip(ends, aligned, counts)]
         room_N, room = len(tokens), len(pairs.pairs) if do_expand else len(tokens)
         if not do_cpu_sync:
-            room_N = room = num_ranks * num_max_tokens_per_rank
-            if do_expand:
-                most = room_N * min(num_topk, len(counts)) + (expert_alignment - 1) * len(counts)
-                # More where a token names an expert twice.
-                room = max(round_up(most, expert_alignment), room)
+            room_N = num_ranks * num_max_tokens_per_rank
+            most = room_N * min(num_topk, len(counts)) + (expert_alignment - 1) * len(counts)
+            # Expanded, more where a token names an expert twice.
+            room = max(round_up(most, expert_alignment), room) if do_expand else room_N
         from_place = [
             sum(from_rank[place::num_scaleup_ranks]) for place in range(num_scaleup_ranks)
         ]

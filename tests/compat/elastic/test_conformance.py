@@ -65,6 +65,12 @@ def test_more_virtual_ranks(name: str, way: str, num_ranks: int) -> None:
     check_virtual(case_of(name, way, num_ranks))
 
 
+@EVERY_WAY
+def test_a_rank_without_experts(way: str) -> None:
+    exchange = replace(BASE, num_ranks=3, num_experts=2, num_topk=2, expert_alignment=4)
+    check_virtual(ElasticCase(exchange=exchange, **WAYS[way]))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [16, 64])
 @pytest.mark.parametrize("name", ["plain", "fp8"])
