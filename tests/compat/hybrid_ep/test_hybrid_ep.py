@@ -136,6 +136,19 @@ def test_too_few_rows_are_not_dropped_unasked() -> None:
     run_virtual(dispatch, 2)
 
 
+def test_counts_are_the_users() -> None:
+    def dispatch(group: Any) -> None:
+        buffer = tokenyard.HybridEPBuffer(group, 8, 3, 2)
+        x, routing_map = torch.ones(3, 8), torch.ones(3, 4, dtype=torch.bool)
+        got = buffer.dispatch_with_permute(hidden=x, routing_map=routing_map)
+        for _ in range(2):
+            assert got.tokens_per_expert.tolist() == [6, 6]
+            got.tokens_per_expert.zero_()
+            got = buffer.dispatch_with_permute(hidden=x, handle=got.handle)
+
+    run_virtual(dispatch, 2)
+
+
 def test_map_of_bad_indices() -> None:
     with pytest.raises(ValueError, match=r"topk_idx\[1, 0\] is 4, want -1..3"):
         indices_to_map(torch.tensor([[0], [4]]), None, 2, 4)

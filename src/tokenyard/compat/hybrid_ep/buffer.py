@@ -287,7 +287,7 @@ class HybridEPBuffer(Once):
             _of_length(x, route.num_rows),
             None if probs is None else route.by_row(by_expert.topk_weights),
             None if scales is None else _of_length(scales, route.num_rows),
-            route.num_tokens_per_expert,
+            route.num_tokens_per_expert.clone(),
             _handle_of(route, offsets, num_tokens, overflows),
         )
 
@@ -309,7 +309,7 @@ class HybridEPBuffer(Once):
             by_expert(x),
             None if lanes_NK is None else route.by_row(lanes_NK),
             None if scales is None else by_expert(scales),
-            route.num_tokens_per_expert,
+            route.num_tokens_per_expert.clone(),
             handle,
         )
 
