@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,14 +10,9 @@ from torch import Tensor
 import tokenyard
 from tests.cases import exchange as exchange_case
 from tests.cases import low_latency as low_latency_case
-from tests.fuzz.expected import (
-    Expected,
-    Named,
-    combine_biases,
-    combine_rows,
-    combine_weights,
-    num_rows,
-)
+from tests.fuzz import elastic, hybrid, loops
+from tests.fuzz.given import combine_biases, combine_rows, combine_weights, num_rows
+from tests.fuzz.results import Result, Scene, later, spoil, written
 from tests.fuzz.steps import (
     Cached,
     Call,
@@ -29,75 +22,16 @@ from tests.fuzz.steps import (
     DispatchByExpert,
     LowCombine,
     LowDispatch,
+    Move,
     Open,
-    Program,
     Trouble,
 )
 from tokenyard.runtime.events import EventOverlap
-from tokenyard.spec import LowLatencyReceived
-from tokenyard.testing import assert_same
 
 SENDS = {LowDispatch: "send_dispatch", LowCombine: "send_combine"}  # points of `faults`
 
 
-@dataclass
-class Result:
-    """What a call gave: tensors and lists by name, or how to get them once they are there."""
-
-    named: dict[str, Any] = field(default_factory=dict)
-    handle: Any = None
-    event: EventOverlap | None = None
-    hook: Callable[[], None] | None = None
-    is_over: bool = False
-
-    @property
-    def is_later(self) -> bool:
-        return self.event is not None or self.hook is not None
-
-    def finish(self) -> None:
-        if self.hook is not None:
-            self.hook()
-        if self.event is not None:
-            self.event.current_stream_wait()
-        self.is_over = True
-
-    def problem(self, want: Named) -> str | None:
-        """What differs from what `spec` says."""
-        try:
-            for name, value in want.items():
-                got = self.named[name]
-                if isinstance(value, LowLatencyReceived):
-                    _check_slots(got, value)
-                else:
-                    assert_same(got() if callable(got) else got, value, name)
-        except AssertionError as error:
-            return str(error)
-        return None
-
-
-def _check_slots(got: Any, want: LowLatencyReceived) -> None:
-    x, scales, count, src_info, layout_range = got
-    assert_same(count, want.count, "count")
-    assert_same(layout_range, want.layout_range, "layout_range")
-    for local, rows in enumerate(count.tolist()):
-        assert_same(x[local, :rows], want.x[local, :rows], f"x of local expert {local}")
-        assert_same(src_info[local, :rows], want.src_info[local, :rows], "src_info")
-        if want.scales is not None:
-            assert_same(scales[local, :rows], want.scales[local, :rows], "scales")
-
-
-@dataclass
-class Scene:
-    """Where a rank is in a program."""
-
-    program: Program
-    expected: Expected
-    results: dict[int, Result]
-    number: int  # of the step
-    place: int  # the rank in its group
-
-
-def buffer_options(step: Open, mine: Trouble | None) -> dict[str, Any]:
+def _options(step: Open, mine: Trouble | None) -> dict[str, Any]:
     options: dict[str, Any] = {
         "transport": step.transport,
         "ranks_per_node": list(step.nodes) if isinstance(step.nodes, tuple) else step.nodes,
@@ -105,10 +39,36 @@ def buffer_options(step: Open, mine: Trouble | None) -> dict[str, Any]:
         "timeout": step.timeout,
         "placement": None if step.placement is None else torch.tensor(step.placement),
     }
+    if step.held is not None:
+        options["placement"] = tokenyard.Replicas(step.held)
+    if step.balance is not None:
+        options["balance"] = step.balance or "exact"
     if mine is not None and mine.kind == "bad":
         bad = {"timeout": -1, "kernels": "nimble", "placement": torch.tensor([9]), "transport": "x"}
         options[mine.what] = bad[mine.what]
     return options
+
+
+def open_buffer(group: Any, step: Open, mine: Trouble | None) -> Any:
+    options = _options(step, mine)
+    if step.kind == "elastic":
+        return elastic.open_buffer(group, options)
+    if step.kind == "hybrid":
+        return hybrid.open_buffer(group, options)
+    return tokenyard.Buffer(group, **options)
+
+
+def placement_of(step: Move, size: int, mine: Trouble | None) -> Any:
+    """Where experts go, or, of a culprit, another placement, or none at all."""
+    if mine is not None and mine.kind == "bad":
+        return "nowhere"
+    if step.held is not None:
+        return tokenyard.Replicas(step.held if mine is None else step.held[::-1])
+    placement = torch.tensor(step.placement)
+    return placement if mine is None else (placement + 1) % size
+
+
+_MORE: dict[type, Any] = {**loops.CALLS, **elastic.CALLS, **hybrid.CALLS}
 
 
 def call(
@@ -120,6 +80,8 @@ def call(
 ) -> Result:
     if mine is not None and mine.kind == "order":
         return _out_of_order(buffer, scene, step)
+    if type(step) in _MORE:
+        return _MORE[type(step)](buffer, scene, step, mine)
     if isinstance(step, LowDispatch):
         return _low_dispatch(buffer, scene, step, mine)
     if isinstance(step, LowCombine):
@@ -133,38 +95,8 @@ def call(
         return _combine(buffer, scene, step, mine, options)
     if isinstance(step, Cached):
         return _cached(buffer, scene, step, mine, options)
+    assert isinstance(step, Dispatch)
     return _dispatch(buffer, scene, step, mine, options)
-
-
-def _later(event: EventOverlap) -> EventOverlap | None:
-    return None if event.event is None else event
-
-
-def _spoil(mine: Trouble | None, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What the culprit gives instead. Every kind of bad input is bad for the calls that draw it."""
-    if mine is None or mine.kind not in ("bad", "mismatch"):
-        return arguments
-    given = arguments["x"]
-    x = given[0] if isinstance(given, tuple) else given
-    wider = torch.zeros(*x.shape[:-1], x.shape[-1] + 512, dtype=x.dtype)
-    plain = {name: None for name in ("bias", "out") if name in arguments}
-    changes: dict[str, Any] = {
-        "": {"x": (wider, given[1]) if isinstance(given, tuple) else wider, **plain},
-        "none": {"x": None},
-        "dtype": {"x": torch.zeros(x.shape, dtype=torch.int64)},
-        "shape": {"x": x[None]},
-        "tokens": {"x": torch.zeros(x.shape[0] + 1, x.shape[1], dtype=x.dtype)},
-        "handle": {"handle": 7},
-        "worst": {"num_worst_tokens": -1},
-        "topk": {"topk_idx": "topk_idx" in arguments and arguments["topk_idx"].int()},
-    }
-    if mine.what == "expert":
-        topk_idx = arguments["topk_idx"].clone()
-        changes["expert"] = changes["topk"]
-        if len(topk_idx):
-            topk_idx[-1, -1] = arguments["num_experts"]
-            changes["expert"] = {"topk_idx": topk_idx}
-    return {**arguments, **changes[mine.what]}
 
 
 def _dispatch(
@@ -187,9 +119,10 @@ def _dispatch(
         "expert_alignment": case.expert_alignment,
         "num_worst_tokens": case.worst_tokens(),
         "config": tokenyard.Config(case.num_sms),
+        "balanced": case.balanced,
         **options,
     }
-    got = buffer.dispatch(**_spoil(mine, arguments))
+    got = buffer.dispatch(**spoil(mine, arguments))
     handle = got.handle
     named = {
         "topk_idx": got.recv_topk_idx,
@@ -205,7 +138,7 @@ def _dispatch(
         for name in ("rank_prefix_matrix", "recv_channel_prefix_matrix"):
             named[name] = fields.get(name)
         named["send_head"] = handle.send_head
-    return Result(named, handle, _later(got.event))
+    return Result(named, handle, later(got.event))
 
 
 def _cached(
@@ -219,9 +152,9 @@ def _cached(
     given = exchange_case.inputs(case, scene.place, scene.number)
     x: Any = given.x if given.scales is None else (given.x, given.scales)
     arguments = {"x": x, "handle": scene.results[step.handle].handle, **options}
-    got = buffer.dispatch(**_spoil(mine, arguments))
+    got = buffer.dispatch(**spoil(mine, arguments))
     recv_x, scales = got.recv_x if isinstance(got.recv_x, tuple) else (got.recv_x, None)
-    return Result({"x": recv_x, "scales": scales}, None, _later(got.event))
+    return Result({"x": recv_x, "scales": scales}, None, later(got.event))
 
 
 def _combine(
@@ -239,7 +172,7 @@ def _combine(
     else:
         x = combine_rows(case, number, place, count)
         if step.rows == "buffer":
-            x = _written(buffer.get_next_combine_buffer(handle), x)
+            x = written(buffer.get_next_combine_buffer(handle), x)
     biases = combine_biases(case, number, place, step.num_biases)
     arguments = {
         "x": x,
@@ -248,8 +181,8 @@ def _combine(
         "bias": tuple(biases) if len(biases) > 1 else next(iter(biases), None),
         **options,
     }
-    got = buffer.combine(**_spoil(mine, arguments))
-    return Result({"x": got.x, "weights": got.topk_weights}, None, _later(got.event))
+    got = buffer.combine(**spoil(mine, arguments))
+    return Result({"x": got.x, "weights": got.topk_weights}, None, later(got.event))
 
 
 def _dispatch_by_expert(
@@ -263,8 +196,9 @@ def _dispatch_by_expert(
         "topk_weights": given.topk_weights,
         "num_experts": case.num_experts,
         "expert_alignment": case.expert_alignment,
+        "balanced": case.balanced,
     }
-    got = buffer.dispatch_by_expert(**_spoil(mine, arguments))
+    got = buffer.dispatch_by_expert(**spoil(mine, arguments))
     given.topk_weights.zero_()  # they are the user's again
     named = {"offsets": got.offsets, "per_expert": got.num_tokens_per_expert}
     named["x"], named["scales"] = got.x if isinstance(got.x, tuple) else (got.x, None)
@@ -281,12 +215,12 @@ def _combine_by_expert(
         rows = scene.expected[step.handle][scene.place]["x"].shape[0]
         y = combine_rows(case, scene.number, scene.place, rows)
         if step.rows == "buffer":
-            y = _written(buffer.get_next_combine_buffer(made.handle), y)
+            y = written(buffer.get_next_combine_buffer(made.handle), y)
     out = None
     if step.given_out:
         out = torch.full((case.num_tokens(scene.place), case.hidden), 5.0, dtype=y.dtype)
     arguments = {"x": y, "handle": made.handle, "weigh": step.weigh, "out": out}
-    spoilt = _spoil(mine, arguments)
+    spoilt = spoil(mine, arguments)
     return Result({"x": buffer.combine_by_expert(spoilt.pop("x"), **spoilt)})
 
 
@@ -304,11 +238,11 @@ def _low_dispatch(
         "async_finish": step.is_async,
         "return_recv_hook": step.hook,
     }
-    got = buffer.low_latency_dispatch(**_spoil(mine, arguments))
+    got = buffer.low_latency_dispatch(**spoil(mine, arguments))
     x.fill_(77)  # it is the user's again
     recv_x, scales = got.recv_x if case.fp8[0] else (got.recv_x, None)
     slots = recv_x, scales, got.recv_count, got.handle[0], got.handle[1]
-    return Result({"received": slots}, got.handle, _later(got.event), got.hook)
+    return Result({"received": slots}, got.handle, later(got.event), got.hook)
 
 
 def _low_combine(
@@ -331,21 +265,15 @@ def _low_combine(
         "async_finish": step.is_async,
         "return_recv_hook": step.hook,
     }
-    got = buffer.low_latency_combine(**_spoil(mine, arguments))
+    got = buffer.low_latency_combine(**spoil(mine, arguments))
     if not step.zero_copy:
         y.fill_(55)
     topk_idx.fill_(0)
-    return Result({"x": got.combined_x}, None, _later(got.event), got.hook)
+    return Result({"x": got.combined_x}, None, later(got.event), got.hook)
 
 
 def _as_shared(buffer: tokenyard.Buffer, handle: Any, y: Tensor) -> Tensor:
-    return _written(buffer.get_next_low_latency_combine_buffer(handle), y)
-
-
-def _written(memory: Tensor, rows: Tensor) -> Tensor:
-    """What was lent inside of inference_mode is written to there."""
-    with torch.inference_mode(memory.is_inference()):
-        return memory.copy_(rows)
+    return written(buffer.get_next_low_latency_combine_buffer(handle), y)
 
 
 def _out_of_order(buffer: tokenyard.Buffer, scene: Scene, step: Call) -> Result:

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from tests.cases import exchange as exchange_case
-from tests.cases import low_latency as low_latency_case
 from tests.cases.exchange import FP8
+from tests.fuzz.routes import Case, LowCase
 from tests.fuzz.steps import (
     Cached,
     Call,
@@ -103,13 +102,15 @@ class CallDrawer:
             peek=rng.random() < 0.2 and (self.may("peek") or not how["is_async"]),
         )
 
-    def _case(self, opened: Open) -> exchange_case.Case:
+    def _case(self, opened: Open) -> Case:
         rng, num_experts = self.rng, opened.num_experts
+        if opened.placement is opened.held is None and not opened.low_latency:
+            num_experts = rng.choice([num_experts, num_experts, 2, 3, 5, 8])
         most = 2000 if rng.random() < 0.002 else rng.choice([3, 12, 12, 40])
         tokens = [rng.choice([0, rng.randint(0, most), most]) for _ in opened.members]
         if most == 2000:  # the specification takes a second for each thousand
             tokens = [2000] + [3] * (len(tokens) - 1)
-        return exchange_case.Case(
+        return Case(
             num_ranks=len(opened.members),
             tokens=tuple(tokens),
             hidden=rng.choice([1, 7, 16, 40, 64, 130, 512, 4000]),
@@ -118,6 +119,9 @@ class CallDrawer:
             dtype=rng.choice([*SUMMABLE, FP8]),
             kind=rng.choice(self._routings),
             placement=opened.placement,
+            held=opened.held,
+            slack=opened.balance,
+            balanced=opened.balance is None or rng.random() < 0.7,
             ranks_per_node=opened.nodes,
             expert_alignment=rng.choice([1, 1, 16]),
             worst=rng.random() < 0.2,
@@ -125,7 +129,7 @@ class CallDrawer:
             num_sms=rng.choice([20, 20, 4]),
         )
 
-    def _case_of(self, buffer: DrawnBuffer, handle: int) -> exchange_case.Case:
+    def _case_of(self, buffer: DrawnBuffer, handle: int) -> Case:
         step = self.steps[handle]
         assert isinstance(step, (Dispatch, DispatchByExpert))
         return step.case
@@ -203,7 +207,7 @@ class CallDrawer:
         fp8 = rng.choice([(False,) * 3, (False,) * 3, (True, False, False), (True, True, True)])
         plain = rng.choice([1, 7, 40, 130, 512])
         most, dtypes = rng.choice([1, 4, 8, 20]), SUMMABLE[1:] if fp8[0] else SUMMABLE
-        case = low_latency_case.Case(
+        case = LowCase(
             num_ranks=len(opened.members),
             tokens=tuple(rng.randint(0, most) for _ in opened.members),
             num_max=most,
@@ -213,6 +217,8 @@ class CallDrawer:
             dtype=rng.choice(dtypes),
             kind=rng.choice([kind for kind in ROUTINGS if kind != "doubled"]),  # which it refuses
             placement=opened.placement,
+            held=opened.held,
+            nodes=replace(self._case(opened), held=None).logical.node_of_rank,
             fp8=fp8,
         )
         return LowDispatch(**how, case=case)
@@ -224,6 +230,7 @@ class CallDrawer:
         bare = opened.num_experts < len(opened.members) or (
             opened.placement is not None and len(set(opened.placement)) < len(opened.members)
         )
+        bare = bare or (opened.held is not None and not all(opened.held))
         return LowCombine(
             **how,
             handle=of.number,

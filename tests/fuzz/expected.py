@@ -11,6 +11,18 @@ from torch import Tensor
 
 from tests.cases import exchange as exchange_case
 from tests.cases import low_latency as low_latency_case
+from tests.fuzz import elastic, hybrid, loops
+from tests.fuzz.given import (
+    Expected,
+    Named,
+    combine_biases,
+    combine_rows,
+    combine_weights,
+    layouts_of,
+    num_rows,
+    received_by_expert,
+)
+from tests.fuzz.routes import Case
 from tests.fuzz.steps import (
     Cached,
     Combine,
@@ -22,30 +34,6 @@ from tests.fuzz.steps import (
     Program,
 )
 from tokenyard import spec
-from tokenyard.testing import numbered_tokens
-
-Named = dict[str, Any]
-Expected = dict[int, list[Named]]  # by step and rank of the group
-
-
-def combine_rows(case: exchange_case.Case, step: int, rank: int, num_rows: int) -> Tensor:
-    """What the experts of a rank made, if not of what it received."""
-    first = 5_000_000 + 40_000 * step + 10_000 * rank
-    return numbered_tokens(num_rows, case.hidden, first=first, dtype=case.sum_dtype)
-
-
-def combine_weights(case: exchange_case.Case, step: int, rank: int, num_rows: int) -> Tensor:
-    first = 9_000_000 + 40_000 * step + 10_000 * rank
-    return numbered_tokens(num_rows, case.num_topk, first=first, dtype=torch.float32)
-
-
-def combine_biases(case: exchange_case.Case, step: int, rank: int, num_biases: int) -> list[Tensor]:
-    return [
-        numbered_tokens(
-            case.num_tokens(rank), case.hidden, first=10_000 * (rank + 4 * n), dtype=case.sum_dtype
-        )
-        for n in range(step, step + num_biases)
-    ]
 
 
 def expect(program: Program) -> Expected:
@@ -57,6 +45,9 @@ def expect(program: Program) -> Expected:
         CombineByExpert: _combine_by_expert,
         LowDispatch: _low_dispatch,
         LowCombine: _low_combine,
+        **loops.EXPECTED,
+        **elastic.EXPECTED,
+        **hybrid.EXPECTED,
     }
     expected: Expected = {}
     for number, step in enumerate(program.steps):
@@ -71,12 +62,12 @@ def _dispatch(program: Program, known: Expected, number: int, step: Dispatch) ->
     xs = [one.x for one in given]
     if step.x_of is not None:
         xs = [one["x"] for one in known[step.x_of]]
-    layouts = [spec.layout(one.topk_idx, case.world) for one in given]
+    chosen, layouts = case.chosen(number), layouts_of(case, number)
     received = spec.dispatch(
         xs,
         layouts,
         case.world,
-        topk_idxs=[one.topk_idx for one in given],
+        topk_idxs=chosen,
         topk_weights=[one.topk_weights for one in given],
         scales=[one.scales for one in given] if case.dtype == exchange_case.FP8 else None,
         expert_alignment=case.expert_alignment,
@@ -102,7 +93,7 @@ def _dispatch(program: Program, known: Expected, number: int, step: Dispatch) ->
     return answers
 
 
-def _padded(case: exchange_case.Case, rows: Tensor, mark: int) -> Tensor:
+def _padded(case: Case, rows: Tensor, mark: int) -> Tensor:
     """With num_worst_tokens rows of zeros, or ids of -1, follow those that were sent."""
     if not case.worst:
         return rows
@@ -110,26 +101,10 @@ def _padded(case: exchange_case.Case, rows: Tensor, mark: int) -> Tensor:
     return torch.cat([rows, torch.full(shape, mark).to(rows.dtype)])
 
 
-def _case(program: Program, step: Cached | Combine | CombineByExpert) -> exchange_case.Case:
+def _case(program: Program, step: Cached | Combine | CombineByExpert) -> Case:
     made = program.steps[step.handle]
     assert isinstance(made, (Dispatch, DispatchByExpert))
     return made.case
-
-
-def num_rows(program: Program, known: Expected, handle: int, rank: int) -> int:
-    """Rows that a combine with a handle takes on a rank."""
-    made = program.steps[handle]
-    if isinstance(made, Dispatch):
-        return known[handle][rank]["x"].shape[0]
-    marks = [layout.is_token_in_rank[:, rank] for layout in _layouts(made.case, handle)]
-    return sum(int(one.sum()) for one in marks)
-
-
-def _layouts(case: exchange_case.Case, number: int) -> list[Any]:
-    return [
-        spec.layout(exchange_case.inputs(case, rank, number).topk_idx, case.world)
-        for rank in range(case.num_ranks)
-    ]
 
 
 def _cached(program: Program, known: Expected, number: int, step: Cached) -> list[Named]:
@@ -138,7 +113,7 @@ def _cached(program: Program, known: Expected, number: int, step: Cached) -> lis
     fp8 = case.dtype == exchange_case.FP8
     received = spec.dispatch(
         [one.x for one in given],
-        _layouts(case, step.handle),
+        layouts_of(case, step.handle),
         case.world,
         scales=[one.scales for one in given] if fp8 else None,
     )
@@ -151,7 +126,7 @@ def _cached(program: Program, known: Expected, number: int, step: Cached) -> lis
 def _combine(program: Program, known: Expected, number: int, step: Combine) -> list[Named]:
     case, ranks = _case(program, step), range(_case(program, step).num_ranks)
     rows = [num_rows(program, known, step.handle, rank) for rank in ranks]
-    layouts = _layouts(case, step.handle)
+    layouts = layouts_of(case, step.handle)
     ys = [combine_rows(case, number, rank, rows[rank]) for rank in ranks]
     if isinstance(step.rows, int):
         ys = [one["x"] for one in known[step.rows]]
@@ -165,22 +140,11 @@ def _combine(program: Program, known: Expected, number: int, step: Combine) -> l
     return answers
 
 
-def _received_by_expert(case: exchange_case.Case, number: int) -> list[spec.ReceivedByExpert]:
-    given = [exchange_case.inputs(case, rank, number) for rank in range(case.num_ranks)]
-    return spec.dispatch_by_expert(
-        [one.x for one in given],
-        [one.topk_idx for one in given],
-        case.world,
-        scales=[one.scales for one in given if one.scales is not None] or None,
-        expert_alignment=case.expert_alignment,
-    )
-
-
 def _dispatch_by_expert(
     program: Program, known: Expected, number: int, step: DispatchByExpert
 ) -> list[Named]:
     answers: list[Named] = []
-    for got in _received_by_expert(step.case, number):
+    for got in received_by_expert(step.case, number):
         ends = [0, *got.offsets.tolist()]
         named: Named = {"x": got.x, "offsets": got.offsets}
         named["per_expert"] = [end - begin for begin, end in pairwise(ends)]
@@ -200,8 +164,8 @@ def _combine_by_expert(
         ys = [combine_rows(case, number, rank, len(y)) for rank, y in enumerate(ys)]
     sums = spec.combine_by_expert(
         ys,
-        _received_by_expert(case, step.handle),
-        [one.topk_idx for one in given],
+        received_by_expert(case, step.handle),
+        case.chosen(step.handle),
         case.world,
         topk_weights=[one.topk_weights for one in given] if step.weigh else None,
     )
@@ -213,7 +177,7 @@ def _low_dispatch(program: Program, known: Expected, number: int, step: LowDispa
     given = [low_latency_case.inputs(case, rank, number) for rank in range(case.num_ranks)]
     got = spec.low_latency_dispatch(
         [one[0] for one in given],
-        [one[1] for one in given],
+        case.chosen(number),
         case.world,
         case.num_max,
         **case.options,
@@ -231,6 +195,6 @@ def _low_combine(program: Program, known: Expected, number: int, step: LowCombin
         for rank, one in enumerate(received)
     ]
     sums = spec.low_latency_combine(
-        ys, [one[1] for one in given], [one[2] for one in given], received, case.world
+        ys, case.chosen(step.handle), [one[2] for one in given], received, case.world
     )
     return [{"x": one} for one in sums]

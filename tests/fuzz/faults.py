@@ -16,9 +16,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tests.fuzz.steps import Trouble
+from tokenyard.errors import SharedMemoryError
+from tokenyard.shm.pool import SegmentPool
 
 _SHARED = ("direct", "ring", "hierarchical")  # transports on which ranks have a SharedNode
 _GLOO = ("collective", "hierarchical")
@@ -182,3 +185,35 @@ def intruding(
         yield
     finally:
         arm.disarm()
+
+
+@dataclass
+class Poor:
+    """A process that gets no memory for rows that it shares."""
+
+    fired: bool = False
+
+
+@contextmanager
+def without_memory(nth: int) -> Iterator[Poor]:
+    """From the nth request on, also for what lies idle."""
+    poor, counted = Poor(), 0
+    pool: Any = SegmentPool
+    take, shelf = pool.take, pool._from_shelf
+    lock = threading.Lock()
+
+    def refuse(self: Any, num_bytes: int) -> Any:
+        nonlocal counted
+        with lock:
+            counted += 1
+            if counted > nth:
+                poor.fired = True
+        if poor.fired:
+            raise SharedMemoryError(f"{num_bytes} bytes of shared memory are needed (injected)")
+        return take(self, num_bytes)
+
+    pool.take, pool._from_shelf = refuse, lambda *_: None
+    try:
+        yield poor
+    finally:
+        pool.take, pool._from_shelf = take, shelf

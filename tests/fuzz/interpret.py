@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import logging
 import os
@@ -14,27 +13,25 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import combinations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import tokenyard
-from tests.cases import exchange as exchange_case
 from tests.cases import inside
-from tests.cases import low_latency as low_latency_case
-from tests.cases.exchange import FP8
 from tests.cases.surroundings import AROUND, Surrounded
-from tests.fuzz import calls, collectives, faults, wholes
-from tests.fuzz.expected import Expected
+from tests.fuzz import calls, collectives, copied, faults, wholes
+from tests.fuzz.given import Expected
 from tests.fuzz.leaks import Holdings
 from tests.fuzz.oracle import Outcome, Report
+from tests.fuzz.ready import GROUPS
+from tests.fuzz.results import Result
 from tests.fuzz.steps import (
     BREAKING,
     Call,
     Close,
     Collective,
+    Copied,
     Drop,
     EndCollective,
     Finish,
@@ -43,39 +40,13 @@ from tests.fuzz.steps import (
     Move,
     Open,
     Program,
+    Scribble,
     Step,
+    Through,
     Trouble,
     Whole,
 )
 from tokenyard.runtime.events import EventHandle, EventOverlap
-from tokenyard.transports import available
-
-# Made once a process, since all processes must make them together.
-_GROUPS: dict[tuple[int, ...], dist.ProcessGroup] = {}
-
-
-def get_ready(world: Any) -> None:
-    """Make every group that programs may use, connect its ranks, and load kernels."""
-    for size in range(2, world.size() + 1):
-        for members in combinations(range(world.size()), size):
-            group = dist.new_group(list(members))
-            if world.rank() in members:
-                _GROUPS[members] = group
-                mine = torch.zeros(size)
-                dist.all_to_all_single(torch.zeros(size), mine, group=group)
-                dist.all_reduce(mine, group=group)
-    for transport in available():  # kernels are compiled, or loaded, for every dtype
-        some = {"num_ranks": world.size(), "transport": transport, "ranks_per_node": 1}
-        for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, FP8):
-            exchange_case.job(world, exchange_case.Case(dtype=dtype, num_biases=1, **some))
-            if dtype != FP8:
-                low_latency_case.job(world, low_latency_case.Case(dtype=dtype, rounds=1, **some))
-        for fp8 in ((True, False, False), (True, True, True)):
-            more = {"hidden": 512, "sum_dtype": torch.bfloat16, "rounds": 1, **some}
-            low_latency_case.job(world, low_latency_case.Case(fp8=fp8, **more))
-    os.environ["TOKENYARD_PROGRESS"] = "0"  # who speaks of compiling keeps a socket from then on
-    gc.collect()
-    gc.freeze()  # `leaks` collects after each program, and need not look at torch and numba
 
 
 def interpret(world: Any, program: Program, expected: bytes, folder: str) -> Report:
@@ -83,7 +54,8 @@ def interpret(world: Any, program: Program, expected: bytes, folder: str) -> Rep
     torch.set_num_threads(threads)
     # Several threads share what has some thousand bytes: most calls have less.
     inside.share_from(8 << 10 if threads > 1 else None)
-    rank = Rank(world.rank(), program, torch.load(io.BytesIO(expected), weights_only=False))
+    known = torch.load(io.BytesIO(expected), weights_only=False)
+    rank = Rank(world.rank(), program, known, GROUPS)
     said = _Said()
     with said.heard(), ExitStack() as watching:
         for one in program.watched:
@@ -96,6 +68,16 @@ def interpret(world: Any, program: Program, expected: bytes, folder: str) -> Rep
     del rank
     report.leaks = before.grown()
     report.said = said.lines
+    return report
+
+
+def interpret_virtual(group: Any, program: Program, expected: bytes) -> Report:
+    known = torch.load(io.BytesIO(expected), weights_only=False)
+    rank = Rank(group.rank(), program, known, {tuple(range(group.size())): group})
+    for number, step in enumerate(program.steps):
+        rank.do(number, step)
+    report = rank.report
+    rank.leave()
     return report
 
 
@@ -126,17 +108,19 @@ class Rank:
     rank: int  # of the world
     program: Program
     expected: Expected
+    groups: dict[tuple[int, ...], Any]
     report: Report = field(default_factory=Report)
-    buffers: dict[int, tokenyard.Buffer] = field(default_factory=dict)
-    results: dict[int, calls.Result] = field(default_factory=dict)
+    buffers: dict[int, Any] = field(default_factory=dict)
+    results: dict[int, Result] = field(default_factory=dict)
     works: dict[int, collectives.Begun] = field(default_factory=dict)
     arms: list[faults.Arm] = field(default_factory=list)
+    junk: list[Any] = field(default_factory=list)  # in memory of handles that died
 
     def do(self, number: int, step: Step) -> None:
         """What goes wrong is noted, and the rank goes on: the others do."""
         if isinstance(step, (Open, Collective, Whole)):
             members = step.members
-        elif isinstance(step, (Finish, Drop, EndCollective)):
+        elif isinstance(step, (Finish, Drop, Copied, Scribble, EndCollective)):
             members = self._members(self.program.steps[step.of])
         else:
             members = self._members(step)
@@ -146,17 +130,21 @@ class Rank:
         trouble: Trouble | None = getattr(step, "trouble", None)
         mine = trouble if trouble is not None and trouble.rank == place else None
         names: tuple[Any, ...] = ()
-        begin, arm, kind, text = time.monotonic(), None, "ok", ""
+        arm: faults.Arm | faults.Poor | None = None
+        begin, kind, text = time.monotonic(), "ok", ""
         try:
             with ExitStack() as stack:
                 if mine is not None and mine.what and mine.kind != "bad":
                     if mine.kind in ("raise", "errno"):
                         self._let_calls_end()  # the trouble is this step's, and no earlier one's
-                    arm = faults.Arm(mine)
+                    arm = armed = faults.Arm(mine)
                     if mine.kind == "stall":  # for as long as the program runs
-                        self.arms.append(arm)
+                        self.arms.append(armed)
                     else:
-                        stack.callback(arm.disarm)
+                        stack.callback(armed.disarm)
+                elif mine is not None and mine.kind == "memory":
+                    self._let_calls_end()
+                    arm = stack.enter_context(faults.without_memory(mine.nth))
                 kind = self._step(number, step, place, mine)
                 if mine is not None and mine.kind == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -175,15 +163,16 @@ class Rank:
         """The asynchronous ones of all Buffers. What fails in them is told where it counts."""
         for buffer in self.buffers.values():
             with suppress(Exception):
-                inside.worker_of(buffer).drain()
+                inside.worker_of(_inner(buffer)).drain()
 
     def leave(self) -> None:
         for arm in self.arms:
             arm.disarm()
         self.results.clear()
         for buffer in self.buffers.values():  # left over by a program that failed
-            buffer.close()
+            _close(buffer)
         self.buffers.clear()
+        self.junk.clear()
 
     def _members(self, step: Any) -> tuple[int, ...]:
         return step.members if hasattr(step, "members") else self._opened(step).members
@@ -193,22 +182,24 @@ class Rank:
 
     def _step(self, number: int, step: Step, place: int, mine: Trouble | None) -> str:
         if isinstance(step, Open):
-            options = calls.buffer_options(step, mine)
-            buffer = tokenyard.Buffer(_GROUPS[step.members], **options)
-            self.buffers[step.buffer] = buffer
+            self.buffers[step.buffer] = calls.open_buffer(self.groups[step.members], step, mine)
         elif isinstance(step, Close):
             closed = self.buffers.pop(step.buffer, None)
             if closed is not None and not step.forget:
-                closed.close()
+                _close(closed)
                 self._check_closed(closed)
         elif isinstance(step, Finish):
             self._finish(step.of, place)
         elif isinstance(step, Drop):
             self._drop(step, place)
+        elif isinstance(step, Copied):
+            self._copy(step, place)
+        elif isinstance(step, Scribble):
+            self._scribble(step, place)
         elif isinstance(step, Move):
-            self._move(step, place)
+            self._move(step, place, mine)
         elif isinstance(step, Whole):
-            self.report.outs[number] = wholes.run(_GROUPS[step.members], step)
+            self.report.outs[number] = wholes.run(self.groups[step.members], step)
         elif isinstance(step, Collective):
             self._collective(number, step, place)
         elif isinstance(step, EndCollective):
@@ -222,7 +213,7 @@ class Rank:
         if buffer is None:  # its opening failed, as it may have been meant to
             return "BufferClosed"
         if mine is not None and mine.kind == "leave":
-            buffer.close()
+            _close(buffer)
             return "left"
         event = None
         if step.after is not None and step.after in self.results:
@@ -230,10 +221,14 @@ class Rank:
         if mine is not None and mine.kind == "event":
             event = _failing_event()
         scene = calls.Scene(self.program, self.expected, self.results, number, place)
-        _leave_compiled_calls(buffer, random.Random(f"{self.program.seed} {number} {place}"))
+        _leave_compiled_calls(
+            _inner(buffer), random.Random(f"{self.program.seed} {number} {place}")
+        )
 
-        def call() -> calls.Result:
-            surrounded: Any = Surrounded(buffer, AROUND[step.around]) if step.around else buffer
+        def call() -> Result:
+            surrounded: Any = buffer
+            if step.around and not isinstance(step, Through):
+                surrounded = Surrounded(buffer, AROUND[step.around])
             return calls.call(surrounded, scene, step, event, mine)
 
         if mine is not None and mine.kind == "thread":
@@ -245,13 +240,11 @@ class Rank:
         if not result.is_later or (trouble is not None and trouble.kind in _ENDS):
             del result
             self._finish(number, place)
-        if trouble is not None and trouble.kind in BREAKING:
+        if trouble is not None and trouble.kind in BREAKING | {"memory"}:
             self.results.pop(number)
         return "ok"
 
-    def _intruded(
-        self, buffer: tokenyard.Buffer, step: Call, call: Callable[[], calls.Result]
-    ) -> calls.Result:
+    def _intruded(self, buffer: tokenyard.Buffer, step: Call, call: Callable[[], Result]) -> Result:
         """The second thread must be refused, and must not be noticed otherwise."""
         said: list[BaseException | None] = []
         point = "Agreement.meet"
@@ -277,6 +270,8 @@ class Rank:
         self._check(of, place)
 
     def _check(self, of: int, place: int) -> None:
+        if of not in self.expected:  # a prepared exchange
+            return
         problem = self.results[of].problem(self.expected[of][place])
         if problem:
             self.report.wrong.setdefault(of, problem)
@@ -289,18 +284,38 @@ class Rank:
         if result.is_over:
             self._check(step.of, place)
         if step.but_handle:
-            self.results[step.of] = calls.Result(handle=result.handle)
+            self.results[step.of] = Result(handle=result.handle)
         else:
             del self.results[step.of]
 
-    def _move(self, step: Move, place: int) -> None:
-        buffer = self.buffers[step.buffer]
-        buffer.rebalance(torch.tensor(step.placement))
-        own = [expert for expert, rank in enumerate(step.placement) if rank == place]
-        assert buffer.get_local_experts(len(step.placement)) == own
+    def _copy(self, step: Copied, place: int) -> None:
+        result = self.results.get(step.of)
+        if result is not None and result.handle is not None:
+            self.junk = copied.replace(result, step.how)
+            if result.named:
+                self._check(step.of, place)
+
+    def _scribble(self, step: Scribble, place: int) -> None:
+        result = self.results.get(step.of)
+        if result is not None:
+            self._check(step.of, place)
+            copied.scribble(result)
+            self.results[step.of] = Result(handle=result.handle)
+
+    def _move(self, step: Move, place: int, mine: Trouble | None) -> None:
+        buffer, size = self.buffers[step.buffer], len(self._opened(step).members)
+        buffer.rebalance(calls.placement_of(step, size, mine))
+        held = step.held or [
+            [expert for expert, rank in enumerate(step.placement) if rank == owner]
+            for owner in range(size)
+        ]
+        num_experts = max(max(one, default=0) for one in held) + 1
+        assert buffer.get_local_experts(num_experts) == list(held[place])
 
     def _check_closed(self, buffer: tokenyard.Buffer) -> None:
-        buffer.close()  # twice is fine
+        _close(buffer)  # twice is fine
+        if not isinstance(buffer, tokenyard.Buffer):
+            return
         try:
             buffer.get_local_experts(8)
         except tokenyard.BufferClosed:
@@ -308,7 +323,7 @@ class Rank:
         raise AssertionError("a closed Buffer was used")
 
     def _collective(self, number: int, step: Collective, place: int) -> None:
-        self.works[number] = collectives.begin(_GROUPS[step.members], step, number, place)
+        self.works[number] = collectives.begin(self.groups[step.members], step, number, place)
         if not step.is_async:
             self._end_collective(number)
 
@@ -320,7 +335,16 @@ class Rank:
 
 
 # After these no call may be on its way, so that its end is part of the step.
-_ENDS = BREAKING | {"bad", "mismatch", "thread"}
+_ENDS = BREAKING | {"bad", "mismatch", "thread", "memory"}
+
+
+def _inner(buffer: Any) -> Any:
+    """The Buffer that one of HybridEP's has."""
+    return buffer._buffer if isinstance(buffer, tokenyard.HybridEPBuffer) else buffer
+
+
+def _close(buffer: Any) -> None:
+    _inner(buffer).close()
 
 
 def _leave_compiled_calls(buffer: tokenyard.Buffer, draw: random.Random) -> None:
@@ -338,8 +362,8 @@ def _failing_event() -> EventOverlap:
     return event
 
 
-def _on_thread(call: Callable[[], calls.Result]) -> calls.Result:
-    got: list[calls.Result | BaseException] = []
+def _on_thread(call: Callable[[], Result]) -> Result:
+    got: list[Result | BaseException] = []
 
     def run() -> None:
         try:

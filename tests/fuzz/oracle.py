@@ -11,6 +11,7 @@ from tests.fuzz.steps import (
     CombineByExpert,
     LowCombine,
     LowDispatch,
+    Move,
     Open,
     Program,
     Trouble,
@@ -97,11 +98,15 @@ def _judge_step(program: Program, number: int, outs: dict[int, Outcome]) -> list
     ]
     if probes is not None:
         return said + _judge_probe(program, number, outs)
+    if isinstance(step, Move) and step.refused:
+        return said + [f"rank {r}: {o}" for r, o in outs.items() if o.kind != "ValueError"]
     if trouble is None:
         return said + [f"rank {rank}: {one}" for rank, one in outs.items() if one.kind != "ok"]
     members = program.opened(step.buffer).members
     culprit = members[trouble.rank]
     fired = outs[culprit].fired if culprit in outs else True
+    if trouble.kind == "memory" and len({one.kind == "ok" for one in outs.values()}) > 1:
+        said.append("some ranks went on: " + str({rank: str(one) for rank, one in outs.items()}))
     for rank, one in outs.items():
         own = rank == culprit
         allowed = _allowed(step, trouble, own, fired)
@@ -131,6 +136,8 @@ def _allowed(step: Open | Call, trouble: Trouble, own: bool, fired: bool) -> set
         return {"ok", "PeerDied"}
     if not fired:
         return {"ok"}
+    if kind == "memory":
+        return {"ok", "SharedMemoryError"} | (set() if own else {"PeerInputError"})
     if kind == "raise":
         if own:
             return {"Interrupted", "Injected"}

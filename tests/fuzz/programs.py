@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import errno
 import random
 from collections.abc import Collection
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-from tests.cases.clock import scaled
 from tests.cases.surroundings import AROUND
-from tests.fuzz import faults, wholes
-from tests.fuzz.drawn_calls import CallDrawer, DrawnBuffer, Given
+from tests.fuzz import wholes
+from tests.fuzz.drawn_calls import DrawnBuffer, Given
+from tests.fuzz.drawn_more import HANDLES, MoreCallDrawer, splits
+from tests.fuzz.drawn_troubles import (
+    BAD_INPUT,
+    LATE_TIMEOUT,
+    MISFITS,
+    TROUBLES,
+    TroubleDrawer,
+)
 from tests.fuzz.steps import (
     BREAKING,
     Cached,
@@ -24,33 +30,24 @@ from tests.fuzz.steps import (
     Dispatch,
     DispatchByExpert,
     Drop,
+    ElasticDispatch,
     EndCollective,
     Finish,
+    Gather,
+    HybridDispatch,
     LowCombine,
     LowDispatch,
     Move,
     Open,
+    Prepare,
+    PreparedDispatch,
     Program,
     Step,
-    Trouble,
+    Through,
     Whole,
 )
 
 # What may be left out of programs, by name. Troubles have the names of their kinds.
-TROUBLES = {  # how often, of a hundred calls
-    "bad": 4.0,
-    "mismatch": 1.5,
-    "order": 0.5,
-    "event": 0.6,
-    "thread": 1.5,
-    "stall": 10.0,
-    "stop": 0.5,
-    "errno": 3.0,
-    "raise": 1.0,
-    "leave": 0.8,
-    "late": 1.0,
-    "kill": 0.3,
-}
 FEATURES = (
     "groups",  # Buffers on some of the processes, which overlap
     "several",  # more than one Buffer at a time
@@ -73,22 +70,19 @@ FEATURES = (
     "overlap",  # ... which go on during calls
     "unclosed",  # Buffers that are dropped without close()
     "idle",  # Buffers that are closed without a call
+    "balance",  # within nodes
+    "replicas",
+    "prepared",
+    "layers",  # their exchanges
+    "gathers",
+    "copies",  # of handles, whose originals die
+    "scribbles",  # over what came
+    "elastic",  # DeepEP V2's Buffers
+    "hybrid",  # HybridEP's
     *TROUBLES,
 )
 TRANSPORTS = ("direct", "ring", "collective", "hierarchical")
 COLLECTIVES = ("all_reduce", "all_to_all", "broadcast", "barrier")
-BAD_INPUT = {
-    Open: ("timeout", "kernels", "placement", "transport"),
-    Dispatch: ("none", "dtype", "shape", "topk", "expert", "worst"),
-    Cached: ("none", "dtype", "shape", "tokens", "handle"),
-    Combine: ("none", "dtype", "shape", "tokens", "handle"),
-    DispatchByExpert: ("none", "dtype", "shape", "topk", "expert"),
-    CombineByExpert: ("none", "dtype", "shape", "tokens", "handle"),
-    LowDispatch: ("none", "dtype", "shape", "topk", "expert"),
-    LowCombine: ("none", "dtype", "shape", "handle"),
-}
-HANDLES = (Dispatch, DispatchByExpert, LowDispatch)  # steps that give one
-LATE_TIMEOUT, LATE_STALL = scaled(3.0), scaled(7.0)  # seconds
 
 
 def draw(seed: int, num_ranks: int, without: Collection[str] = ()) -> Program:
@@ -110,7 +104,7 @@ def draw(seed: int, num_ranks: int, without: Collection[str] = ()) -> Program:
     )
 
 
-class _Drawer(CallDrawer):
+class _Drawer(MoreCallDrawer, TroubleDrawer):
     def __init__(self, rng: random.Random, num_ranks: int, without: Collection[str]) -> None:
         super().__init__(rng, without)
         self.buffers: dict[int, DrawnBuffer] = {}
@@ -135,10 +129,12 @@ class _Drawer(CallDrawer):
                 self.act_call: 12.0 * bool(self.buffers),
                 self.act_finish: 4.0 * bool(flying),
                 self.act_drop: 3.0 * bool(kept),
+                self.act_copy: 2.0 * bool(self.copies()) * self.may("copies"),
+                self.act_scribble: 1.0 * bool(self.scribbled()) * self.may("scribbles"),
                 self.act_collective: 2.0 * self.may("collectives"),
                 self.act_end_collective: 2.0 * bool(self.collectives),
                 self.act_close: 1.0 * bool(self.buffers),
-                self.act_move: 0.7 * bool(self.buffers) * self.may("moves"),
+                self.act_move: 0.7 * bool(self._movable()) * self.may("moves"),
                 self.act_whole: 0.5 * self.may("wholes"),
             }
             (act,) = rng.choices(list(acts), list(acts.values()))
@@ -156,27 +152,25 @@ class _Drawer(CallDrawer):
         rng, number = self.rng, self.num_opened
         self.num_opened += 1
         members = rng.choice(self.groups)
-        size, num_experts = len(members), rng.choice([2, 5, 8, 8, 16])
-        placement = tuple(rng.randrange(size) for _ in range(num_experts))
+        size = len(members)
         step = Open(
             buffer=number,
             members=members,
             transport=rng.choice(TRANSPORTS),
-            nodes=rng.choice([None, None, *_splits(size)]),
-            low_latency=self.may("low-latency") and rng.random() < 0.5,
-            num_experts=num_experts,
-            placement=placement if rng.random() < 0.3 else None,
+            nodes=rng.choice([None, None, *splits(size)]),
+            num_experts=rng.choice([2, 5, 8, 8, 16]),
         )
+        step = self.of_a_kind(step)
         if step.transport == "hierarchical" and step.nodes is None:
-            step = replace(step, nodes=rng.choice(_splits(size)))
-        kind = self._trouble_kind(["bad", "stall", "errno", "late"])
+            step = replace(step, nodes=rng.choice(splits(size)))
+        kind = self.trouble_kind(["bad", "stall", "errno", "late"])
         idle = self.may("idle") and rng.random() < 0.15
         if idle and kind is None and self.may("stall") and rng.random() < 0.5:
             kind = "stall"  # somebody opens it later than others close it
         if kind == "late":  # befalls a later call
             step = replace(step, timeout=LATE_TIMEOUT)
         elif kind:
-            step = replace(step, trouble=self._trouble(kind, step, Open))
+            step = replace(step, trouble=self.trouble(kind, step, Open))
         at = self._add(step)
         self.buffers[number] = DrawnBuffer(step)
         if kind == "bad":
@@ -186,11 +180,18 @@ class _Drawer(CallDrawer):
         elif idle:
             self._close(number)
         else:
-            self._add_call(self.buffers[number], self.dispatch(self.buffers[number]))
+            self._add_call(self.buffers[number], self.first(self.buffers[number]))
 
     def act_call(self) -> None:
         buffer = self.rng.choice(list(self.buffers.values()))
-        makers: dict[Any, float] = {
+        makers = self.makers(buffer)
+        if buffer.opened.kind == "plain":
+            makers |= self._plain_makers(buffer)
+        (make,) = self.rng.choices(list(makers), list(makers.values()))
+        self._add_call(buffer, make(buffer))
+
+    def _plain_makers(self, buffer: DrawnBuffer) -> dict[Any, float]:
+        return {
             self.dispatch: 4.0,
             self.cached: 2.0 * bool(buffer.having(Dispatch, DispatchByExpert)),
             self.combine: 3.0 * bool(buffer.having(Dispatch, DispatchByExpert)),
@@ -199,8 +200,6 @@ class _Drawer(CallDrawer):
             self.low_dispatch: 4.0 * buffer.opened.low_latency,
             self.low_combine: 9.0 * bool(buffer.having(LowDispatch, over=True)),
         }
-        (make,) = self.rng.choices(list(makers), list(makers.values()))
-        self._add_call(buffer, make(buffer))
 
     def act_finish(self) -> None:
         self.finish(self.rng.choice([one for one in self.given if not one.over]))
@@ -209,6 +208,8 @@ class _Drawer(CallDrawer):
         one = self.rng.choice([one for one in self.given if one.rows or one.handle])
         if not one.over and not self.may("drops"):
             self.finish(one)
+        if isinstance(one.step, Prepare):
+            self.forget_dispatches(one.number, last_too=True)
         dispatched = isinstance(one.step, (Dispatch, DispatchByExpert))
         but_handle = one.rows and dispatched and self.rng.random() < 0.6
         self.drop(one, but_handle)
@@ -226,17 +227,32 @@ class _Drawer(CallDrawer):
     def act_end_collective(self) -> None:
         self._add(EndCollective(of=self.collectives.pop(0)))
 
+    def _movable(self) -> list[DrawnBuffer]:
+        return [one for one in self.buffers.values() if one.opened.kind == "plain"]
+
     def act_move(self) -> None:
-        """Handles are of no use after it."""
-        buffer = self.rng.choice(list(self.buffers.values()))
+        """Handles are of no use after it; prepared exchanges are."""
+        rng, buffer = self.rng, self.rng.choice(self._movable())
         for one in list(buffer.given):
             if not one.over:
                 self.finish(one)
-            self.drop(one)
         size, opened = len(buffer.opened.members), buffer.opened
-        placement = tuple(self.rng.randrange(size) for _ in range(opened.num_experts))
-        self._add(Move(buffer=opened.buffer, placement=placement))
-        buffer.opened = replace(opened, placement=placement)
+        placement = tuple(rng.randrange(size) for _ in range(opened.num_experts))
+        step = Move(buffer=opened.buffer, placement=placement)
+        if self.may("replicas") and rng.random() < (0.1 if opened.balance is not None else 0.3):
+            held = self.held(size, opened.num_experts)
+            refused = opened.balance is not None
+            step = replace(step, placement=(), held=held, refused=refused)
+        kind = self.trouble_kind(["bad", "mismatch"])
+        if kind is not None and not step.refused:
+            step = replace(step, trouble=self.trouble(kind, opened, Move))
+        self._add(step)
+        if step.refused or step.trouble:
+            return  # nothing has changed
+        for one in list(buffer.given):
+            if not isinstance(one.step, Prepare):
+                self.drop(one)
+        buffer.opened = replace(opened, placement=step.placement or None, held=step.held)
 
     def act_whole(self) -> None:
         members = self.rng.choice(self.groups)
@@ -257,18 +273,27 @@ class _Drawer(CallDrawer):
             around=rng.choice(list(AROUND)) if self.may("around") and rng.random() < 0.2 else "",
             thread=self.may("threads") and rng.random() < 0.1,
         )
+        again = getattr(step, "handle", None) is not None and not isinstance(step, Gather)
+        if isinstance(step, Through) and step.around != "inference":
+            step = replace(step, around="")
         possible = [kind for kind in TROUBLES if kind not in ("late", "thread")]
         if opened.timeout == LATE_TIMEOUT and rng.random() < 0.3:
             kind = "late"
         else:
-            kind = self._trouble_kind(possible if step.thread else [*possible, "thread"])
+            kind = self.trouble_kind(possible if step.thread else [*possible, "thread"])
         if kind == "order" and not opened.low_latency:
+            kind = None
+        if isinstance(step, Prepare):  # which is local
+            kind = None
+        if kind == "bad" and type(step) not in BAD_INPUT:
+            kind = None
+        if kind == "thread" and opened.kind != "plain":
             kind = None
         if kind == "event" and not isinstance(step, (Dispatch, Cached, Combine)):
             kind = None
         low = isinstance(step, (LowDispatch, LowCombine))
         if kind == "mismatch" and (
-            isinstance(step, LowCombine) or getattr(step, "x_of", None) is not None
+            isinstance(step, MISFITS) or getattr(step, "x_of", None) is not None
         ):
             kind = None
         if (
@@ -279,29 +304,41 @@ class _Drawer(CallDrawer):
             # Some ranks agree on a new size first, and others do not.
             kind = kind if self.may("order") else None
         if kind:
-            step = replace(step, trouble=self._trouble(kind, opened, type(step)))
-        if kind == "errno" and (
-            isinstance(step, DispatchByExpert) or (isinstance(step, Dispatch) and step.x_of is None)
+            step = replace(step, trouble=self.trouble(kind, opened, type(step)))
+            if again and step.trouble.what in ("topk", "expert"):
+                step = replace(step, trouble=replace(step.trouble, what="none"))
+        if kind in ("errno", "memory") and (
+            isinstance(step, (DispatchByExpert, Through))
+            or (isinstance(step, Dispatch) and step.x_of is None)
+            or (isinstance(step, (ElasticDispatch, HybridDispatch)) and not again)
         ):
             # rows that need memory of a size that the Buffer does not have yet
             case = replace(step.case, hidden=rng.choice([1500, 3000, 6000, 12000]))
             step = replace(step, case=case)
+        if kind == "memory":  # of exchanges: a rank that gets none to write to is alone with that
+            if isinstance(step, (Combine, CombineByExpert)) and step.rows == "buffer":
+                step = replace(step, rows="own")
+            if isinstance(step, LowCombine):
+                step = replace(step, zero_copy=False)
         if kind == "kill":
             while self.collectives:
                 self.act_end_collective()
-        at, fails = self._add(step), kind in BREAKING | {"bad", "mismatch"}
+        at, fails = self._add(step), kind in BREAKING | {"bad", "mismatch", "memory"}
+        if isinstance(step, PreparedDispatch) and fails:
+            self.forget_dispatches(step.of, last_too=True)
         if kind in BREAKING:
             self._last_look(opened.buffer, at)
         elif not fails:
             over = (not step.is_async and not getattr(step, "hook", False)) or kind == "thread"
-            one = Given(step, at, over, handle=isinstance(step, HANDLES))
+            one = Given(step, at, over, handle=isinstance(step, HANDLES) and not again)
+            one.rows = not isinstance(step, Prepare)
             buffer.given.append(one)
             self.given.append(one)
             if not over and self.may("drops") and rng.random() < 0.25:
                 self.drop(one)
                 if buffer.having(Dispatch):  # which may be given the same memory
-                    again = self.combine(buffer, Dispatch)
-                    self._add_call(buffer, replace(again, rows="buffer", after=None))
+                    more = self.combine(buffer, Dispatch)
+                    self._add_call(buffer, replace(more, rows="buffer", after=None))
         if kind == "kill":
             self._bury(opened.members[step.trouble.rank], at)
 
@@ -311,10 +348,11 @@ class _Drawer(CallDrawer):
         for one in buffer.given:
             if not one.over:
                 self.drop(one)
-        probe = replace(self.dispatch(buffer), is_async=False, after=None, x_of=None, probes=at)
-        self._add(
-            replace(probe, peek=False, case=replace(probe.case, tokens=(2, 3, 1, 0), hidden=9))
-        )
+        probe = replace(self.first(buffer), probes=at)
+        probe = replace(probe, case=replace(probe.case, tokens=(2, 3, 1, 0), hidden=9))
+        if isinstance(probe, Dispatch):
+            probe = replace(probe, is_async=False, after=None, x_of=None, peek=False)
+        self._add(probe)
         self._close(number)
 
     def _bury(self, victim: int, at: int) -> None:
@@ -327,9 +365,10 @@ class _Drawer(CallDrawer):
 
     def _close(self, number: int) -> None:
         buffer = self.buffers.pop(number)
-        for one in buffer.given:
-            if not one.over and getattr(one.step, "hook", False):
-                self.drop(one)  # a hook is of no use after this
+        for one in list(buffer.given):
+            hook = not one.over and getattr(one.step, "hook", False)
+            if hook or isinstance(one.step, Prepare):
+                self.drop(one)  # which is of no use after this
         self._add(Close(buffer=number, forget=self.may("unclosed") and self.rng.random() < 0.25))
 
     def finish(self, one: Given) -> None:
@@ -343,41 +382,3 @@ class _Drawer(CallDrawer):
             self.given.remove(one)
             for buffer in self.buffers.values():
                 buffer.given = [other for other in buffer.given if other is not one]
-
-    def _trouble_kind(self, possible: list[str]) -> str | None:
-        """At most one kill a program: it costs a start of all processes."""
-        for kind in possible:
-            if kind == "kill" and self.was_killed:
-                continue
-            if self.may(kind) and self.rng.random() < TROUBLES[kind] / 100:
-                return kind
-        return None
-
-    def _trouble(self, kind: str, opened: Open, step: type) -> Trouble:
-        rng = self.rng
-        trouble = Trouble(kind=kind, rank=rng.randrange(len(opened.members)))
-        if kind == "bad":
-            return replace(trouble, what=rng.choice(BAD_INPUT[step]))
-        if kind == "errno":
-            what, number = (
-                rng.choice(faults.SYSTEM_CALLS),
-                rng.choice([errno.EMFILE, errno.ENOMEM]),
-            )
-            return replace(trouble, what=what, nth=rng.choice([0, 0, 0, 1, 2]), number=number)
-        if kind in ("stall", "stop", "late", "raise", "kill"):
-            points = faults.points_of(opened.transport, step in (LowDispatch, LowCombine))
-            naps = {"stall": rng.choice([0.002, 0.02, 0.1]), "stop": 0.3, "late": LATE_STALL}
-            seconds = naps.get(kind, 0)
-            what, nth = rng.choice(points), rng.choice([0, 0, 0, 1, 2])
-            return replace(trouble, what=what, nth=nth, number=seconds)
-        return trouble
-
-
-def _splits(size: int) -> list[int | tuple[int, ...]]:
-    """Ways to spread ranks over nodes."""
-    ways: dict[int, list[int | tuple[int, ...]]] = {
-        2: [1, 2, (1, 1)],
-        3: [1, 3, (1, 2), (2, 1)],
-        4: [1, 2, 4, (1, 3), (2, 1, 1)],
-    }
-    return ways[size]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +19,13 @@ import torch
 
 from tests.cases.clock import scaled
 from tests.fuzz.expected import expect
-from tests.fuzz.interpret import get_ready, interpret
+from tests.fuzz.interpret import interpret, interpret_virtual
+from tests.fuzz.leaks import Holdings
 from tests.fuzz.oracle import judge
 from tests.fuzz.programs import draw
+from tests.fuzz.ready import get_ready
 from tests.fuzz.steps import Call, Program
-from tokenyard.testing import Processes, RankFailed
+from tokenyard.testing import Processes, RankFailed, run_virtual
 
 TIMEOUT = scaled(120)  # seconds for a program
 _SHOWN = 8  # problems of a program
@@ -72,13 +76,53 @@ class Ranks:
                 processes.close()
 
 
+class VirtualRanks:
+    """Threads of this process, which cannot go wrong one by one."""
+
+    WITHOUT = (
+        "groups",
+        "around",
+        "trace",
+        "record",
+        "counts",
+        "threads",
+        "collectives",
+        "overlap",
+        *("thread", "stall", "stop", "errno", "memory", "raise", "late", "kill"),
+    )
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._is_first = True  # which starts threads that stay
+
+    def problems(self, program: Program, expected: bytes) -> list[str]:
+        before, is_first = Holdings.now(), self._is_first
+        self._is_first = False
+        try:
+            reports = run_virtual(
+                interpret_virtual, self.num_ranks, program, expected, timeout=TIMEOUT
+            ).results
+        except Exception as error:
+            return ["".join(traceback.format_exception(error))]
+        if is_first:
+            gc.collect()
+            gc.freeze()  # later collections need not look at torch and numba
+            return judge(program, reports)
+        return judge(program, reports) + before.grown()
+
+    def close(self) -> None:
+        pass
+
+
 def run(
-    seeds: Iterable[int], num_ranks: int, without: Collection[str] = ()
+    seeds: Iterable[int], num_ranks: int, without: Collection[str] = (), virtual: bool = False
 ) -> Iterator[tuple[Program, float, Failure | None]]:
     """Each program, the seconds it took, and what was wrong. What the next one should give is
     worked out meanwhile.
     """
-    ranks = Ranks(num_ranks)
+    ranks = VirtualRanks(num_ranks) if virtual else Ranks(num_ranks)
+    if virtual:
+        without = {*without, *VirtualRanks.WITHOUT}
 
     def prepare(seed: int) -> tuple[Program, bytes]:
         program, file = draw(seed, num_ranks, without), io.BytesIO()
@@ -101,13 +145,17 @@ def run(
 
 
 def run_all(
-    seeds: range, sizes: Collection[int], without: Collection[str], most_failures: int
+    seeds: range,
+    sizes: Collection[int],
+    without: Collection[str],
+    most_failures: int,
+    virtual: bool = False,
 ) -> int:
     """With progress on stderr; the number of programs that failed."""
     failed, done, kinds = 0, 0, Counter[str]()
     begin = shown = time.monotonic()
     for place, size in enumerate(sizes):
-        for program, seconds, failure in run(seeds[place :: len(sizes)], size, without):
+        for program, seconds, failure in run(seeds[place :: len(sizes)], size, without, virtual):
             done += 1
             kinds.update(type(step).__name__ for step in program.steps)
             kinds.update(

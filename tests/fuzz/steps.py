@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from tests.cases import exchange as exchange_case
-from tests.cases import low_latency as low_latency_case
 from tests.cases.clock import scaled
+from tests.fuzz.routes import Case, Held, LowCase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +31,7 @@ class Trouble:
     raise     an exception comes out of a point
     kill      it dies at a point
     leave     it closes its Buffer instead of calling it
+    memory    it gets no memory for rows from the nth time on, for as long as the call lasts
     """
 
     kind: str
@@ -50,6 +50,9 @@ class Open:
     low_latency: bool = False
     num_experts: int = 8
     placement: tuple[int, ...] | None = None
+    kind: str = "plain"  # its interface: or "elastic", "hybrid"
+    balance: float | None = None  # the slack; 0 is "exact"
+    held: Held | None = None  # Replicas, in place of a placement
     timeout: float = scaled(40)
     trouble: Trouble | None = None
 
@@ -68,14 +71,14 @@ class _Call:
     around: str = ""  # what holds around it: one of `surroundings.AROUND`
     thread: bool = False  # called on another thread than the rest
     trouble: Trouble | None = None
+    probes: int | None = None  # the step of a trouble after which this looks what is left
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatch(_Call):
-    case: exchange_case.Case
+    case: Case
     x_of: int | None = None  # the combine whose sums are dispatched
     peek: bool = False  # read all of the handle at once
-    probes: int | None = None  # the step of a trouble after which this looks what is left
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +96,7 @@ class Combine(_Call):
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchByExpert(_Call):
-    case: exchange_case.Case
+    case: Case
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +109,7 @@ class CombineByExpert(_Call):
 
 @dataclass(frozen=True, kw_only=True)
 class LowDispatch(_Call):
-    case: low_latency_case.Case
+    case: LowCase
     hook: bool = False
 
 
@@ -116,6 +119,89 @@ class LowCombine(_Call):
     hook: bool = False
     zero_copy: bool = False
     given_out: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepare(_Call):
+    case: Case  # no later one has more tokens
+    by_expert: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedDispatch(_Call):
+    of: int
+    case: Case
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedCombine(_Call):
+    of: int  # the dispatch
+    rows: str = "own"  # or "received" (what came, in its memory)
+    weigh: bool = True
+    given_out: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Through(_Call):
+    """nn.functional: through_experts, or its two parts with what came written over in between."""
+
+    case: Case
+    parts: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gather(_Call):
+    case: Case
+    handle: int | None = None  # of an earlier one
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatherBack(_Call):
+    handle: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticDispatch(_Call):
+    case: Case
+    handle: int | None = None  # of an earlier one, whose case it has
+    do_expand: bool = False
+    do_cpu_sync: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticCombine(_Call):
+    handle: int
+    weights: bool = False
+    num_biases: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridDispatch(_Call):
+    case: Case
+    handle: int | None = None  # of an earlier one, whose case it has
+    with_probs: bool = False
+    as_lists: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridCombine(_Call):
+    handle: int
+    with_probs: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copied:
+    """A handle is used no longer, but a copy of it is. The original dies."""
+
+    of: int
+    how: str  # "pickle", "deepcopy" or "tuple"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scribble:
+    """The user writes over what came, which is the user's, and lets go of it."""
+
+    of: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +224,10 @@ class Move:
     """Experts of a Buffer move to other ranks."""
 
     buffer: int
-    placement: tuple[int, ...]
+    placement: tuple[int, ...] = ()
+    held: Held | None = None  # in place of a placement
+    refused: bool = False  # by all ranks
+    trouble: Trouble | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,8 +253,38 @@ class EndCollective:
     of: int
 
 
-Call = Dispatch | Cached | Combine | DispatchByExpert | CombineByExpert | LowDispatch | LowCombine
-Step = Open | Close | Call | Finish | Drop | Move | Whole | Collective | EndCollective
+Call = (
+    Dispatch
+    | Cached
+    | Combine
+    | DispatchByExpert
+    | CombineByExpert
+    | LowDispatch
+    | LowCombine
+    | Prepare
+    | PreparedDispatch
+    | PreparedCombine
+    | Through
+    | Gather
+    | GatherBack
+    | ElasticDispatch
+    | ElasticCombine
+    | HybridDispatch
+    | HybridCombine
+)
+Step = (
+    Open
+    | Close
+    | Call
+    | Finish
+    | Drop
+    | Copied
+    | Scribble
+    | Move
+    | Whole
+    | Collective
+    | EndCollective
+)
 
 # Those after which a Buffer may be broken: a probe and the end of the Buffer follow.
 BREAKING = frozenset({"order", "event", "errno", "raise", "leave", "kill", "late"})
