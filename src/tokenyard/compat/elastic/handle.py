@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tokenyard.engine.lane_order import Lanes, find_lanes
-from tokenyard.results import Handle
+from tokenyard.results import Handle, ListedLedger
 from tokenyard.transports import Transport
 from tokenyard.types import round_up
 
@@ -40,8 +40,12 @@ class Kept:
     def list_by_lane(self, transport: Transport) -> bool:
         """Let the engine's combines add a token's rows by last lane. False if they cannot."""
         if self.is_listed is None:
-            where = self.handle.flow.route, self.topk_idx_TK, self.rank_of_expert_E
+            flow, ledger = self.handle.flow, self.handle.ledger
+            where = flow.route, self.topk_idx_TK, self.rank_of_expert_E
             self.is_listed = transport.list_by_lane(*where)
+            if self.is_listed:  # calls go by the ledger, whose own lists are by rank
+                marks = ledger.is_token_in_rank
+                self.handle.ledger = ListedLedger(flow, marks, ledger.src_idx)
         return self.is_listed
 
     def psum_num_recv_tokens_per_scaleup_rank(self) -> Tensor:
