@@ -33,9 +33,10 @@ def combine(
     """[T, D], and [T, K] if weights are given."""
     with heard_by_all(engine, _COMBINE):
         kept = kept_of(handle)
-    at_once = kept.do_expand and not allow_multiple_reduction
-    by_node = domains.node_of_rank is not None
-    if at_once or by_node or not kept.list_by_lane(engine.transport):
+        at_once = kept.do_expand and not allow_multiple_reduction
+        by_node = domains.node_of_rank is not None
+        at_home = at_once or by_node or not kept.list_by_lane(engine.transport)
+    if at_home:
         return _sum_at_home(engine, x, kept, topk_weights, bias, config, domains, at_once)
     known = kept.handle
     if topk_weights is None and bias is None and kept.do_expand:
@@ -60,25 +61,25 @@ def _sum_at_home(
     at_once: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """`at_once`: all expanded rows travel, and each token's are summed in one go."""
-    flow, lanes = kept.handle.flow, kept.lanes
     with heard_by_all(engine, _COMBINE):
+        flow, lanes = kept.handle.flow, kept.lanes
         weights = _weights(engine, topk_weights, kept)
         rows = (
             _shares(engine, x, kept) if kept.do_expand and not at_once else _rows(engine, x, kept)
         )
         biases = validate.biases(bias, rows, kept.handle.num_tokens, None)
-    counts = flow.recv_counts
-    place = kept.place_NK[: flow.num_received]
-    if at_once:
-        own = place >= 0
-        rows = rows[place[own]]
-        weights = None if weights is None else weights[: flow.num_received][own][:, None]
-        counts = tuple(int(part.sum()) for part in own.split(list(counts)))
-        chosen = lanes.rank_TK >= 0
-    else:
-        rows = rows[: flow.num_received]
-        weights = None if weights is None else weights[: flow.num_received]
-        chosen = lanes.is_last_TK
+        counts = flow.recv_counts
+        place = kept.place_NK[: flow.num_received]
+        if at_once:
+            own = place >= 0
+            rows = rows[place[own]]
+            weights = None if weights is None else weights[: flow.num_received][own][:, None]
+            counts = tuple(int(part.sum()) for part in own.split(list(counts)))
+            chosen = lanes.rank_TK >= 0
+        else:
+            rows = rows[: flow.num_received]
+            weights = None if weights is None else weights[: flow.num_received]
+            chosen = lanes.is_last_TK
     with tag_means("the handle (by the number of the call that made it)"):
         home, beside = bring_home(engine, rows, weights, counts, config, kept.handle.call)
     row_TK = lanes.home_rows(chosen)
