@@ -41,7 +41,7 @@ HANDLES = (  # steps that give one
 COPIES: dict[type, tuple[str, ...]] = {
     Dispatch: ("pickle", "deepcopy", "tuple"),
     DispatchByExpert: ("pickle", "deepcopy", "tuple"),
-    LowDispatch: ("pickle", "deepcopy"),
+    LowDispatch: ("deepcopy",),  # they cannot be pickled
     Gather: ("pickle", "deepcopy"),
     ElasticDispatch: ("pickle", "deepcopy"),
     HybridDispatch: ("pickle", "deepcopy", "tuple"),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import pickle
 import random
 import time
 from typing import Any
@@ -18,7 +16,7 @@ from tests.cases.clock import scaled
 from tests.cases.inside import worker_of
 from tests.cases.low_latency_rounds import Rounds
 from tests.cases.processes import Pools
-from tokenyard.testing import Processes, assert_same, run_virtual
+from tokenyard.testing import Processes, run_virtual
 
 pytestmark = pytest.mark.processes
 
@@ -187,37 +185,6 @@ def partly(group: Any) -> None:
 def test_combine_of_some_pairs(ranks: Processes) -> None:
     ranks.run(partly)
     run_virtual(partly, 3)
-
-
-def with_copied_handles(group: Any, transport: str) -> list[str]:
-    """Before experts move, and afterwards, when all copies of handles are refused."""
-    told: list[str] = []
-    copies = (copy.deepcopy, lambda handle: pickle.loads(pickle.dumps(handle)))
-    x, idx, weights = torch.randn(2, 64), torch.tensor([[0, 1], [1, 2]]), torch.ones(2, 2)
-    placement = torch.tensor([1, 0, 1])
-    buffer: Any
-    with tokenyard.Buffer(
-        group, low_latency_mode=True, transport=transport, placement=placement
-    ) as buffer:
-        for turn in range(2):
-            got = buffer.low_latency_dispatch(x, idx, 4, 3, use_fp8=False)
-            give = got.recv_x, idx, weights
-            handles = [one(got.handle) for one in copies]
-            for handle in handles:
-                assert_same(buffer.low_latency_combine(*give, handle).combined_x, x * 2)
-            if turn == 0:
-                buffer.rebalance(torch.tensor([0, 0, 1]))
-                for handle in handles:
-                    with pytest.raises(ValueError) as caught:
-                        buffer.low_latency_combine(*give, handle)
-                    told.append(str(caught.value))
-    return told
-
-
-@pytest.mark.parametrize("transport", ["direct", "collective"])
-def test_copied_handles_where_experts_were_placed(transport: str) -> None:
-    for told in run_virtual(with_copied_handles, 2, transport).results:
-        assert all("before the Buffer was rebalanced" in one for one in told)
 
 
 def left_before_the_hook(group: Any, drops: bool, zero_copy: bool, later: bool) -> float:

@@ -12,7 +12,6 @@ from torch import Tensor
 from tokenyard import validate
 from tokenyard.engine.inputs import Preparation
 from tokenyard.low_latency.handle import LowLatencyHandle
-from tokenyard.replicas import place_words
 from tokenyard.runtime.completion import Completion
 from tokenyard.types import ROW_DTYPES, round_up
 from tokenyard.validate.alike import Like, like, like_none
@@ -65,9 +64,8 @@ class Inputs:
                 f"handle is of dispatch call {handle.number} on another Buffer or rank, want one "
                 "that this Buffer's low_latency_dispatch returned here"
             )
-        given, known = self._local.given_placement, handle.shape.placement
-        same = given is None or known is given  # or as good: a copied handle has a copy of it
-        if not same and place_words(known) != place_words(given):
+        given = self._local.given_placement
+        if given is not None and handle.shape.placement is not given:
             raise ValueError(
                 f"handle is of dispatch call {handle.number}, before the Buffer was rebalanced, "
                 "want one of a dispatch since then"
