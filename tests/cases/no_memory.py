@@ -222,6 +222,21 @@ def elastic(buffer: Any, layout: str) -> Call:
     return both
 
 
+def hybrid(buffer: Any, layout: str) -> Call:
+    x, ids, weights = given(buffer.rank)
+    probs = torch.zeros(len(x), EXPERTS).scatter_(1, ids, weights)
+    more: Any = {"routing_map": probs > 0, "probs": probs}
+
+    def both() -> Any:
+        got = buffer.dispatch_with_permute(hidden=x, **more)
+        rows, row_probs, handle = got[0], got[1], got[4]
+        again = buffer.dispatch_with_permute(hidden=x, probs=probs, handle=handle)
+        sums = buffer.combine_with_unpermute(hidden=rows, probs=row_probs, handle=handle)
+        return rows, row_probs, again[0], again[1], *sums
+
+    return both
+
+
 def _plain(got: Any) -> Any:
     rows = got.recv_x if isinstance(got.recv_x, tuple) else (got.recv_x,)
     return *rows, got.recv_topk_idx, got.recv_topk_weights, got.num_recv_tokens_per_expert_list
@@ -256,6 +271,9 @@ def open_one(group: Any, layout: str, options: dict[str, Any]) -> tuple[Any, Cal
             group, num_max_tokens_per_rank=2 * TOKENS, hidden=HIDDEN, num_topk=TOPK, **options
         )
         return opened, elastic(opened, layout)
+    if layout == "hybrid":
+        opened = tokenyard.HybridEPBuffer(group, HIDDEN, 2 * TOKENS, EXPERTS // 2, **options)
+        return opened, hybrid(opened, layout)
     is_low = layout == "low latency"
     opened = tokenyard.Buffer(group, timeout=scaled(60), low_latency_mode=is_low, **options)
     return opened, (low_latency if is_low else calls_of)(opened, layout)

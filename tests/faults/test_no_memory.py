@@ -23,7 +23,7 @@ FEW = [
     ("by expert", "collective"),
     ("prepared by source", "hierarchical"),
 ]
-_MORE = ("low latency", "elastic", "elastic expand")
+_MORE = ("low latency", "elastic", "elastic expand", "hybrid")
 
 
 def ranks_of(transport: str) -> int:

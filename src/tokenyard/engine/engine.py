@@ -19,7 +19,7 @@ from tokenyard.engine.core import Core
 from tokenyard.engine.general import GeneralCalls
 from tokenyard.engine.inputs import AgainRequest, CombineRequest, DispatchRequest, wait
 from tokenyard.engine.nodes import NodeCalls
-from tokenyard.errors import PeerLeft
+from tokenyard.errors import PeerLeft, lack_of_memory
 from tokenyard.replicas import Replicas
 from tokenyard.results import Handle
 from tokenyard.runtime.completion import Completion
@@ -106,7 +106,7 @@ class Engine(Core):
     def refuse(self, error: Exception) -> None:
         """Meet the other ranks in whatever call they make, and make all ranks raise the error."""
         self.before_words()
-        self.agreement.meet("dispatch", error)
+        self.agreement.meet("dispatch", lack_of_memory(error, "dispatch", self.rank) or error)
 
     def close(self) -> None:
         """Wait for calls that still go on: they end, or fail, as any call does."""

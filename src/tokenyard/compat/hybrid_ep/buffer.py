@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tokenyard import validate
 from tokenyard.buffer import Buffer
+from tokenyard.compat.hybrid_ep.refusal import heard_by_all
 from tokenyard.compat.hybrid_ep.routing import (
     HybridHandle,
     HybridRoute,
@@ -130,6 +131,7 @@ class HybridEPBuffer(Once):
     def empty_jit_cache(self) -> None:
         """HybridEP's; does nothing, since tokenyard's kernels do not depend on a Buffer."""
 
+    @heard_by_all
     def dispatch_with_permute(
         self,
         *,
@@ -193,6 +195,7 @@ class HybridEPBuffer(Once):
         assert routing_map is not None
         return self._dispatch(rows, routing_map, probs, pad_multiple or 1, limit, non_blocking)
 
+    @heard_by_all
     def combine_with_unpermute(
         self,
         *,
