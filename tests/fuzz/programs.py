@@ -303,6 +303,8 @@ class _Drawer(MoreCallDrawer, TroubleDrawer):
         ):
             # Some ranks agree on a new size first, and others do not.
             kind = kind if self.may("order") else None
+        if kind == "memory" and opened.transport != "direct":
+            kind = None  # other transports take memory when ranks have met
         if kind:
             step = replace(step, trouble=self.trouble(kind, opened, type(step)))
             if again and step.trouble.what in ("topk", "expert"):
