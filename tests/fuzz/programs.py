@@ -171,6 +171,8 @@ class _Drawer(MoreCallDrawer, TroubleDrawer):
             step = replace(step, timeout=LATE_TIMEOUT)
         elif kind:
             step = replace(step, trouble=self.trouble(kind, step, Open))
+            if step.kind == "hybrid" and step.trouble.what == "placement":
+                step = replace(step, trouble=replace(step.trouble, what="kernels"))  # it has none
         at = self._add(step)
         self.buffers[number] = DrawnBuffer(step)
         if kind == "bad":
@@ -250,7 +252,11 @@ class _Drawer(MoreCallDrawer, TroubleDrawer):
         if step.refused or step.trouble:
             return  # nothing has changed
         for one in list(buffer.given):
-            if not isinstance(one.step, Prepare):
+            if isinstance(one.step, Prepare) and one.step.case.num_experts == opened.num_experts:
+                continue  # it goes on; others are of experts that there are not any more
+            if isinstance(one.step, Prepare):
+                self.forget_dispatches(one.number, last_too=True)
+            if one in buffer.given:
                 self.drop(one)
         buffer.opened = replace(opened, placement=step.placement or None, held=step.held)
 
