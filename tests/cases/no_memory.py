@@ -217,7 +217,10 @@ def elastic(buffer: Any, layout: str) -> Call:
             do_expand="expand" in layout,
         )
         rows, handle = got[0], got[3]
-        return rows.float().sum(), buffer.combine(rows, handle)[0]
+        again = buffer.dispatch(
+            x, topk_weights=weights, handle=handle, do_expand="expand" in layout
+        )
+        return rows.float().sum(), again[0], again[2], buffer.combine(rows, handle)[0]
 
     return both
 

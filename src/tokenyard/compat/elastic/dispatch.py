@@ -12,7 +12,7 @@ from tokenyard.compat.elastic.handle import EPHandle, Kept, kept_of
 from tokenyard.compat.elastic.refusal import heard_by_all, tag_means
 from tokenyard.engine.engine import Engine
 from tokenyard.engine.inputs import AgainRequest, DispatchRequest
-from tokenyard.results import Handle
+from tokenyard.results import Handle, Rows
 from tokenyard.runtime import memory
 from tokenyard.runtime.completion import AT_ONCE
 from tokenyard.types import ByExpert, Config, round_up
@@ -121,11 +121,18 @@ def dispatch_again(
             kept.do_expand or not do_expand,
             "do_expand is True and the handle is compact, want that of an expanded dispatch",
         )
-        columns, num_scales = _beside(engine, x, topk_weights, kept)
+        rows, scales = validate.dispatched(x, device=engine.transport.device)
+        columns = _beside(engine, rows, scales, topk_weights, kept)
+        # Expanded rows lie in memory that is taken before others rely on this rank.
+        room = [
+            engine.transport.empty(kept.num_rows, one.shape[1], one.dtype)
+            for one in (rows, scales)
+            if do_expand and one is not None
+        ]
     request = AgainRequest(columns, kept.handle, config)
     recv_x, beside, _ = engine.calls.dispatch_again(request, AT_ONCE)
-    scales = beside
-    weights = None
+    num_scales = 0 if scales is None else scales.shape[1]
+    scales, weights = beside, None
     if beside is not None and topk_weights is not None:
         scales = beside[:, :num_scales].contiguous() if num_scales else None
         came = beside[:, num_scales:].contiguous().view(torch.float32)
@@ -133,12 +140,12 @@ def dispatch_again(
     if not do_expand:
         topk_idx = None if kept.do_expand else kept.place_NK.clone()
         return Arrived(recv_x, scales, topk_idx, weights, handle)
-    place, num_rows = kept.place_NK, kept.num_rows
+    place = kept.place_NK
     return Arrived(
-        _spread(engine, recv_x, place, num_rows),
-        None if scales is None else _spread(engine, scales, place, num_rows),
+        _spread(engine, recv_x, place, room[0]),
+        None if scales is None else _spread(engine, scales, place, room[1]),
         None,
-        None if weights is None else _one_by_row(weights, place, num_rows),
+        None if weights is None else _one_by_row(weights, place, kept.num_rows),
         handle,
     )
 
@@ -217,28 +224,25 @@ def _expanded_to_the_worst(engine: Engine, request: DispatchRequest, alignment: 
     most = got.x.shape[0] * min(got.topk_idx.shape[1], len(counts)) + (alignment - 1) * len(counts)
     # A token that names an expert twice, as dummy batches of zeros do, may need more.
     num_rows = max(round_up(most, alignment), places.num_rows)
-    x = _spread(engine, got.x, places.row_of, num_rows, places.num_rows)
-    scales = got.scales
-    if scales is not None:
-        scales = _spread(engine, scales, places.row_of, num_rows, places.num_rows)
+
+    def placed(rows: Tensor) -> Tensor:  # zeros that nobody reads take no memory
+        size = num_rows * rows.shape[1] * rows.element_size()
+        room = torch.zeros(size, dtype=torch.uint8, device=rows.device)
+        out = room.view(rows.dtype).view(num_rows, rows.shape[1])
+        _spread(engine, rows, places.row_of, out[: places.num_rows])
+        return out
+
     weights = _one_by_row(got.topk_weights, places.row_of, num_rows)
     handle.by_expert = ByExpert(
         num_rows=num_rows, row_of=places.row_of, topk_weights=got.topk_weights.clone()
     )
-    return _Rows(x, scales, None, weights, places.row_of, counts, handle)
+    scales = None if got.scales is None else placed(got.scales)
+    return _Rows(placed(got.x), scales, None, weights, places.row_of, counts, handle)
 
 
-def _spread(
-    engine: Engine, rows: Tensor, row_of: Tensor, num_rows: int, in_use: int | None = None
-) -> Tensor:
-    """[num_rows, D]: each row at its places, zeros elsewhere; only the first rows are `in_use`."""
-    if in_use is None or in_use == num_rows:
-        out = engine.transport.empty(num_rows, rows.shape[1], rows.dtype)
-    else:  # zeros that nobody reads take no memory
-        size = num_rows * rows.shape[1] * rows.element_size()
-        room = torch.zeros(size, dtype=torch.uint8, device=rows.device)
-        out = room.view(rows.dtype).view(num_rows, rows.shape[1])
-    engine.kernels.spread(memory.as_bytes(rows), row_of, memory.as_bytes(out[:in_use]))
+def _spread(engine: Engine, rows: Tensor, row_of: Tensor, out: Tensor) -> Tensor:
+    """Each row at its places of `out`, zeros elsewhere."""
+    engine.kernels.spread(memory.as_bytes(rows), row_of, memory.as_bytes(out))
     return out
 
 
@@ -255,15 +259,14 @@ def _count(row_of: Tensor, offsets: Tensor) -> list[int]:
     return torch.bincount(experts, minlength=len(offsets)).tolist()
 
 
-def _beside(engine: Engine, x: Any, topk_weights: Any, kept: Kept) -> tuple[Any, int]:
-    """Rows with the weights as further scales, so that both travel at once, and how many scales
-    were there before.
-    """
+def _beside(
+    engine: Engine, rows: Tensor, scales: Tensor | None, topk_weights: Any, kept: Kept
+) -> Rows:
+    """Rows with the weights as further scales, so that both travel at once."""
     if topk_weights is None:
-        return x, 0
+        return rows if scales is None else (rows, scales)
     shape = kept.topk_idx_TK.shape
     weights = validate.topk_weights(topk_weights, shape, device=engine.transport.device)
-    rows, scales = validate.dispatched(x, device=engine.transport.device)
     if scales is None:
-        return (rows, weights), 0
-    return (rows, torch.cat([scales, weights.view(scales.dtype)], 1)), scales.shape[1]
+        return rows, weights
+    return rows, torch.cat([scales, weights.view(scales.dtype)], 1)
