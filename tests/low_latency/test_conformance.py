@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cases.kernel_sets import SETS
+from tests.cases.kernel_sets import FOR_CPUS
 from tests.cases.lanes import at_night
 from tests.cases.low_latency import Case, check, job
 from tests.cases.processes import Pools
@@ -50,7 +50,7 @@ HOWS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kernel_set", SETS)
+@pytest.mark.parametrize("kernel_set", FOR_CPUS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_virtual(shape: str, kernel_set: str) -> None:
     case = Case(**{**vars(SHAPES[shape]), "kernels": kernel_set})

@@ -120,6 +120,18 @@ def test_files_that_tests_name_from_where_they_stand_are_there() -> None:
                 assert found.exists(), f"{path.relative_to(ROOT)}:{node.lineno}: {named}"
 
 
+def test_the_step_of_triton_has_all_rooms_with_its_tests() -> None:
+    """In all other steps they skip."""
+    of_triton = {
+        path.relative_to(TESTS).parts[0]
+        for path in FILES
+        if {"pytest.mark.triton", "SETS"} & {ast.unparse(one) for one in ast.walk(parsed(path))}
+    }
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    (step,) = [line for line in lines if "TRITON_INTERPRET=1" in line]
+    assert of_triton - {"cases"} <= set(re.findall(r"tests/(\w+)", step))
+
+
 def test_nothing_is_selected_by_a_substring() -> None:
     for line in (ROOT / ".ci" / "run").read_text().splitlines():
         assert " -k " not in line, line
