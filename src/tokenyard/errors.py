@@ -54,12 +54,6 @@ class PeerLeft(PeerError):
     """A rank has closed its Buffer, or has given up a call that others are in."""
 
 
-class CallsDiffer(PeerLeft):
-    """Ranks are in calls of different modes. The rank that sees it first tells the others so, and
-    all raise CallMismatch.
-    """
-
-
 class OnAllRanks(ValueError):
     """Bad input that all ranks notice together, after the agreement. The Buffer stays usable."""
 
@@ -137,11 +131,11 @@ class CallMismatch(_Named, ValueError):
     `what` names the first word of their calls that differs (see `agreement.Call`), if it is known.
     """
 
-    def __init__(self, message: str, *, what: str = "", on_all_ranks: bool = True) -> None:
+    on_all_ranks = True
+
+    def __init__(self, message: str, *, what: str = "") -> None:
         super().__init__(message)
         self.what = what
-        # False of calls of different modes: ranks cannot be put in step again.
-        self.on_all_ranks = on_all_ranks
 
 
 def name_ranks(ranks: tuple[int, ...] | list[int]) -> str:

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +30,8 @@ from tokenyard.engine.mismatch import STAGES
 from tokenyard.errors import PeerError, SharedMemoryError
 from tokenyard.groups import LAUNCHED, local_group
 from tokenyard.low_latency.engine import LowLatency
+from tokenyard.low_latency.shared import SharedSlots
+from tokenyard.low_latency.stepwise import StepwiseSlots
 from tokenyard.replicas import Replicas, place_words
 from tokenyard.runtime import observers, variables
 from tokenyard.runtime.streams import streams_for
@@ -307,9 +308,14 @@ def _build(
     engine = Engine(opened, communicator, met.kernel_set, *beside)
     if not options.low_latency_mode:
         return engine, None
-    own = partial(communicator.own, f"{shared_id}/slots")
+    made = StepwiseSlots if opened.node is None else SharedSlots
+    if opened.node is None and options.enable_shrink:
+        raise ValueError(
+            f"enable_shrink is True on transport {opened.name!r}, want ranks that share memory "
+            "(direct or ring): nobody can be left out of a collective"
+        )
     bound = options.enable_shrink, options.num_rdma_bytes
-    return engine, LowLatency(engine, met.kernel_set, *bound, own)
+    return engine, made(engine, met.kernel_set, *bound)
 
 
 def _try_probe(kernel_set: kernel_sets.Kernels) -> tuple[Probe | None, str | None]:

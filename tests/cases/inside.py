@@ -38,9 +38,9 @@ def worker_of(buffer: tokenyard.Buffer) -> Any:
 
 
 def slots_of(buffer: tokenyard.Buffer) -> Any:
-    """Of its low-latency calls."""
+    """Its low-latency calls."""
     assert buffer._low_latency is not None
-    return buffer._low_latency.slots
+    return buffer._low_latency
 
 
 def leave_compiled_calls_at(buffer: tokenyard.Buffer, step: int) -> None:

@@ -31,6 +31,8 @@ STREAM = {
     "call.by_expert._take_kernel": (I64,) * 3,
     "call.by_source._dispatch_kernel": (I64,),
     "call.by_source._write_kernel": (I64,) * 3,
+    "call.slot_sums._combine_kernel": (BFLOAT16, WIDE, I64),
+    "call.slots._dispatch_kernel": (BFLOAT16, I64),
     "call.sums._combine_kernel": (BFLOAT16, WIDE, I64),
     "call.sums._sum_kernel": (BFLOAT16, WIDE, *(I64,) * 4),
     "permute._spread_kernel": (I64,) * 9 + (FLAG,),
@@ -44,14 +46,6 @@ STREAM = {
     "ring.dispatch._dispatch_kernel": (CALL, WORDS, WORDS, I64, I64, I64),
     "rows._pack_kernel": (I64,) * 8 + (FLAG,),
     "rows._scatter_kernel": (TABLE, *(WORDS,) * 4, I64, I64, FLAG),
-    "low_latency.calls._combine_receive_kernel": (BFLOAT16, WIDE, I64),
-    "low_latency.calls._combine_send_kernel": (I64,),
-    "low_latency.calls._dispatch_receive_kernel": (I64,),
-    "low_latency.calls._dispatch_send_kernel": (BFLOAT16, I64),
-    "low_latency.steps.fill_from": (I64,) * 4,
-    "low_latency.steps.give_back": (I64,) * 5,
-    "low_latency.steps.stage_rows": (I64, BFLOAT16),
-    "low_latency.steps.sum_tokens": (I64, *(WORDS,) * 4, BFLOAT16, WIDE),
 }
 
 # The ways to raise a signal, whatever this thread did before.

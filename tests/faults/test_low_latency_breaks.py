@@ -12,7 +12,7 @@ import torch
 
 import tokenyard
 from tests.cases.clock import scaled
-from tests.cases.inside import slots_of, worker_of
+from tests.cases.inside import transport_of, worker_of
 from tests.cases.lanes import at_night
 from tests.cases.low_latency_rounds import Rounds
 from tests.cases.processes import Pools
@@ -90,7 +90,9 @@ def died_on_the_way(group: Any) -> str:
     rounds = Rounds(buffer, num_experts=2)
     rounds.check(0)
     if group.rank() == 1:
-        slots_of(buffer).travel = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        transport = transport_of(buffer)
+        send = transport.send
+        transport.send = lambda rows: (send(rows)[0], lambda: os.kill(os.getpid(), signal.SIGKILL))
     made = rounds.dispatch(1, return_recv_hook=True)
     deadline = time.monotonic() + scaled(60)
     while not worker_of(buffer).failure and time.monotonic() < deadline:

@@ -278,8 +278,8 @@ def test_calls_that_cannot_meet(ranks: Processes) -> None:
         "low-latency dispatch: ranks differ in num_experts: 6 on rank 0, 9 on rank 1",
         "low-latency dispatch: ranks differ in dtype of x: float32 on rank 0, bfloat16 on rank 1",
         "low-latency dispatch: ranks differ in top-k: 2 on rank 0, 1 on rank 1",
-        "low-latency combine: ranks differ in the handle (by its dispatch's number): 11 on rank 0, "
-        "12 on rank 1",
+        "low-latency combine: ranks differ in the handle (by the number of the call that made it): "
+        "11 on rank 0, 12 on rank 1",
     ]
     assert all("on rank 1" in text for text in told[2])
     assert all(text.endswith("on rank 0") for text in told[1])

@@ -28,8 +28,6 @@ from tests.fuzz.steps import (
 )
 from tokenyard.runtime.events import EventOverlap
 
-SENDS = {LowDispatch: "send_dispatch", LowCombine: "send_combine"}  # points of `faults`
-
 
 def _options(step: Open, mine: Trouble | None) -> dict[str, Any]:
     options: dict[str, Any] = {

@@ -46,10 +46,10 @@ POINTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "pack": ("tokenyard.kernels.numba", "pack", _GLOO),
     "Links.stream": ("tokenyard.transports.hierarchical.links", "Links.stream", ("hierarchical",)),
     "gloo": ("tokenyard.comm.watched", "Watched.start", _GLOO),
-    "send_dispatch": ("tokenyard.low_latency.shared_slots", "SharedSlots.send_dispatch", ("low",)),
-    "send_combine": ("tokenyard.low_latency.shared_slots", "SharedSlots.send_combine", ("low",)),
-    "receive": ("tokenyard.low_latency.shared_slots", "SharedSlots.receive", ("low",)),
-    "travel": ("tokenyard.low_latency.exchanged", "ExchangedSlots.travel", _GLOO),
+    "Slots.send": ("tokenyard.low_latency.shared", "SharedSlots._send", ("low",)),
+    "Slots.enter": ("tokenyard.low_latency.shared", "SharedSlots._enter", ("low",)),
+    "Slots.map": ("tokenyard.low_latency.shared", "SharedSlots._map", ("low",)),
+    "Slots.move": ("tokenyard.low_latency.stepwise", "StepwiseSlots._move", _GLOO),
 }
 
 # System calls as the library makes them, and the module it makes them through.
@@ -79,7 +79,7 @@ def points_of(transport: str, low_latency: bool) -> list[str]:
         return [
             name
             for name, (*_, where) in POINTS.items()
-            if ("low" in where if shared else name in ("gloo", "travel", "Agreement.meet"))
+            if ("low" in where if shared else name in ("gloo", "Slots.move", "Agreement.meet"))
         ]
     return [name for name, (*_, where) in POINTS.items() if transport in where]
 

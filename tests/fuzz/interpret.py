@@ -249,8 +249,7 @@ class Rank:
         said: list[BaseException | None] = []
         point = "Agreement.meet"
         if isinstance(step, (LowDispatch, LowCombine)):
-            shared = self._opened(step).transport in ("direct", "ring")
-            point = calls.SENDS[type(step)] if shared else "gloo"
+            point = "Slots.send" if self._opened(step).shares_memory else "gloo"
         x, idx = torch.ones(2, 4), torch.zeros(2, 1, dtype=torch.int64)
         weights, num_experts = torch.ones(2, 1), self._opened(step).num_experts
 

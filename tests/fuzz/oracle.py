@@ -109,15 +109,19 @@ def _judge_step(program: Program, number: int, outs: dict[int, Outcome]) -> list
         said.append("some ranks went on: " + str({rank: str(one) for rank, one in outs.items()}))
     for rank, one in outs.items():
         own = rank == culprit
-        allowed = _allowed(step, trouble, own, fired)
+        allowed = _allowed(step, trouble, own, fired, program.opened(step.buffer).shares_memory)
         named = not one.names or one.kind == "ok" or one.names == (trouble.rank,) or own
+        # The culprit of a wrong order has waited for the others.
+        named = named or trouble.kind == "order"
         if one.kind not in allowed or not named:
             whose = "the culprit" if own else f"culprit {trouble.rank} of {members}"
             said.append(f"rank {rank} ({whose}): {one}; want {' or '.join(sorted(allowed))}")
     return said
 
 
-def _allowed(step: Open | Call, trouble: Trouble, own: bool, fired: bool) -> set[str]:
+def _allowed(
+    step: Open | Call, trouble: Trouble, own: bool, fired: bool, shares_memory: bool
+) -> set[str]:
     """Kinds of outcome. Where an error names ranks, they must be the culprit alone."""
     kind = trouble.kind
     if kind in ("stall", "stop", "thread"):
@@ -127,7 +131,9 @@ def _allowed(step: Open | Call, trouble: Trouble, own: bool, fired: bool) -> set
     if kind == "mismatch":
         return {"CallMismatch"}
     if kind == "order":  # unless the other call could not be made at all
-        return {"CallMismatch", "ValueError" if own else "PeerInputError"}
+        # Ranks that share memory do not hear of a call of the other kind, and wait in vain.
+        waits = {"PeerTimeout", "PeerLeft"} if shares_memory else set()
+        return {"CallMismatch", "ValueError" if own else "PeerInputError"} | waits
     if kind == "event":
         return {"Injected"} if own else {"PeerInputError", "PeerLeft"}
     if kind == "leave":
@@ -174,13 +180,13 @@ def _judge_probe(program: Program, number: int, outs: dict[int, Outcome]) -> lis
     said = []
     for rank, one in outs.items():
         allowed = {"BufferClosed", "PeerDied" if trouble.kind == "kill" else "PeerLeft"}
-        if trouble.kind == "late":  # on whom the others have given up
+        if trouble.kind in ("late", "order"):  # on whom the others have given up
             allowed.add("PeerTimeout")
         # Whoever did not come to tell of its call may be here a call early.
         if trouble.kind == "order" or (trouble.kind == "raise" and trouble.what in _UNTOLD):
             allowed.add("CallMismatch")
         # Who has seen that a rank is late, or gave up, has given up as well.
-        right = one.names in ((), named) or trouble.kind == "late" or rank == culprit
+        right = one.names in ((), named) or trouble.kind in ("late", "order") or rank == culprit
         if one.kind not in allowed or not right:
             said.append(f"rank {rank}: {one}; want {' or '.join(sorted(allowed))} of {named}")
     return said

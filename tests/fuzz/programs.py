@@ -297,18 +297,10 @@ class _Drawer(MoreCallDrawer, TroubleDrawer):
             kind = None
         if kind == "event" and not isinstance(step, (Dispatch, Cached, Combine)):
             kind = None
-        low = isinstance(step, (LowDispatch, LowCombine))
         if kind == "mismatch" and (
             isinstance(step, MISFITS) or getattr(step, "x_of", None) is not None
         ):
             kind = None
-        if (
-            kind in ("mismatch", "bad")
-            and low
-            and opened.transport in ("collective", "hierarchical")
-        ):
-            # Some ranks agree on a new size first, and others do not.
-            kind = kind if self.may("order") else None
         if kind == "memory" and opened.transport != "direct":
             kind = None  # other transports take memory when ranks have met
         if kind:
@@ -328,6 +320,8 @@ class _Drawer(MoreCallDrawer, TroubleDrawer):
                 step = replace(step, rows="own")
             if isinstance(step, LowCombine):
                 step = replace(step, zero_copy=False)
+        if kind == "order" and opened.shares_memory:
+            self._shorten_waits(opened.buffer)
         if kind == "kill":
             while self.collectives:
                 self.act_end_collective()
@@ -349,6 +343,12 @@ class _Drawer(MoreCallDrawer, TroubleDrawer):
                     self._add_call(buffer, replace(more, rows="buffer", after=None))
         if kind == "kill":
             self._bury(opened.members[step.trouble.rank], at)
+
+    def _shorten_waits(self, number: int) -> None:
+        """Of a Buffer whose ranks are to wait in vain."""
+        for at, one in enumerate(self.steps):
+            if isinstance(one, Open) and one.buffer == number:
+                self.steps[at] = replace(one, timeout=LATE_TIMEOUT)
 
     def _last_look(self, number: int, at: int) -> None:
         """After a trouble that may have broken the Buffer, or have made a node of each rank."""

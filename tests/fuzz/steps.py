@@ -56,6 +56,11 @@ class Open:
     timeout: float = scaled(40)
     trouble: Trouble | None = None
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all its ranks do."""
+        return self.transport in ("direct", "ring")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Close:

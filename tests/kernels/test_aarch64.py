@@ -21,14 +21,11 @@ from tests.cases.kernel_code import OWN_ROWS, SIGNALS, SIGNATURES, STREAM, WAIT,
 from tests.cases.package import cold
 
 SUM = "reduce._reduce_kernel"
-LOW_LATENCY = (
-    "low_latency.calls._dispatch_send_kernel",
-    "low_latency.calls._combine_receive_kernel",
-)
+SLOTS = "call.slots._dispatch_kernel", "call.slot_sums._combine_kernel"
 CHOSEN = (
     *(*SIGNALS, *WAIT, *OWN_ROWS),
     *("rows._pack_kernel", "rows._scatter_kernel", SUM, SUM + HALF),
-    *("ring.dispatch._dispatch_kernel", *LOW_LATENCY),
+    *("ring.dispatch._dispatch_kernel", *SLOTS),
 )
 
 # Accesses that order others, and how processors of several generations do them.
@@ -91,14 +88,14 @@ def test_chosen_kernels(tmp_path: Path) -> None:
     found = {name: set(instructions(code)) for name, code in codes.items()}
     for name in (*SIGNALS, *OWN_ROWS):
         assert "stlr" in found[name], name
-    for name in ("signals.reaches", "ring.dispatch._dispatch_kernel", *LOW_LATENCY):
+    for name in ("signals.reaches", "ring.dispatch._dispatch_kernel", *SLOTS):
         assert {"ldar", "isb"} <= found[name], name
         assert "yield" not in found[name], name
     for name in (one for one in CHOSEN if one.removesuffix(HALF) in STREAM):
         assert {"stnp", "dmb"} <= found[name], name
     assert {"fcvtl", "fcvtn"} <= found[SUM + HALF]
     assert not {"fcvtl", "fcvtn"} & found[SUM], "bfloat16 is converted by shifts"
-    assert {"fmul", "fadd"} <= found[LOW_LATENCY[1]], "products are rounded before they are added"
+    assert {"fmul", "fadd"} <= found[SLOTS[1]], "products are rounded before they are added"
 
 
 def test_fused_instructions_and_helpers_are_known() -> None:

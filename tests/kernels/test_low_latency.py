@@ -1,104 +1,134 @@
-"""The low-latency steps of the sets for CPUs: same bytes and verdicts, nothing past the end."""
+"""Calls in slots, compiled and in steps: they refuse the same pairs, and move rows of any size."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from tests.cases.kernel_sets import FOR_CPUS
-from tests.cases.slots import CASTS, EXPERTS, MOST, RANKS, received, room, shape_of, there_and_back
-from tokenyard import kernels
-from tokenyard.testing import assert_same, poisoned
+import tokenyard
+from tests.cases.low_latency import Case, check, job
+from tokenyard.low_latency.stepwise import check_pairs, find_pairs
+from tokenyard.testing import poisoned, run_virtual
 from tokenyard.validate import SUMMABLE
-from tokenyard.wire.fp8 import NO_CAST
-from tokenyard.wire.slots import SlotPairs, Stray
+
+# Compiled where ranks share memory; in steps elsewhere.
+TRANSPORTS = ["direct", "collective"]
+NUM_EXPERTS = 6
+LONG = Case(num_ranks=2, hidden=2056, tokens=(2, 3), num_experts=7, rounds=1)
+ALONE = Case(num_ranks=2, hidden=512, tokens=(1, 0), num_topk=1, num_experts=2, rounds=1)
+MANY = Case(num_ranks=2, hidden=3, tokens=(140, 150), num_max=150, num_experts=7, rounds=1)
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, MOST])
-@pytest.mark.parametrize("cast", CASTS)
-def test_sets_write_the_same(cast: str, num_tokens: int) -> None:
-    got = there_and_back("numba", CASTS[cast], num_tokens)
-    assert_same(got, there_and_back("reference", CASTS[cast], num_tokens))
-
-
-@pytest.mark.parametrize("shift", [0, 8])
+@pytest.mark.parametrize("zero_copy", [False, True], ids=["copied", "zero-copy"])
 @pytest.mark.parametrize("dtype", SUMMABLE, ids=str)
-def test_long_rows(dtype: torch.dtype, shift: int) -> None:
-    """Longer than one program takes; they begin on the boundary of 16 bytes, and beside it."""
-    given = (NO_CAST, dtype, 2056), 2, 3, dtype, shift
-    assert_same(there_and_back("numba", *given), there_and_back("reference", *given))
+def test_long_rows(dtype: torch.dtype, zero_copy: bool) -> None:
+    case = replace(LONG, dtype=dtype, zero_copy=zero_copy)
+    check(case, run_virtual(job, 2, case).results)
 
 
-def test_many_tokens() -> None:
-    """More than one program, or one step of it, takes."""
-    given = (NO_CAST, torch.bfloat16, 3), 140, 150
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_many_tokens(transport: str) -> None:
+    """The memory for rows that a combine gives back grows."""
+    case = replace(MANY, transport=transport)
     with poisoned():
-        got = there_and_back("numba", *given)
-    assert_same(got, there_and_back("reference", *given))
+        check(case, run_virtual(job, 2, case).results)
 
 
-@pytest.mark.parametrize("name", FOR_CPUS)
-@pytest.mark.parametrize(
-    "idx, verdict",
-    [
-        ([[0, 1, 2], [3, 4, 7]], 5),
-        ([[0, 1, 2], [-2, 4, 6]], 3),
-        ([[2**40, 1, 2], [9, 9, 9]], 0),
-        ([[0, 1, 2], [3, 5, 3]], -2 - 5),
-        ([[-1, -1, -1], [3, -1, -1]], -1),
-    ],
-)
-def test_pairs_that_are_no_experts(name: str, idx: list[list[int]], verdict: int) -> None:
-    shape, topk_idx = shape_of(0, NO_CAST, torch.float32, 4), torch.tensor(idx)
-    block = torch.zeros(shape.block_bytes, dtype=torch.uint8)
-    sent = topk_idx.new_zeros(2, 2, 3)
-    stage = kernels.load(name).stage_slots
-    assert stage(torch.ones(2, 4), topk_idx, shape, block, sent) == verdict
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("packs", [False, True], ids=["plain", "packed"])
+def test_a_row_that_comes_alone(transport: str, packs: bool) -> None:
+    """Its scales, of 4 bytes if they are packed, lie before its experts."""
+    case = replace(ALONE, kind="uniform", fp8=(True, packs, packs), transport=transport)
+    check(case, run_virtual(job, 2, case).results)
 
 
-@pytest.mark.parametrize("name", FOR_CPUS)
-@pytest.mark.parametrize(
-    "idx, verdict, places",
-    [
-        ([[4, 1], [1, 0]], -1, [[0, 0], [1, 0]]),
-        ([[1, -1], [-1, 1]], -1, [[0, -1], [-1, 1]]),
-        ([[4, 1], [1, 4]], 3, None),
-        ([[4, 1], [-2, 0]], 2, None),
-    ],
-)
-def test_pairs_are_found_again(
-    name: str, idx: list[list[int]], verdict: int, places: list[list[int]] | None
-) -> None:
-    sent = torch.tensor([[[4, 1], [1, 0]], [[0, 0], [1, 0]]])
-    picked = torch.zeros(2, 2, dtype=torch.int64)
-    assert kernels.load(name).pick_slots(torch.tensor(idx), sent, picked) == verdict
-    assert places is None or picked.tolist() == places
+def answer(call: Any, *given: Any, **options: Any) -> str:
+    try:
+        call(*given, **options)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
-@pytest.mark.parametrize("name", FOR_CPUS)
-def test_words_that_no_rank_writes(name: str) -> None:
-    """What came from another rank is compared with what it may be, and named, before it is used."""
-    found, shape = kernels.load(name), shape_of(0, NO_CAST, torch.float32, 16)
-    idx = torch.tensor([[1, 4, -1], [5, -1, 1]])
-    block, sent = room(shape.block_bytes, 0), idx.new_zeros(2, *idx.shape)
-    assert found.stage_slots(torch.ones(2, 16), idx, shape, block, sent) == -1
-    for count in (-1, MOST + 1, 1 << 44):
-        with pytest.raises(Stray) as caught:
-            found.fill_slots([block] * RANKS, [2, count, 2], shape, received(shape))
-        assert caught.value.rank == 1
-    for expert in (-2, EXPERTS, 1 << 44):
-        lying = block.clone()
-        lying[:8].view(torch.int64)[0] = expert
-        with pytest.raises(Stray) as caught:
-            found.fill_slots([block, block, lying], [2] * RANKS, shape, received(shape))
-        assert caught.value.rank == 2
-    rows, tables = [torch.ones(4, 16)] * RANKS, idx.new_zeros(RANKS, 4)
-    picked, weights = torch.zeros_like(idx), torch.ones(2, 3)
-    assert found.pick_slots(idx, sent, picked) == -1
-    pairs, out = SlotPairs(idx, picked, weights), torch.empty(2, 16)
-    found.sum_slots(rows, tables, pairs, shape, out)
-    for first in (-1, 4, 3, 1 << 44):  # the second pair of expert 1 is the row after that
-        tables[0, 0] = first
-        with pytest.raises(Stray) as caught:
-            found.sum_slots(rows, tables, pairs, shape, out)
-        assert caught.value.rank == 0
+BAD = [
+    ([[0, 1, 2], [3, 4, 7]], "topk_idx[1, 2] is 7, want -1..5 (num_experts=6)"),
+    ([[0, 1, 2], [-2, 4, 6]], "topk_idx[1, 0] is -2, want -1..5 (num_experts=6)"),
+    ([[2**40, 1, 2], [9, 9, 9]], "topk_idx[0, 0] is 1099511627776, want -1..5 (num_experts=6)"),
+    ([[0, 1, 2], [3, 5, 3]], "topk_idx[1] names expert 3 2 times, want once at most"),
+    ([[4, 4, 4], [0, 1, 2]], "topk_idx[0] names expert 4 3 times, want once at most"),
+    ([[-1, -1, -1], [3, -1, -1]], ""),
+    ([[0, 1, 2], [0, 1, 2]], ""),
+]
+SENT = [[4, 1, -1], [1, 0, 5], [-1, -1, -1]]
+PICKED = [
+    ("as they were sent", SENT, [[0, 1, -1], [0, 1, 2], [-1, -1, -1]]),
+    ("permuted", [[1, -1, 4], [5, 1, 0], [-1, -1, -1]], [[1, -1, 0], [2, 0, 1], [-1, -1, -1]]),
+    ("some", [[1, -1, -1], [-1, -1, 1], [-1, -1, -1]], [[1, -1, -1], [-1, -1, 0], [-1, -1, -1]]),
+    ("twice", [[4, 4, 1], [1, 1, 1], [-1, -1, -1]], [[0, 0, 1], [0, 0, 0], [-1, -1, -1]]),
+]
+UNSENT = [
+    ([[4, 1, -1], [1, 4, 5], [-1, -1, -1]], "topk_idx[1, 1] is 4"),
+    ([[4, 1, -1], [-2, 0, 5], [-1, -1, -1]], "topk_idx[1, 0] is -2"),
+    ([[4, 1, -1], [1, 0, 5], [-1, 0, 0]], "topk_idx[2, 1] is 0"),
+]
+
+
+@pytest.mark.parametrize("idx, text", BAD)
+def test_pairs_that_are_no_experts(idx: list[list[int]], text: str) -> None:
+    assert answer(check_pairs, torch.tensor(idx), NUM_EXPERTS) == text
+
+
+@pytest.mark.parametrize("idx, picked", [one[1:] for one in PICKED], ids=[one[0] for one in PICKED])
+def test_pairs_are_found_again(idx: list[list[int]], picked: list[list[int]]) -> None:
+    assert find_pairs(torch.tensor(idx), torch.tensor(SENT)).tolist() == picked
+
+
+@pytest.mark.parametrize("idx, text", UNSENT)
+def test_pairs_that_were_not_sent(idx: list[list[int]], text: str) -> None:
+    want = f"{text}, want an expert that the token had in dispatch, or -1"
+    assert answer(find_pairs, torch.tensor(idx), torch.tensor(SENT)) == want
+
+
+def refuse(group: Any, transport: str) -> dict[str, list[Any]]:
+    """What calls say of the same pairs; and sums of rows whose expert is known by its number."""
+    told: dict[str, list[Any]] = {}
+    with tokenyard.Buffer(group, transport=transport, low_latency_mode=True) as buffer:
+
+        def send(idx: list[list[int]]) -> Any:
+            x = torch.ones(len(idx), 4)
+            return buffer.low_latency_dispatch(x, torch.tensor(idx), 4, NUM_EXPERTS, use_fp8=False)
+
+        def add(idx: list[list[int]]) -> list[float]:
+            got = send(SENT)
+            first = buffer.rank * NUM_EXPERTS // 2
+            gain = 10.0 ** torch.arange(first, first + NUM_EXPERTS // 2)
+            y = torch.ones(got.recv_x.shape) * gain[:, None, None]
+            topk_idx = torch.tensor(idx)
+            weights = torch.ones(topk_idx.shape)
+            sums = buffer.low_latency_combine(y, topk_idx, weights, got.handle).combined_x
+            return sums[:, 0].tolist()
+
+        told["bad"] = [answer(send, idx) for idx, _ in BAD]
+        told["unsent"] = [answer(add, idx) for idx, _ in UNSENT]
+        told["sums"] = [add(idx) for _, idx, _ in PICKED]
+    return told
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_calls_refuse_the_same_pairs(transport: str) -> None:
+    """All ranks give the same pairs, so each of them says what is wrong."""
+    sums = [[sum(10.0**e for e in token if e >= 0) for token in idx] for _, idx, _ in PICKED]
+    for rank, told in enumerate(run_virtual(refuse, 2, transport).results):
+        where = f", on rank {rank}"
+        bad = [text and f"low-latency dispatch: {text}{where}" for _, text in BAD]
+        assert told["bad"] == bad
+        unsent = [
+            f"low-latency combine: {text}, want an expert that the token had in dispatch, or -1"
+            + where
+            for _, text in UNSENT
+        ]
+        assert told["unsent"] == unsent
+        assert told["sums"] == sums

@@ -157,7 +157,7 @@ def test_other_devices_are_refused() -> None:
         kernels.pick("triton", "meta")
 
 
-def test_the_low_latency_mode_has_no_steps_here() -> None:
+def test_the_low_latency_mode_has_no_kernels_here() -> None:
     def job(group: object) -> str:
         with pytest.raises(ValueError) as caught:
             tokenyard.Buffer(group, low_latency_mode=True, kernels="triton")

@@ -1,4 +1,4 @@
-"""How often ranks that share no memory meet in a low-latency call: twice, whatever its size."""
+"""How often ranks that share no memory meet in a low-latency call: as in any call of the engine."""
 
 from __future__ import annotations
 
@@ -61,5 +61,5 @@ def test_two_exchanges_a_call(processes: Pools) -> None:
         assert max(mailed) == 0
     for rank, (sent, mailed, _) in enumerate(ranks.run(count_exchanges, "hierarchical")):
         words = 2 if rank == 2 else 1  # rank 2 is alone on its node, on both rails
-        assert max(sent) <= words + 1
-        assert max(mailed) <= 1
+        assert max(sent[2:]) <= words, sent  # few rows go with the words, once there is room
+        assert max(mailed[2:]) <= 1, mailed

@@ -40,7 +40,7 @@ def ascend(group: Any) -> tuple[int, int]:
                     buffer.low_latency_dispatch(
                         x, idx, NUM_MAX, 2, use_fp8=False, return_recv_hook=True
                     )
-        return shared_bytes()[1], len(slots_of(buffer).mapped)
+        return shared_bytes()[1], sum(len(place._held) for place in slots_of(buffer).places)
 
 
 @pytest.mark.processes
@@ -164,3 +164,51 @@ def close_as_a_call_ends(group: Any) -> str:
 @pytest.mark.processes
 def test_a_buffer_may_be_closed_while_a_call_ends_on_its_thread(processes: Pools) -> None:
     assert processes(2).run(close_as_a_call_ends) == ["closed", "closed"]
+
+
+def shrink_before_all_have_read(group: Any) -> float:
+    """Rank 0 goes on to far smaller calls while rank 1 is yet to read a large block of it."""
+    with tokenyard.Buffer(group, low_latency_mode=True, timeout=scaled(60)) as buffer:
+        other = 1 - group.rank()
+
+        def call(rows: int, hidden: int, later: bool) -> Any:
+            x = torch.full((rows, hidden), 1.0 + group.rank(), dtype=torch.bfloat16)
+            idx = torch.full((rows, 1), other)
+            return buffer.low_latency_dispatch(
+                x, idx, rows, 2, use_fp8=False, return_recv_hook=later
+            )
+
+        large = call(512, 8192, group.rank() == 1)
+        small = call(4, 64, True)
+        if group.rank() == 1:
+            time.sleep(scaled(0.5))
+            large.hook()
+        call(4, 64, False)
+        small.hook()
+        return float(large.recv_x[0, :512].float().sum())
+
+
+@pytest.mark.processes
+def test_a_large_block_stays_until_all_have_read_it(processes: Pools) -> None:
+    first, second = processes(2).run(shrink_before_all_have_read)
+    assert first == 2 * 512 * 8192
+    assert second == 512 * 8192
+
+
+def drop_and_close(group: Any) -> float:
+    """Rank 0 drops its hook and closes; rank 1 receives what rank 0 has sent later."""
+    x, topk_idx = torch.ones(4, 64), torch.zeros(4, 1, dtype=torch.int64) + 1 - group.rank()
+    with tokenyard.Buffer(group, low_latency_mode=True, timeout=scaled(60)) as buffer:
+        if group.rank() == 1:
+            time.sleep(scaled(0.5))
+        got: Any = buffer.low_latency_dispatch(
+            x, topk_idx, 4, 2, use_fp8=False, return_recv_hook=group.rank() == 0
+        )
+        if group.rank() == 0:
+            return 0.0
+        return float(got.recv_x[0, :4].sum())
+
+
+@pytest.mark.processes
+def test_a_rank_that_drops_its_hook_waits_before_it_leaves(processes: Pools) -> None:
+    assert processes(2).run(drop_and_close) == [0.0, 256.0]

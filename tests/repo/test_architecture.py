@@ -238,7 +238,7 @@ def test_no_function_takes_many_parameters() -> None:
 
 # What only some sets have: how a set is built, and what its hardware alone can do.
 OWN_KERNELS = {
-    "reference": {"logfmt", "low_latency"},
+    "reference": {"logfmt"},
     "numba": {
         "between_nodes",
         "caching",
@@ -246,7 +246,6 @@ OWN_KERNELS = {
         "counters",
         "llvm",
         "logfmt",
-        "low_latency",
         "progress",
         "ring",
     }

@@ -89,7 +89,7 @@ def test_low_latency_calls(num_tokens: int, hidden: int) -> None:
     for _, memory in run_virtual(taken, 2, work, timeout=scaled(200)).results:
         want, most = shared(work, 0, exact=True), shared(work, 0, exact=False)
         results, blocks = memory.pop("results"), want.pop("low latency: blocks sent")
-        assert memory == {"control": want["messages"], "posts": want["low latency: posts"]}
+        assert memory == {"control": want["messages"], "slots": want["low latency: messages"]}
         assert 0 <= results - blocks <= most["low latency: rows back"] + 2 * FIRST
 
 

@@ -167,8 +167,8 @@ FAULTS = (
         "agreement-swaps-who-differs",
         "agreement",
         "engine/agreement.py",
-        "raise differ(stage, term, (self._rank, wanted), (rank, theirs))",
-        "raise differ(stage, term, (rank, wanted), (self._rank, theirs))",
+        "raise differ(stage, term, (me, wanted), (rank, theirs))",
+        "raise differ(stage, term, (rank, wanted), (me, theirs))",
         first="tests/faults/test_misuse.py",
     ),
     Fault(

@@ -8,7 +8,7 @@ _LIVENESS = "shm/liveness.py"
 _POOL = "runtime/pool.py"
 _PARCELS = "kernels/numba/call/by_expert.py"
 _RING = "kernels/numba/ring/"
-_SLOTS = "kernels/numba/low_latency/"
+_CALL = "kernels/numba/call/"
 
 FAULTS = (
     Fault(
@@ -47,8 +47,8 @@ FAULTS = (
         "liveness-repeats-the-next-rank",
         "liveness",
         _LIVENESS,
-        "kind, culprit = _FAILURES[told % 4], told // 4 - 1",
-        "kind, culprit = _FAILURES[told % 4], told // 4",
+        "kind, culprit = _FAILURES[told % 3], told // 3 - 1",
+        "kind, culprit = _FAILURES[told % 3], told // 3",
         first="tests/faults/test_culprits.py",
     ),
     Fault(
@@ -155,42 +155,44 @@ FAULTS = (
     Fault(
         "low-latency-posts-before-rows-are-there",
         "low latency",
-        _SLOTS + "calls.py",
-        "    stage_rows(table, like)\n    publish(table)\n",
-        "    publish(table)\n    stage_rows(table, like)\n",
-        first="tests/faults/test_low_latency_order.py",
+        _CALL + "slots.py",
+        "        _fill_block(table, like)\n        send_message(table)\n",
+        "        send_message(table)\n        _fill_block(table, like)\n",
+        first="tests/low_latency/test_conformance.py",
     ),
     Fault(
         "low-latency-writes-over-what-is-unread",
         "low latency",
-        _SLOTS + "posts.py",
-        "words[at.READS], words[at.NUMBER] - 2",
-        "words[at.READS], words[at.NUMBER] - 4",
+        _CALL + "halves.py",
+        "await_all(lines[READ], size, epochs[READ], 0,",
+        "await_all(lines[READ], size, epochs[READ] - 1, 0,",
         first="tests/low_latency/test_memory.py",
     ),
     Fault(
         "low-latency-combine-wants-the-same-lanes",
         "low latency",
-        _SLOTS + "steps.py",
-        "to[i] = was[numel + found]",
-        "to[i] = was[numel + i]",
-        first="tests/low_latency/test_v1_ways.py",
+        _CALL + "slot_sums.py",
+        "picked[i] = j",
+        "picked[i] = i",
+        first="tests/kernels/test_low_latency.py",
     ),
     Fault(
-        "low-latency-records-stand-for-tokens",
+        "low-latency-all-ranks-have-as-many-experts",
         "low latency",
-        "low_latency/exchanged.py",
-        "num_tokens.append(1 + int(numbers[-1]) if len(records) else 0)",
-        "num_tokens.append(len(records))",
-        first="tests/low_latency/test_exchanged.py",
+        "low_latency/stepwise.py",
+        "arrived = (owner * shape.placement.most_experts + local).argsort(stable=True)",
+        "arrived = (owner * shape.num_local + local).argsort(stable=True)",
+        first="tests/kernels/test_low_latency.py",
     ),
     Fault(
         "low-latency-forgets-a-call-it-owes",
         "low latency",
-        "low_latency/posts.py",
-        "last = max(number, self.owed[post.place])",
-        "last = number",
-        first="tests/faults/test_low_latency_breaks.py",
+        "low_latency/shared.py",
+        """            elif place.is_posted:  # nobody can call it any more
+                place.mailbox.signal(READ)
+""",
+        "",
+        first="tests/low_latency/test_calls.py",
     ),
     Fault(
         "by-expert-pads-what-is-aligned",

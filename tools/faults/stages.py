@@ -116,12 +116,13 @@ STAGES: dict[str, tuple[Stage, ...]] = {
     "kernels/numba/": (_quick("tests/kernels"), *_EXCHANGE),
     "kernels/numba/between_nodes/": _BETWEEN_NODES,
     "kernels/numba/call/": (_quick("tests/engine", "tests/test_stats.py"), *_EXCHANGE),
+    "kernels/numba/call/halves.py": _LOW_LATENCY,
+    "kernels/numba/call/slot": _LOW_LATENCY,
     "kernels/numba/layout.py": (
         _quick("tests/kernels"),
         _quick("tests/compat/elastic"),
         *_EXCHANGE,
     ),
-    "kernels/numba/low_latency/": _LOW_LATENCY,
     "kernels/numba/ring/": (
         _quick("tests/kernels/test_ring.py", "tests/transports/test_ring.py"),
         _processes("tests/transports/test_ring.py"),

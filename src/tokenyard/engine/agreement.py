@@ -241,11 +241,7 @@ class Agreement:
             self.number = int(answer[:, at.NUMBER].max()) + 1
         self._raise_failures(stage, failed, texts, failure)
         self.engaged = False
-        columns = answer[:, at.CALL : at.TOKENS].T.tolist()
-        for term, wanted, column in zip(Call._fields, mine, columns):
-            for rank, theirs in enumerate(column):
-                if theirs != wanted:
-                    raise differ(stage, term, (self._rank, wanted), (rank, theirs))
+        raise_difference(stage, self._rank, mine, answer)
 
     def _raise_failures(
         self, stage: str, failed: np.ndarray, texts: np.ndarray, own: Exception | None
@@ -261,6 +257,10 @@ class Agreement:
         raise rejected(rank, texts[rank], stage)
 
 
-def stage_in(message: np.ndarray) -> int:
-    """The place in STAGES of the call that the sender of this message makes."""
-    return int(message[at.CALL])
+def raise_difference(stage: str, me: int, mine: Call, messages_RM: np.ndarray) -> None:
+    """Raise what some rank's call differs in from this rank's, if one does."""
+    columns = messages_RM[:, at.CALL : at.TOKENS].T.tolist()
+    for term, wanted, column in zip(Call._fields, mine, columns):
+        for rank, theirs in enumerate(column):
+            if theirs != wanted:
+                raise differ(stage, term, (me, wanted), (rank, theirs))

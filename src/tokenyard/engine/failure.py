@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tokenyard.errors import CallMismatch, CallsDiffer, PeerError, PeerLeft
+from tokenyard.errors import CallMismatch, PeerError, PeerLeft
 
 
 class Failure:
@@ -23,11 +23,9 @@ class Failure:
         if self.error is not None:
             return
         self.error = error
-        if isinstance(error, CallMismatch):
-            if error.on_all_ranks:  # the peers see it as this rank does
-                return
-            error = CallsDiffer(str(error), ranks=(self._rank,), stage="")
-        elif not isinstance(error, PeerError):
+        if isinstance(error, CallMismatch):  # the peers see it as this rank does
+            return
+        if not isinstance(error, PeerError):
             text = f"rank {self._rank} gave up: {_said(error)}"
             error = PeerLeft(text, ranks=(self._rank,), stage="")
         self._tell(error)

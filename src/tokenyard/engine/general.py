@@ -64,6 +64,7 @@ class GeneralCalls:
                 numbers = core.local.token_numbers(given.x.shape[0])
                 columns = [given.x, given.scales, given.topk_idx, given.topk_weights, numbers]
                 terms = self._dispatch_terms(stage, given, counted, columns, heard)
+                terms = terms._replace(call=terms.call._replace(**request.also))
             except Exception as error:
                 self._reject(stage, error, heard)
 

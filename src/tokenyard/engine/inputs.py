@@ -6,7 +6,8 @@ sent anything to the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,8 @@ class DispatchRequest(NamedTuple):
     previous_event: Any
     tag: Any
     balanced: Any = True  # where the Buffer has a balance
+    # What else ranks must agree on, by field of `Call`.
+    also: Mapping[str, int] = MappingProxyType({})
 
     @staticmethod
     def plain(

@@ -1,14 +1,12 @@
 """What ranks must agree on, how it is named to a reader, and the error that says they differ.
 
-Both modes report through `differ`: the agreement compares words of `Call`, the low-latency mode
-compares posts. A term is named by its field of `Call`; two more terms are the posts' own.
+A term is named by its field of `Call`, whose words all ranks compare.
 """
 
 from __future__ import annotations
 
 from tokenyard.errors import CallMismatch
 from tokenyard.types import OTHER_BUFFER, ROW_DTYPES, SCALE_DTYPES
-from tokenyard.wire.fp8 import NO_CAST, PACKED, PLAIN, ROUNDED
 
 # The calls that ranks make together. Their places in this tuple travel between ranks.
 STAGES = (
@@ -30,7 +28,7 @@ STAGES = (
     "share stack",
 )
 
-CASTS = {NO_CAST: "none", PLAIN: "use_fp8", ROUNDED: "round_scale", PACKED: "use_ue8m0"}
+CASTS = ("use_fp8", "round_scale", "use_ue8m0")  # by the codes of `wire.fp8`; -1: none
 
 _WORDS = {
     "stage": "what they call",
@@ -49,8 +47,6 @@ _WORDS = {
     "cast": "use_fp8, round_scale or use_ue8m0",
     "options": "transport=, ring memory, ranks_per_node=, placement=, balance= or low-latency mode",
     "tag": "tag",
-    "post_number": "how many low-latency calls they made",
-    "post_handle": "the handle (by its dispatch's number)",
 }
 # What else a digest stands for.
 _OPTIONS = {"rebalance": "the placement", "share stack": "the shape of an expert, or its dtype"}
@@ -61,8 +57,6 @@ def differ(
     term: str,
     mine: tuple[int, int],
     theirs: tuple[int, int],
-    *,
-    on_all_ranks: bool = True,
 ) -> CallMismatch:
     """The error that this rank raises in `stage`. `mine` and `theirs` are (rank, value) pairs.
 
@@ -75,7 +69,6 @@ def differ(
         f"{stage}: ranks differ in {what}: {_show(term, own, True)} on rank {rank}, "
         f"{_show(term, their, False)} on rank {other}",
         what=term,  # the same on all ranks: where values differ, each rank differs from some other
-        on_all_ranks=on_all_ranks,
     )
 
 
@@ -86,12 +79,13 @@ def _show(term: str, value: int, is_own: bool) -> str:
         return "none"
     if term == "handle" and value >= OTHER_BUFFER:
         return "one of another Buffer"
-    if term == "stage":
-        return STAGES[value] if 0 <= value < len(STAGES) else "another call"
-    if term == "dtype":
-        return str(ROW_DTYPES[value]).removeprefix("torch.")
-    if term == "scales_dtype":
-        return str(SCALE_DTYPES[value]).removeprefix("torch.")
-    if term == "cast":
-        return CASTS[value]
-    return str(value)
+    names = {
+        "dtype": [str(one).removeprefix("torch.") for one in ROW_DTYPES],
+        "scales_dtype": [str(one).removeprefix("torch.") for one in SCALE_DTYPES],
+        "cast": CASTS,
+        "stage": STAGES,
+    }
+    if term not in names:
+        return str(value)
+    known = names[term]
+    return known[value] if 0 <= value < len(known) else "another"

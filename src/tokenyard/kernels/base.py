@@ -20,7 +20,6 @@ from torch import Tensor
 
 from tokenyard.runtime import variables
 from tokenyard.types import Aligned, DeviceCounts, Layout, Places, Route, UnpermuteGrads
-from tokenyard.wire.slots import SlotPairs, SlotResults, SlotShape
 
 _log = logging.getLogger("tokenyard")
 SETS = ("numba", "reference", "triton")
@@ -117,66 +116,12 @@ class SharingKernels(RowKernels, Protocol):
         """Reorder each token's copies by the last lane of their ranks."""
 
 
-class SlotKernels(RowKernels, Protocol):
-    """The steps of the low-latency mode. The set "triton" has none: they are for CPU tensors."""
-
-    def stage_slots(
-        self,
-        x_TD: Tensor,
-        topk_idx_TK: Tensor,
-        shape: SlotShape,
-        block_B: Tensor,
-        sent_2TK: Tensor,
-    ) -> int:
-        """Lay tokens out in a block (see `tokenyard.wire.slots`), cast if the shape says so.
-
-        `sent` gets topk_idx, and each pair's place among those of its expert. -1, or p where pair p
-        is no expert, or -2 - p where it names its token's expert again; the block is then not to be
-        used.
-        """
-
-    def fill_slots(
-        self,
-        blocks: Sequence[Tensor],
-        tokens: Sequence[int],
-        shape: SlotShape,
-        out: SlotResults,
-    ) -> None:
-        """Take this rank's rows out of all ranks' blocks, by (source rank, token). Stray if a block
-        is none that a rank has written.
-        """
-
-    def stage_back(
-        self, y_LSD: Tensor, layout_range_LR: Tensor, outs: Sequence[Tensor], tables_RL: Tensor
-    ) -> None:
-        """The rows of each source rank, as bytes, by (local expert, slot); where each expert's
-        begin goes into the table.
-        """
-
+class Kernels(RowKernels, Protocol):
     def logfmt(self, y_ND: Tensor, out_ND: Tensor) -> None:
-        """What a receiver of bfloat16 rows has after LogFMT, in float32 (`spec.logfmt`)."""
-
-    def pick_slots(self, topk_idx_TK: Tensor, sent_2TK: Tensor, picked_TK: Tensor) -> int:
-        """Find each pair's place again, -1 for those that are -1. The first pair that was not sent,
-        or -1.
+        """What a receiver of bfloat16 rows has after LogFMT, in float32 (`spec.logfmt`). The set
+        "triton" has none: the low-latency mode is for CPU tensors.
         """
 
-    def sum_slots(
-        self,
-        rows: Sequence[Tensor],
-        tables_RL: Tensor,
-        pairs: SlotPairs,
-        shape: SlotShape,
-        out_TD: Tensor,
-    ) -> Tensor:
-        """The weighted sum of each token's rows as `spec.low_latency_combine` makes it.
-
-        rows[r] came from rank r, and tables[r] says where those of each of its experts begin.
-        Stray if that is past their end.
-        """
-
-
-class Kernels(SlotKernels, Protocol):
     def layout(
         self,
         topk_idx_TK: Tensor,

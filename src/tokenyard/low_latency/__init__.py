@@ -1,14 +1,13 @@
-"""The low-latency mode: a few tokens, fixed slots, and no counting round.
+"""The low-latency mode: DeepEP's names over the ordinary call, with rows in fixed slots.
 
-calls      the part of Buffer that users see: DeepEP V1's signatures
-forks      arguments that forks of DeepEP have added
-engine     what a call does, in which order
-logfmt     rows as DeepEP's 10-bit logarithms keep them
-inputs     what calls are given, checked
-results    the memory in which tokens arrive
-handle     what a dispatch leaves for its combine
-posts      how ranks that share memory announce calls, fail and wait
-shared     the exchange between ranks that share memory
-exchanged  the exchange between ranks that do not
-mismatch   what two posts differ in
+calls     the part of Buffer that users see: DeepEP V1's signatures
+forks     arguments that forks of DeepEP have added
+inputs    what calls are given, checked
+shape     what follows from the sizes of calls
+engine    what calls do alike, wherever ranks are
+shared    calls where ranks share memory: compiled ones
+places    what these keep: mailboxes, blocks, plans, masks
+stepwise  calls where ranks share none: those of the engine by source, then slots
+handle    what a dispatch leaves for its combine
+logfmt    rows as DeepEP's 10-bit logarithms keep them
 """

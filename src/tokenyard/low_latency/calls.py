@@ -11,12 +11,11 @@ from torch import Tensor
 from tokenyard.errors import BufferClosed
 from tokenyard.low_latency import forks
 from tokenyard.low_latency.engine import LowLatency
-from tokenyard.low_latency.handle import STAGE_OF, LowLatencyHandle
+from tokenyard.low_latency.handle import COMBINE, DISPATCH, STAGE_OF, LowLatencyHandle
 from tokenyard.low_latency.inputs import most_bytes
 from tokenyard.runtime import observers
 from tokenyard.runtime.completion import AT_ONCE, Completion, RecvHook
 from tokenyard.runtime.events import EventOverlap
-from tokenyard.wire.slots import COMBINE, DISPATCH
 
 
 class LowLatencyDispatched(NamedTuple):
@@ -91,13 +90,13 @@ class LowLatencyCalls:
             if engine.local.choice is not None:
                 topk_idx = engine.chosen(DISPATCH, topk_idx)
             got, handle, event, later = engine.dispatch(
+                completion,
                 x,
                 topk_idx,
                 num_max_dispatch_tokens_per_rank,
                 num_experts,
                 cumulative_local_expert_recv_stats,
                 (use_fp8, round_scale, use_ue8m0),
-                completion,
             )
         for tell in observers.dispatched:
             tell(opened, x, chosen, None, num_experts)
@@ -142,7 +141,7 @@ class LowLatencyCalls:
             if engine.local.choice is not None:
                 topk_idx = engine.chosen(COMBINE, topk_idx)
             combined, event, later = engine.combine(
-                x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, out, completion
+                completion, x, topk_idx, topk_weights, handle, use_logfmt, zero_copy, out
             )
         hook = partial(self._receive, later) if return_recv_hook and later else None
         return LowLatencyCombined(combined, event, hook)
@@ -157,7 +156,7 @@ class LowLatencyCalls:
         """Meet all ranks, as DeepEP does. Nothing needs cleaning: signals only grow.
 
         A rank that is dead or silent raises, or is left out with enable_shrink. It counts as a
-        dispatch, so a hook of two calls ago must have been called.
+        dispatch.
         """
         with self._use:
             engine = self._low_latency or self._open_low_latency(is_open=True)
@@ -168,7 +167,7 @@ class LowLatencyCalls:
 
         A rank that is taken in again must have made all calls in the meantime.
         """
-        self._open_low_latency().mask(rank_to_mask, mask)
+        self._open_low_latency().change_mask(rank_to_mask, mask)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
         """Write 1 for each rank that is left out into mask_status (int32, one a rank), else 0."""
@@ -191,7 +190,7 @@ class LowLatencyCalls:
 
     def _receive(self, hook: RecvHook) -> None:
         """What the user's hook does. Called a second time it does nothing."""
-        if not hook.is_over:
+        if not hook.is_over or hook.refused is not None:
             self._use.stage = "low-latency receive"
             try:
                 with self._use:

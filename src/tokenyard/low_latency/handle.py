@@ -1,21 +1,22 @@
-"""What lasts of a low-latency dispatch until its combine, and a combine that is on its way."""
+"""What lasts of a low-latency dispatch until its combine."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tokenyard.low_latency.shape import SlotShape
 from tokenyard.replicas import num_logical
 from tokenyard.runtime.completion import RecvHook
 from tokenyard.runtime.copies import Once
 from tokenyard.wire import int64s
-from tokenyard.wire.slots import SlotShape
 
+DISPATCH, COMBINE = 0, 1  # the kinds of calls
 STAGE_OF = ("low-latency dispatch", "low-latency combine")  # by kind of call
 
 
@@ -99,14 +100,3 @@ class LowLatencyHandle(Once):
             f"tokens sent, {shape.num_local} experts of {shape.num_slots} slots, "
             f"hidden {shape.hidden}>"
         )
-
-
-class PendingCombine(NamedTuple):
-    """A combine that was sent and is not received yet: what its second half needs."""
-
-    own: Tensor | None  # [L, S, D] y, if it can be read until the end; else the sender copied it
-    dtype: torch.dtype  # of y
-    topk_idx: Tensor  # [T, K] int64
-    weights: Tensor  # [T, K] float32
-    handle: LowLatencyHandle
-    zero_copy: bool

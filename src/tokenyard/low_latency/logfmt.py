@@ -7,13 +7,11 @@ bit. Fewer bytes do not travel: where ranks share memory, packing takes longer t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from tokenyard import validate
-from tokenyard.kernels.base import SlotKernels
+from tokenyard.kernels import Kernels
 from tokenyard.low_latency.handle import LowLatencyHandle
 from tokenyard.runtime import memory
 from tokenyard.wire.verdicts import LOW
@@ -35,7 +33,7 @@ def check(y_LSD: Tensor, zero_copy: bool) -> None:
     )
 
 
-def cast(kernels: SlotKernels, y_LSD: Tensor, handle: LowLatencyHandle) -> Tensor:
+def cast(kernels: Kernels, y_LSD: Tensor, handle: LowLatencyHandle) -> Tensor:
     """[L, S, D] float32: the rows that are in use, as their receivers decode them."""
     out_LSD = memory.empty(*y_LSD.shape, dtype=torch.float32)
     for y_SD, out_SD, counts_R in zip(y_LSD, out_LSD, handle.ranges & LOW):
@@ -45,7 +43,6 @@ def cast(kernels: SlotKernels, y_LSD: Tensor, handle: LowLatencyHandle) -> Tenso
     return out_LSD
 
 
-def receive_and_round(receive: Callable[[], None], sums_TD: Tensor, out_TD: Tensor) -> None:
-    receive()
+def round_sums(sums_TD: Tensor, out_TD: Tensor) -> None:
     with torch.inference_mode():  # out may have been made in it, which writing to it needs
         out_TD.copy_(sums_TD)

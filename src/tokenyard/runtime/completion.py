@@ -31,13 +31,15 @@ AT_ONCE = Completion()
 
 
 class RecvHook(Once):
-    """The second half of a call. The first call of the hook does it; later ones do nothing."""
+    """The second half of a call. The first call of the hook does it; later ones do nothing, but
+    raise what it met on the Buffer's thread, or in a call that needed its place.
+    """
 
     def __init__(self, work: Callable[[], None], way: EventHandle | None = None) -> None:
         """`way` is over when the rows are here, where the Buffer's thread brings them."""
         self._work: Callable[[], None] | None = work
         self._way = way
-        self.refused: ValueError | None = None  # what `on_thread` kept for the event
+        self.refused: Exception | None = None  # what `on_thread` kept for the user
         self.then: list[Callable[[], None]] = []  # done after the work
 
     @property
@@ -51,6 +53,8 @@ class RecvHook(Once):
             work()
             for do in self.then:
                 do()
+        elif self.refused is not None:
+            raise self.refused
 
     def look(self) -> None:
         """Raise what the rows have met on their way: in a Buffer that is broken already, nobody
@@ -60,12 +64,14 @@ class RecvHook(Once):
             self._way.current_stream_wait()
 
     def on_thread(self) -> None:
-        """Do it on the Buffer's thread. Bad input of another rank does not break the Buffer: the
-        event raises it.
+        """Do it before the user asks. What all ranks raise does not break the Buffer: the event,
+        or the user's own call of the hook, raises it.
         """
         try:
             self()
-        except ValueError as error:
+        except Exception as error:
+            if not getattr(error, "on_all_ranks", False):
+                raise
             self.refused = error
 
 

@@ -67,6 +67,10 @@ class AttachedSegments:
             mapped = self._mapped[rank][identity] = Mapped(array, int(array.ctypes.data))
         return mapped
 
+    def has(self, rank: int, identity: int) -> bool:
+        """Whether a peer's segment is mapped, and was not given back as far as this rank knows."""
+        return identity in self._mapped[rank]
+
     def make_known(self, rank: int, told: Sequence[int], stage: str) -> None:
         """Map a peer's segment for compiled calls, in place of the one that was known longest."""
         mapped, next_one = self.memory(rank, told, stage), self._next_known[rank]

@@ -18,8 +18,6 @@ from typing import NamedTuple
 
 from tokenyard.comm.base import Communicator, Leaving
 from tokenyard.errors import (
-    CallMismatch,
-    CallsDiffer,
     PeerDied,
     PeerError,
     PeerLeft,
@@ -33,7 +31,7 @@ from tokenyard.runtime.threads import has_core_each
 from tokenyard.shm.control import BEAT, FAILURE, LEFT, Control
 from tokenyard.shm.processes import watch, within
 
-_FAILURES = (PeerTimeout, PeerDied, CallsDiffer, PeerLeft)
+_FAILURES = (PeerTimeout, PeerDied, PeerLeft)
 _NOTICE_MS = 500  # a process is seen to be dead a moment after its connections break
 _GRACE = 0.2  # seconds for signals that are on their way when a peer is seen to be dead
 
@@ -119,14 +117,14 @@ class Liveness(Leaving):
             if self._beats() != beats:
                 deadline, beats = now + self._timeout, self._beats()
             if not self.shrinks:
-                self.raise_told(stage, step)
+                self.raise_told(stage)
             gone = self.have_left()
             dead = tuple(rank for rank in self.dead_ranks() if rank not in given_up)
             if gone and step():  # what they did before they left may have come just now
                 awaited = gone.intersection(missing())
                 if awaited:
                     if not self.shrinks:
-                        self.raise_told(stage, step)  # a rank says why before it leaves
+                        self.raise_told(stage)  # a rank says why before it leaves
                     names = self.names(sorted(gone))
                     fallen = tuple(rank for rank in dead if rank not in names)
                     if fallen:  # most likely the others left because of these
@@ -159,22 +157,19 @@ class Liveness(Leaving):
             self._controls[self.rank].text[:] = text_to_words(str(error))
             if error.ranks == (self.me,):
                 self._communicator.report(error)
-            kind = next((k for k, one in enumerate(_FAILURES) if isinstance(error, one)), 3)
-            head[FAILURE] = 4 * (1 + error.rank) + kind  # one store, so readers see all or nothing
+            kind = next((k for k, one in enumerate(_FAILURES) if isinstance(error, one)), 2)
+            head[FAILURE] = 3 * (1 + error.rank) + kind  # one store, so readers see all or nothing
 
-    def raise_told(self, stage: str, step: Callable[[], object] = bool) -> None:
+    def raise_told(self, stage: str) -> None:
         """Raise if a rank of the node has told of a failure, or another thread of this rank has."""
         for rank, head in enumerate(self._heads):
             told = int(head[FAILURE])
             if told:
-                kind, culprit = _FAILURES[told % 4], told // 4 - 1
+                kind, culprit = _FAILURES[told % 3], told // 3 - 1
                 text = words_to_text(self._controls[rank].text)
                 said = (
                     f"{stage}: rank {self._members[rank]} has given up ({text}), on rank {self.me}"
                 )
-                if kind is CallsDiffer:
-                    step()  # which may say so in this rank's own words
-                    raise CallMismatch(said, what="stage", on_all_ranks=False)
                 error = kind(said, ranks=(culprit,), stage=stage)
                 if rank != self.rank:
                     self._communicator.report(error)  # so that no other node blames this rank

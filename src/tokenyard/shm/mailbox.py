@@ -97,6 +97,30 @@ class Mailbox:
             self._wait_long(incoming, epoch, first, stage, self.look)
         return inbox[:, : message_RM.shape[1]].copy()
 
+    def send(self, message_RM: np.ndarray) -> None:
+        """Send a message, and wait for none."""
+        self.epochs[MAIL] += 1
+        epoch = self.epochs[MAIL]
+        (outgoing, incoming), outboxes = self._lines[MAIL], self._boxes[epoch % 2][0]
+        self._kernels.post(message_RM, outboxes, outgoing, incoming, self._size, epoch, 0, 0)
+
+    def signal(self, kind: int) -> None:
+        """Signal to all ranks, and wait for none."""
+        self.epochs[kind] += 1
+        self._kernels.meet(*self._lines[kind], self._size, self.epochs[kind], 0)
+
+    def late_ranks(self, kind: int, skip: int) -> list[int]:
+        """Those that have signalled less often than this rank, but for ranks whose word is not 0 at
+        this address.
+        """
+        lines, epoch, r = self._lines[kind][1], self.epochs[kind], -1
+        late: list[int] = []
+        while (r := self._kernels.await_signals(lines, self._size, epoch, r + 1, 1, -1, skip)) < (
+            self._size
+        ):
+            late.append(r)
+        return late
+
     def awaited(self) -> int:
         """The first rank whose message of this exchange has not come; R if all have."""
         return self._kernels.await_signals(
@@ -158,15 +182,6 @@ class Mailbox:
     def num_sent(self) -> int:
         """How many messages this rank has sent to each of the others."""
         return self.epochs[MAIL]
-
-    @property
-    def arrivals(self) -> int:
-        """The address of [R] addresses: line r counts the messages of rank r to this one."""
-        return self._lines[MAIL][1]
-
-    def next_message(self, rank: int) -> np.ndarray:
-        """What a rank has sent in an exchange that this one has not begun."""
-        return self._boxes[(self.num_sent + 1) % 2][1][rank]
 
     def _wait_long(
         self,

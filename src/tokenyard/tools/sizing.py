@@ -25,7 +25,8 @@ import torch
 
 from tokenyard import validate
 from tokenyard.engine.inputs import SMALL
-from tokenyard.low_latency.posts import control_bytes as post_bytes
+from tokenyard.low_latency.places import control_bytes as mail_bytes
+from tokenyard.low_latency.shape import SlotShape
 from tokenyard.runtime.pool import size_class
 from tokenyard.shm.control import ControlLayout
 from tokenyard.shm.node import BOX
@@ -39,7 +40,6 @@ from tokenyard.types import round_up
 from tokenyard.validate import SUMMABLE
 from tokenyard.wire.columns import LINE, column_offsets
 from tokenyard.wire.fp8 import NO_CAST, PLAIN
-from tokenyard.wire.slots import SlotShape
 
 SHARED, OWN = "shared", "own"  # memory that ranks of a machine map, or of the process alone
 TRANSPORTS = ("auto", "direct", "ring", "collective", "hierarchical")
@@ -219,10 +219,10 @@ def _low_latency(work: Workload) -> Iterator[Part]:
     shared = work.chosen in ("direct", "ring")
     kind = SHARED if shared else OWN
     shape = _slots(work, PLAIN if _casts(work) else NO_CAST)
-    back = work.num_ranks * (shape.table_bytes + shape.most_back * work.row_bytes)
+    back = work.num_ranks * (shape.firsts_bytes + shape.most_back * work.row_bytes)
     if shared:
-        why = "posts, by which ranks tell of calls, for as long as the Buffer lives"
-        yield Part("low latency: posts", post_bytes(work.num_ranks), SHARED, why)
+        why = "messages, by which ranks tell of calls, for as long as the Buffer lives"
+        yield Part("low latency: messages", mail_bytes(work.num_ranks), SHARED, why)
     told = "FP8 with scales" if _casts(work) else str(work.dtype).removeprefix("torch.")
     yield Part(
         "low latency: blocks sent",
@@ -263,7 +263,6 @@ def _slots(work: Workload, cast: int) -> SlotShape:
         hidden=work.hidden,
         num_topk=work.num_topk,
         dtype=work.dtype,
-        dtype_code=0,
         cast=cast,
         placement=work.placement,
     )

@@ -1,11 +1,12 @@
 """Layouts that kernels and transports must both know: each is written down here, once.
 
-    columns      rows in memory, column by column, and the size of a cache line
-    fp8          groups, casts and their codes
-    slots        blocks and posts of the low-latency mode
-    call_table   the words that a compiled low-latency call reads
-    verdicts     how a compiled call ended
-    rings        how a call uses the rings of the ring transport
+    call, nodes_table, balance  the tables that compiled calls are told by
+    message, node_blocks        what ranks tell each other before rows move
+    signals, verdicts           what a call waits for, and how it ended
+    counters                    what is counted
+    columns, int64s             rows in memory, column by column; memory of whole numbers
+    fp8, logfmt                 casts of rows, and their codes
+    rings                       how a call uses the rings of the ring transport
 
 `spec` says the same in its own words, so that a mistake here cannot hide there.
 """

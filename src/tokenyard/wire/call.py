@@ -91,7 +91,23 @@ BY_EXPERT = 74  # 1: each rank sums its rows of a token first
 WEIGH = 75  # whether each of those counts as often as its weight says
 ALL_READY = 76  # whether every rank's rows could be read when it posted
 BEGINS = 77  # [2] where each column is copied to in the block; -1: others read it where it is
-TABLE_WORDS = 79
+
+# Ranks that go on without others. 0 where none may.
+MASKED = 79  # address of [R]: not 0 for the ranks that this rank leaves out
+FLAGS = 80  # address of [R] addresses: of each rank's word that says whether it leaves this one out
+
+# Rows in slots: S of each expert, R times the most tokens of a rank.
+LATER = 81  # 1: the call returns POSTED once its message is sent, and is entered again to receive
+CAST = 82  # how rows are cast to FP8: a code of `wire.fp8`
+NUM_SLOTS = 83  # S
+PAIRS_SENT = 84  # address of [2, T, K]: topk_idx of the dispatch, each pair's place of its expert
+RANGES = 85  # address of [NUM_LOCAL, R]: begin << 32 | count of each rank's rows
+SRC_INFO = 86  # address of [NUM_LOCAL, S] int32: each row's token on its rank
+TOTALS = 87  # address of [NUM_LOCAL] int32 that counts are added to, or 0
+LOCAL_OF_EXPERT = 88  # address of [E] int32: an expert's number on its own rank
+ROWS_AT = 89  # address of the room for rows that others read. 0: they lie there already
+FIRSTS_BYTES = 90  # of what a combine tells one rank: where the rows of each expert begin
+TABLE_WORDS = 91
 
 MOST_COLUMNS = 5  # x, scales, ids, weights, tokens
 MOST_SUMS = 2  # columns of a combine, and biases

@@ -28,4 +28,4 @@ def tag_means(what: str) -> Iterator[None]:
         if error.what != "tag":
             raise
         text = str(error).replace("differ in tag", f"differ in {what}")
-        raise CallMismatch(text, what=what, on_all_ranks=error.on_all_ranks) from None
+        raise CallMismatch(text, what=what) from None

@@ -11,7 +11,6 @@ apply to them, since they read raw addresses: to step through a kernel, take the
     rearrange/   copies between any two strides
     quantize     to FP8 and back
     logfmt       what LogFMT leaves of rows
-    low_latency/ the steps of the low-latency mode, and whole calls for ranks that share memory
     call/        a whole dispatch or combine of ranks that share memory
     between_nodes/  the steps of a call of few rows between nodes
     signals      signals between ranks that share memory
@@ -27,18 +26,11 @@ from tokenyard.kernels.numba.call.ahead import expect_calls
 from tokenyard.kernels.numba.call.balance import assign, balance_call, count_pairs, take_slots
 from tokenyard.kernels.numba.call.by_expert import call_by_expert, take_rows
 from tokenyard.kernels.numba.call.by_source import call_by_source, write_rows
+from tokenyard.kernels.numba.call.slot_sums import combine_slots
+from tokenyard.kernels.numba.call.slots import dispatch_slots
 from tokenyard.kernels.numba.call.sums import call_combine, share_rows, sum_rows
 from tokenyard.kernels.numba.layout import layout, list_by_lane, route
 from tokenyard.kernels.numba.logfmt import logfmt
-from tokenyard.kernels.numba.low_latency.calls import combine_calls, dispatch_calls
-from tokenyard.kernels.numba.low_latency.posts import find_ahead, find_failure, signal
-from tokenyard.kernels.numba.low_latency.steps import (
-    fill_slots,
-    pick_slots,
-    stage_back,
-    stage_slots,
-    sum_slots,
-)
 from tokenyard.kernels.numba.permute import (
     place,
     spread,
@@ -70,14 +62,11 @@ __all__ = [
     "call_by_expert",
     "call_by_source",
     "call_combine",
-    "combine_calls",
+    "combine_slots",
     "count_pairs",
     "counts_on_device",
-    "dispatch_calls",
+    "dispatch_slots",
     "expect_calls",
-    "fill_slots",
-    "find_ahead",
-    "find_failure",
     "layout",
     "list_by_lane",
     "localise",
@@ -89,7 +78,6 @@ __all__ = [
     "nodes_rows",
     "nodes_sums",
     "pack",
-    "pick_slots",
     "place",
     "plan_from_fp8",
     "plan_ring_combine",
@@ -108,12 +96,8 @@ __all__ = [
     "scatter",
     "share_rows",
     "shares_memory",
-    "signal",
     "spread",
-    "stage_back",
-    "stage_slots",
     "sum_rows",
-    "sum_slots",
     "take_rows",
     "take_slots",
     "unpermute",

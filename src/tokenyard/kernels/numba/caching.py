@@ -57,7 +57,6 @@ _ELSEWHERE = (
     "types.py",
     "wire/balance.py",
     "wire/call.py",
-    "wire/call_table.py",
     "wire/columns.py",
     "wire/counters.py",
     "wire/fp8.py",
@@ -67,7 +66,6 @@ _ELSEWHERE = (
     "wire/nodes_table.py",
     "wire/rings.py",
     "wire/signals.py",
-    "wire/slots.py",
     "wire/verdicts.py",
 )
 _ADVICE = "set NUMBA_CACHE_DIR to a folder that can be written"

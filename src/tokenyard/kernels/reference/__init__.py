@@ -6,13 +6,6 @@ Choose it to read what a kernel does, to step through it, or on devices that no 
 from tokenyard.kernels.reference.align import align
 from tokenyard.kernels.reference.layout import layout, route
 from tokenyard.kernels.reference.logfmt import logfmt
-from tokenyard.kernels.reference.low_latency import (
-    fill_slots,
-    pick_slots,
-    stage_back,
-    stage_slots,
-    sum_slots,
-)
 from tokenyard.kernels.reference.permute import place, spread, unpermute
 from tokenyard.kernels.reference.permute_backward import unpermute_backward
 from tokenyard.kernels.reference.quantize import plan_from_fp8, plan_to_fp8
@@ -26,12 +19,10 @@ counts_on_device = False
 
 __all__ = [
     "align",
-    "fill_slots",
     "layout",
     "localise",
     "logfmt",
     "pack",
-    "pick_slots",
     "place",
     "plan_from_fp8",
     "plan_to_fp8",
@@ -41,9 +32,6 @@ __all__ = [
     "route",
     "shares_memory",
     "spread",
-    "stage_back",
-    "stage_slots",
-    "sum_slots",
     "unpermute",
     "unpermute_backward",
 ]

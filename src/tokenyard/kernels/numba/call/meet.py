@@ -14,7 +14,7 @@ from tokenyard.kernels.numba.signals import await_all, raise_signals, verdict
 from tokenyard.wire import call as at
 from tokenyard.wire import message as say
 from tokenyard.wire.signals import MAIL, READ
-from tokenyard.wire.verdicts import DIFFERS, DONE, LATE, MORE_MEMORY, NO_MEMORY, STRAY
+from tokenyard.wire.verdicts import DIFFERS, DONE, LATE, MASKED, MORE_MEMORY, NO_MEMORY, STRAY
 
 Call = Callable[[], int]
 
@@ -36,9 +36,28 @@ def passes(table, phase, kind):
         epoch = pointer(words[at.EPOCHS], INT64)[kind]
         lines, size = pointer(words[at.IN_LINES], INT64)[kind], words[at.SIZE]
         patience, yields, waits = words[at.PATIENCE], words[at.YIELDS], words[at.WAITS]
-        if await_all(lines, size, epoch, 0, patience, yields, waits, -1, 0) == size:
+        masked = words[at.MASKED]
+        if await_all(lines, size, epoch, 0, patience, yields, waits, -1, masked) == size:
             words[at.PHASE] = phase + 1
     return words[at.PHASE] > phase
+
+
+@njit(nogil=True, cache=True)
+def leaves_out(table, rank):
+    """Whether this rank goes on without a rank."""
+    masked = pointer(table, INT64)[at.MASKED]
+    return masked != 0 and pointer(masked, INT64)[rank] != 0
+
+
+@njit(nogil=True, cache=True)
+def left_out_or(what, table, rank):
+    """MASKED if a rank leaves this one out, and may have written over what this one reads. Else
+    the verdict that says `what`.
+    """
+    flags = pointer(table, INT64)[at.FLAGS]
+    if flags != 0 and load_acquire(pointer(flags, INT64)[rank]) != 0:
+        return verdict(MASKED, rank)
+    return np.int64(DONE) if what == DONE else verdict(what, rank)
 
 
 @njit(nogil=True, cache=True)
@@ -92,9 +111,12 @@ def meet(table):
         if not passes(table, at.POSTED, MAIL):
             return verdict(LATE, MAIL)
         for r in range(size):
+            if leaves_out(table, r):
+                continue
             box = box_from(table, r)
             if first == 0 and not same_call(box, words[at.HEAD]):
-                return verdict(DIFFERS, r)
+                words[at.PHASE] = at.POSTED  # it may go on without the rank
+                return left_out_or(DIFFERS, table, r)
             copy_bytes(words[at.HEARD] + 8 * (r * width + first), box + 8 * say.PAYLOAD, 8 * count)
         if first + count < width:
             words[at.PART] += 1

@@ -274,20 +274,20 @@ def _sum_kernel(like, wide, table, column, begin, end):
     fence_stores()
 
 
-def _likes(dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
+def likes(dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
     """How rows of this dtype are read, and their sums."""
     return LIKE[dtype], FLOAT64 if dtype == torch.float64 else FLOAT32
 
 
 def combine_of(dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
     """The kernel of combines of rows of this dtype, and its signature."""
-    like, wide = _likes(dtype)
+    like, wide = likes(dtype)
     return _combine_kernel, (typeof(like), typeof(wide), int64)
 
 
 def sums_of(dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
     """The kernel of sums of this dtype that Python hands to threads, and its signature."""
-    like, wide = _likes(dtype)
+    like, wide = likes(dtype)
     return _sum_kernel, (typeof(like), typeof(wide), *(int64,) * 4)
 
 
@@ -295,14 +295,14 @@ def sums_of(dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
 def call_combine(dtype: torch.dtype, table: int) -> Call:
     """A combine of rows of this dtype that reads the table at this address."""
     kernel, signature = combine_of(dtype)
-    return partial(kernel.compile(signature), *_likes(dtype), table)
+    return partial(kernel.compile(signature), *likes(dtype), table)
 
 
 def sum_rows(dtype: torch.dtype, table: int, column: int, begin: int, end: int) -> None:
     """Sum a column for some tokens, for a call that has handed over."""
-    _sum_kernel(*_likes(dtype), table, column, begin, end)
+    _sum_kernel(*likes(dtype), table, column, begin, end)
 
 
 def share_rows(dtype: torch.dtype, table: int, begin: int, end: int) -> None:
     """Sum the pairs of some of the rows that came, for a call that hands over."""
-    _sum_kernel(*_likes(dtype), table, -1, begin, end)
+    _sum_kernel(*likes(dtype), table, -1, begin, end)
