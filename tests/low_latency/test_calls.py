@@ -278,3 +278,26 @@ def left_after_a_second_combine(group: Any, forgets: int) -> float:
 @pytest.mark.parametrize("forgets", [0, 2], ids=["all received", "two forgotten"])
 def test_memory_that_an_earlier_combine_named(processes: Pools, forgets: int) -> None:
     assert processes(2).run(left_after_a_second_combine, forgets) == [512.0, 1024.0]
+
+
+def refused_zero_copy(group: Any) -> float:
+    """A zero_copy combine that is refused tells of rows that the next combine must not."""
+    with tokenyard.Buffer(group, low_latency_mode=True) as buffer:
+        idx, weights = torch.tensor([[0, 1]]), torch.ones(1, 2)
+        got: Any = buffer.low_latency_dispatch(torch.ones(1, 64), idx, 1, 2, use_fp8=False)
+        for _ in range(2):  # both places
+            buffer.low_latency_combine(got.recv_x, idx, weights, got.handle)
+        for _ in range(2):
+            y = buffer.get_next_low_latency_combine_buffer(got.handle).fill_(7)
+            wrong = torch.tensor([[5, 1]])
+            with pytest.raises(ValueError, match="want an expert that the token had"):
+                buffer.low_latency_combine(y, wrong, weights, got.handle, zero_copy=True)
+        sums = [
+            buffer.low_latency_combine(got.recv_x, idx, weights, got.handle).combined_x.sum()
+            for _ in range(2)
+        ]
+        return float(sum(sums))
+
+
+def test_rows_of_a_refused_combine_are_not_read(processes: Pools) -> None:
+    assert processes(2).run(refused_zero_copy) == [2 * 128.0] * 2

@@ -77,7 +77,8 @@ class Place:
         self._mapped: set[int] = set()
         self.is_new = False  # whether the next call tells of one that some rank may not have mapped
         self.offered: Any = None  # the plan of whose block and rows the last message told
-        self.lent: Any = None  # rows that others read where they lie
+        self.lent: Any = None  # rows that others may still read where they lie
+        self.offers_lent = False  # whether the last message told of such rows
         self.plans: dict[Any, SlotPlan] = {}  # by shape, and the dtype of the rows of a combine
         # The hook of what was sent here and is not received yet.
         self.unread: weakref.ref[RecvHook] | None = None

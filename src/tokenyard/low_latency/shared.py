@@ -134,11 +134,12 @@ class SharedSlots(LowLatency):
             table[_WEIGHTS], table[at.OUTS] = weights.data_ptr(), sums.data_ptr()
             table[at.RANGES], table[at.PAIRS_SENT], _ = known.addresses
             table[at.NUM_TOKENS] = known.num_tokens
-            if zero_copy or place.lent is not None or place.offered is not plan:
+            if zero_copy or place.offers_lent or place.offered is not plan:
                 self._offer_rows(place, plan, given)
             self._send(place, plan, number, known.number, given)
         except Exception as error:
             raise self._ended(place, error) from None
+        place.lent = y if zero_copy else None  # all have read those of the call before
         self.engaged, known.lent = False, ()
         then = None if out is None or out is sums else partial(logfmt.round_sums, sums, out)
         out = sums if out is None else out
@@ -199,20 +200,21 @@ class SharedSlots(LowLatency):
         """A block for what a call sends. Memory that another one takes the place of may be lent to
         somebody else at once, so all must have read it before.
         """
-        is_kept = place.lent is None and place.fits(plan, num_bytes)
-        if not is_kept and place.mailbox.late_ranks(READ, self.masks.address):
+        if not place.fits(plan, num_bytes):
             self._wait(place, None, READ)
-        place.lent = None
         return place.offer(plan, num_bytes)
 
     def _offer_rows(self, place: Place, plan: SlotPlan, given: Rows, num_rows: int = 0) -> None:
         """Offer the rows of a combine where they lie, or room to which the call copies them."""
         table, head, begin = plan.table, plan.head, plan.least
-        segment = block = self._offer(place, plan, begin + num_rows * plan.row_bytes)
+        segment = block = place.block
+        if place.offered is not plan or num_rows or block is None or segment is None:
+            segment = block = self._offer(place, plan, begin + num_rows * plan.row_bytes)
+        place.offers_lent = given.zero_copy
         table[at.BLOCK], table[at.ROWS_AT] = block.address, block.address + begin
         table[at.ROOM] = (block.size - begin) // plan.row_bytes
         if given.zero_copy and given.y.numel():
-            address, place.lent = given.y.data_ptr(), given.y
+            address = given.y.data_ptr()
             found = self._node.pool.find(address, given.y.nbytes)
             assert found is not None, "zero_copy was checked"
             segment = found
