@@ -53,7 +53,6 @@ _ELSEWHERE = (
     "runtime/pool.py",
     "runtime/threads.py",
     "runtime/variables.py",
-    "topology.py",
     "types.py",
     "wire/balance.py",
     "wire/call.py",
