@@ -151,7 +151,9 @@ class FailureBoard:
                 continue
             kind, culprits, opening, done = json.loads(text)
             note = FailureNote(KINDS[kind], tuple(culprits), self._texts[rank][1], done)
-            if self.label != _OPENING or opening >= self.opening or note.is_final:
+            # Some ranks may have come to an opening when a connection of others breaks in it.
+            is_news = opening >= self.opening - (note.kind is PeerDied and self.opening % 2 == 0)
+            if self.label != _OPENING or is_news or note.is_final:
                 notes[rank] = note
         return notes
 

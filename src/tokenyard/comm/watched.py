@@ -162,11 +162,11 @@ class Watched(Communicator):
         self, notes: Mapping[int, FailureNote], number: int | None
     ) -> dict[int, FailureNote]:
         """The notes that concern an exchange here. A rank that left after it had ended this
-        exchange is not missed here; ranks that do miss it post notes of their own. Ranks that give
-        up an opening before all have come to it, which is exchange 0, may come again.
+        exchange is not missed here; ranks that do miss it post notes of their own. Ranks that wait
+        in vain for all to come to an opening, which is exchange 0, may come again.
         """
         if number == 0:
-            return {rank: note for rank, note in notes.items() if note.is_final}
+            return {r: note for r, note in notes.items() if note.is_final or note.kind is PeerDied}
 
         def is_missed(rank: int, note: FailureNote) -> bool:
             if number is None or rank not in self.members:
