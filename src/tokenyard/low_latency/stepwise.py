@@ -47,23 +47,26 @@ class StepwiseSlots(LowLatency):
         return memory.empty(*shape.x_shape, dtype=dtype)
 
     def refuse(self, kind: int, error: Exception) -> NoReturn:
+        self.engaged = False  # from here on the agreement is
         self._engine.reject(STAGE_OF[kind], error)
 
     def dispatch(
         self, completion: Completion, *asked: Any
     ) -> tuple[Arrived, LowLatencyHandle, EventOverlap, RecvHook | None]:
+        self.engaged = True
         try:
             given = self.tokens(completion, *asked)
             shape, topk_idx = given.shape, given.topk_idx
             check_pairs(topk_idx, shape.placement.num_experts)
             records = self._records(given)
             owners = torch.where(topk_idx < 0, -1, shape.placement.rank_of_expert[topk_idx])
+            request = self._request(records, owners, shape, {})
+            number = self._agreement.number
+            handle = LowLatencyHandle(shape, len(topk_idx), self._buffer_id, number)
+            handle.sent[0], out = topk_idx, Arrived.empty(shape)
         except Exception as error:
             self.refuse(DISPATCH, error)
-        number = self._agreement.number
-        handle = LowLatencyHandle(shape, len(topk_idx), self._buffer_id, number)
-        handle.sent[0], out = topk_idx, Arrived.empty(shape)
-        begin, got, made, event = self._move(DISPATCH, completion, records, owners, shape, {})
+        begin, got, made, event = self._move(DISPATCH, completion, request)
         load = torch.from_numpy(self._statistics.load(shape.placement))
         work = partial(_fill, got, made, shape, handle, out, [load, given.totals])
         event, handle.hook = self._end(begin, event, work, out.x, completion)
@@ -72,6 +75,7 @@ class StepwiseSlots(LowLatency):
     def combine(
         self, completion: Completion, *asked: Any
     ) -> tuple[Tensor, EventOverlap, RecvHook | None]:
+        self.engaged = True
         try:
             given = self.rows(completion, *asked)
             known, out = given.handle, given.out
@@ -83,10 +87,11 @@ class StepwiseSlots(LowLatency):
             rows, weights = given.y[used_LS], given.weights.clone()
             if out is None:
                 out = memory.empty(known.num_tokens, known.shape.hidden, dtype=rows.dtype)
+            more = {"handle": known.number, "cast": NO_CAST, "dtype": ROW_DTYPES.index(rows.dtype)}
+            request = self._request(rows, owners, known.shape, more)
         except Exception as error:
             self.refuse(COMBINE, error)
-        more = {"handle": known.number, "cast": NO_CAST, "dtype": ROW_DTYPES.index(rows.dtype)}
-        begin, got, _, event = self._move(COMBINE, completion, rows, owners, known.shape, more)
+        begin, got, _, event = self._move(COMBINE, completion, request)
         known.lent = ()
         work = partial(_sum, got, picked, weights, known, out)
         event, hook = self._end(begin, event, work, out, completion)
@@ -102,15 +107,9 @@ class StepwiseSlots(LowLatency):
             columns[:1] = cast(x)
         return torch.cat([as_bytes(column) for column in columns], 1)
 
-    def _move(
-        self,
-        kind: int,
-        completion: Completion,
-        rows: Tensor,
-        owners_NK: Tensor,
-        shape: SlotShape,
-        more: dict[str, int],
-    ) -> tuple[int, Tensor, Handle, EventOverlap]:
+    def _request(
+        self, rows: Tensor, owners_NK: Tensor, shape: SlotShape, more: dict[str, int]
+    ) -> DispatchRequest:
         """Send rows to ranks, each once; -1 is none. `more` are words that ranks must agree on."""
         marks_NR = (owners_NK[:, :, None] == _numbers(self._size)).any(1)
         per_rank = marks_NR.sum(0, dtype=torch.int32)
@@ -125,8 +124,14 @@ class StepwiseSlots(LowLatency):
         }
         num_experts = self.local.any_num_experts
         request = DispatchRequest.by_layout(rows, marks_NR, per_rank, num_experts, Config(), -1)
-        begin, later = time.monotonic_ns(), Completion(completion.is_later)
-        got, made, event = self._calls.dispatch(request._replace(also=also), later, STAGE_OF[kind])
+        return request._replace(also=also)
+
+    def _move(
+        self, kind: int, completion: Completion, request: DispatchRequest
+    ) -> tuple[int, Tensor, Handle, EventOverlap]:
+        """Make a call of the engine, which tells the others from here on if this rank fails."""
+        begin, later, self.engaged = time.monotonic_ns(), Completion(completion.is_later), False
+        got, made, event = self._calls.dispatch(request, later, STAGE_OF[kind])
         self.numbers[kind] = made.call
         return begin, got.x, made, event
 
