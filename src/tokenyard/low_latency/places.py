@@ -49,7 +49,6 @@ class Masks:
         self.masked_R = np.zeros(size, np.int64)
         self._own = told[rank]
         self._flags = np.array([one[rank:].ctypes.data for one in told], np.int64)
-
         self.address = int(self.masked_R.ctypes.data)
 
     def tell(self, words: Any) -> None:

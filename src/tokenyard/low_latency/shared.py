@@ -197,19 +197,20 @@ class SharedSlots(LowLatency):
         return plan
 
     def _offer(self, place: Place, plan: SlotPlan, num_bytes: int) -> Segment:
-        """A block for what a call sends. Memory that another one takes the place of may be lent to
-        somebody else at once, so all must have read it before.
+        """A block for what a call sends: the one that its last call offered, if that will do. A
+        block that another one replaces may be lent to somebody else at once, so all must have read
+        it before.
         """
-        if not place.fits(plan, num_bytes):
+        if place.block is None or not place.fits(plan, num_bytes):
             self._wait(place, None, READ)
+        elif place.offered is plan:
+            return place.block
         return place.offer(plan, num_bytes)
 
     def _offer_rows(self, place: Place, plan: SlotPlan, given: Rows, num_rows: int = 0) -> None:
         """Offer the rows of a combine where they lie, or room to which the call copies them."""
         table, head, begin = plan.table, plan.head, plan.least
-        segment = block = place.block
-        if place.offered is not plan or num_rows or block is None or segment is None:
-            segment = block = self._offer(place, plan, begin + num_rows * plan.row_bytes)
+        segment = block = self._offer(place, plan, begin + num_rows * plan.row_bytes)
         place.offers_lent = given.zero_copy
         table[at.BLOCK], table[at.ROWS_AT] = block.address, block.address + begin
         table[at.ROOM] = (block.size - begin) // plan.row_bytes
